@@ -1,7 +1,7 @@
 """Adapter of Allegro (text-to-video). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained, of_samples
 from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
 
 ALLEGRO = Adapter(
@@ -26,10 +26,8 @@ ALLEGRO = Adapter(
             "**.attn1": (Attention(("video",), mask="keys"),),
             "**.attn2": (Attention(("video",), ("text",)),),
         },
-        batched=dict.fromkeys(
-            ("hidden_states", "encoder_hidden_states", "timestep", "attention_mask", "encoder_attention_mask"), 0
-        ),
+        batched=of_samples("attention_mask", "encoder_attention_mask"),
         common=("image_rotary_emb",),
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
+    blocks=chained("transformer_blocks"),
 )

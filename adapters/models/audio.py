@@ -4,6 +4,7 @@ Written for diffusers 0.42.
 """
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.constructors import chained, of_samples
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, Split
 
@@ -22,10 +23,7 @@ ACE_STEP = Adapter(
         outputs={"norm_out": GATHERED},
         joint_order=("sound",),
         attention={"layers.*.cross_attn": TO_TEXT},
-        batched=dict.fromkeys(
-            ("hidden_states", "timestep", "timestep_r", "encoder_hidden_states", "context_latents", "attention_kwargs"),
-            0,
-        ),
+        batched=of_samples("timestep_r", "context_latents", "attention_kwargs"),
     ),
     # Only every second block gets a mask. chained=True would require the same arguments for all blocks.
     blocks=CachedBlocks((BlockGroup(("layers",)),)),
@@ -46,20 +44,10 @@ STABLE_AUDIO = Adapter(
         outputs={"proj_out": GATHERED},
         joint_order=("sound",),
         attention={"**.attn1": (Attention(("sound",), mask="keys"),), "**.attn2": TO_TEXT},
-        batched=dict.fromkeys(
-            (
-                "hidden_states",
-                "timestep",
-                "encoder_hidden_states",
-                "global_hidden_states",
-                "attention_mask",
-                "encoder_attention_mask",
-            ),
-            0,
-        ),
+        batched=of_samples("global_hidden_states", "attention_mask", "encoder_attention_mask"),
         common=("rotary_embedding",),
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
+    blocks=chained("transformer_blocks"),
 )
 
 STABLE_AUDIO3 = Adapter(
@@ -78,11 +66,9 @@ STABLE_AUDIO3 = Adapter(
         refused={
             "local_add_cond": "it has no entries for the tokens of memory, so its parts are not those of the sequence"
         },
-        batched=dict.fromkeys(
-            ("hidden_states", "timestep", "encoder_hidden_states", "global_hidden_states", "encoder_attention_mask"), 0
-        ),
+        batched=of_samples("global_hidden_states", "encoder_attention_mask"),
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
+    blocks=chained("transformer_blocks"),
 )
 
 LONGCAT_AUDIO = Adapter(
@@ -98,7 +84,7 @@ LONGCAT_AUDIO = Adapter(
         joint_order=("sound",),
         attention={"blocks.*.self_attn": (Attention(("sound",), mask="keys"),), "blocks.*.cross_attn": TO_TEXT},
     ),
-    blocks=CachedBlocks((BlockGroup(("blocks",), chained=True),)),
+    blocks=chained("blocks"),
 )
 
 MINIMAX_MUSIC = Adapter(
@@ -114,5 +100,5 @@ MINIMAX_MUSIC = Adapter(
         outputs={"transformer_blocks.-1": GATHERED},
         joint_order=("sound",),
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
+    blocks=chained("transformer_blocks"),
 )

@@ -1,6 +1,7 @@
 """Adapter of AuraFlow (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.constructors import of_samples
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Split
 
@@ -13,7 +14,7 @@ AURAFLOW = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="image")},
         # The model's register tokens precede the text tokens and are part of the text segment.
         joint_order=("text", "image"),
-        batched=dict.fromkeys(("hidden_states", "encoder_hidden_states", "timestep", "attention_kwargs"), 0),
+        batched=of_samples("attention_kwargs"),
     ),
     blocks=CachedBlocks(
         (

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import TEXT_LAST, chained, linears, of_samples
 from para_core.plans.plan import Gather, Plan, Replicate, Split
 from para_core.weights.patch_plan import Frames
-from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
+from para_core.weights.tensor_plan import TensorPlan
 
-OF_SAMPLES = ("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "attention_kwargs")
+OF_SAMPLES = ("timestep_cond", "attention_kwargs")
 
 COGVIDEOX_PLAN = Plan(
     inputs={
@@ -20,17 +20,16 @@ COGVIDEOX_PLAN = Plan(
     inner={"patch_embed": {0: Split(dim=1, segment="video", after="text")}},
     outputs={"proj_out": Gather(dim=1, segment="video")},
     joint_order=("text", "video"),
-    batched=dict.fromkeys((*OF_SAMPLES, "ofs"), 0),
+    batched=of_samples(*OF_SAMPLES, "ofs"),
     common=("image_rotary_emb",),
 )
 
 TENSOR = TensorPlan(
-    linears={
-        **dict.fromkeys((f"transformer_blocks.*.attn1.{name}" for name in ("to_q", "to_k", "to_v")), COLUMNS),
-        "transformer_blocks.*.attn1.to_out.0": ROWS,
-        "transformer_blocks.*.ff.net.0.proj": COLUMNS,
-        "transformer_blocks.*.ff.net.2": ROWS,
-    },
+    linears=linears(
+        "transformer_blocks.*",
+        columns=["attn1.to_q", "attn1.to_k", "attn1.to_v", "ff.net.0.proj"],
+        rows=["attn1.to_out.0", "ff.net.2"],
+    ),
     heads=("transformer_blocks.*.attn1",),
 )
 
@@ -38,9 +37,7 @@ COGVIDEOX = Adapter(
     transformer="CogVideoXTransformer3DModel",
     pipelines="CogVideoX",
     plan=COGVIDEOX_PLAN,
-    blocks=CachedBlocks(
-        (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)
-    ),
+    blocks=chained("transformer_blocks", streams=TEXT_LAST),
     tensor=TENSOR,
     frames=Frames(dim=1, together="patch_size_t"),
     threshold=0.025,
@@ -52,13 +49,7 @@ CONSISID = Adapter(
     pipelines="ConsisID",
     # Between blocks the video tokens also attend to face tokens. Every rank holds all face tokens, so the plan does not
     # list this attention.
-    plan=replace(COGVIDEOX_PLAN, batched=dict.fromkeys((*OF_SAMPLES, "id_cond", "id_vit_hidden"), 0)),
-    blocks=CachedBlocks(
-        (
-            BlockGroup(
-                ("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True, between=("id_cond",)
-            ),
-        )
-    ),
+    plan=replace(COGVIDEOX_PLAN, batched=of_samples(*OF_SAMPLES, "id_cond", "id_vit_hidden")),
+    blocks=chained("transformer_blocks", streams=TEXT_LAST, between=("id_cond",)),
     tensor=TENSOR,
 )

@@ -1,11 +1,11 @@
 """Adapters of CogView 3+, CogView 4 and GLM-Image (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import TEXT_LAST, chained, of_samples
 from para_core.plans.plan import Gather, Plan, Split
 
 IMAGE = Split(dim=1, segment="image")
-BLOCKS = CachedBlocks((BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),))
+BLOCKS = chained("transformer_blocks", streams=TEXT_LAST)
 
 COGVIEW3_PLUS = Adapter(
     transformer="CogView3PlusTransformer2DModel",
@@ -15,9 +15,7 @@ COGVIEW3_PLUS = Adapter(
         inner={"transformer_blocks.0": {"hidden_states": IMAGE}},
         outputs={"proj_out": Gather(dim=1, segment="image")},
         joint_order=("text", "image"),
-        batched=dict.fromkeys(
-            ("hidden_states", "encoder_hidden_states", "timestep", "original_size", "target_size", "crop_coords"), 0
-        ),
+        batched=of_samples("original_size", "target_size", "crop_coords"),
     ),
     blocks=BLOCKS,
 )

@@ -1,7 +1,7 @@
 """Adapters of Cosmos 1, 2, 2.5 (predict and transfer) and Cosmos 3. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained
 from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
 
 VIDEO, WITH_VIDEO, POSITIONS = (
@@ -34,9 +34,7 @@ COSMOS = Adapter(
         # attn2 is cross-attention to text tokens, and in Cosmos 2.5 also to image tokens. Both are replicated.
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("transformer_blocks",), chained=True, between=("block_controlnet_hidden_states",)),)
-    ),
+    blocks=chained("transformer_blocks", between=("block_controlnet_hidden_states",)),
 )
 
 COSMOS3 = Adapter(
@@ -56,7 +54,5 @@ COSMOS3 = Adapter(
             "layers.*.self_attn": (Attention(("text",)), Attention(("video",), ("text", "video"))),
         },
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("layers",), ("und_seq", "gen_seq"), measured="gen_seq", chained=True),), conditions=("input_ids",)
-    ),
+    blocks=chained("layers", streams=("und_seq", "gen_seq"), measured="gen_seq", conditions=("input_ids",)),
 )

@@ -1,7 +1,7 @@
 """Adapter of DiT, which generates images of ImageNet classes. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained
 from para_core.plans.plan import Gather, Plan, Split
 
 DIT = Adapter(
@@ -14,5 +14,5 @@ DIT = Adapter(
         joint_order=("image",),
         batched=dict.fromkeys(("hidden_states", "timestep", "class_labels", "cross_attention_kwargs"), 0),
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),), conditions=("class_labels",)),
+    blocks=chained("transformer_blocks", conditions=("class_labels",)),
 )

@@ -1,7 +1,7 @@
 """Adapter of EasyAnimate (text-, image- and video-to-video). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import TEXT_LAST, chained, of_samples
 from para_core.plans.plan import Gather, Plan, Split
 
 POSITIONS = Split(dim=0, like="video")
@@ -17,21 +17,9 @@ EASYANIMATE = Adapter(
         },
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=("text", "video"),
-        batched=dict.fromkeys(
-            (
-                "hidden_states",
-                "timestep",
-                "timestep_cond",
-                "encoder_hidden_states",
-                "encoder_hidden_states_t5",
-                "inpaint_latents",
-                "control_latents",
-            ),
-            0,
-        ),
+        batched=of_samples("timestep_cond", "encoder_hidden_states_t5", "inpaint_latents", "control_latents"),
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),),
-        conditions=("encoder_hidden_states", "encoder_hidden_states_t5"),
+    blocks=chained(
+        "transformer_blocks", streams=TEXT_LAST, conditions=("encoder_hidden_states", "encoder_hidden_states_t5")
     ),
 )

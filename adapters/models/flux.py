@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.constructors import TEXT_FIRST, chained
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
@@ -44,15 +45,11 @@ FLUX = Adapter(
     transformer="FluxTransformer2DModel",
     pipelines="FLUX.1: every pipeline on FluxTransformer2DModel",
     plan=FLUX_PLAN,
-    blocks=CachedBlocks(
-        (
-            BlockGroup(
-                ("transformer_blocks", "single_transformer_blocks"),
-                ("encoder_hidden_states", "hidden_states"),
-                chained=True,
-                between=("controlnet_block_samples", "controlnet_single_block_samples"),
-            ),
-        ),
+    blocks=chained(
+        "transformer_blocks",
+        "single_transformer_blocks",
+        streams=TEXT_FIRST,
+        between=("controlnet_block_samples", "controlnet_single_block_samples"),
         conditions=("encoder_hidden_states", "pooled_projections"),
         modulated=_modulated,
     ),
@@ -107,7 +104,5 @@ FLUX3 = Adapter(
             "mode_blocks.image_cond.*.attn": (Attention(("condition",)),),
         },
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("single_transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),)
-    ),
+    blocks=chained("single_transformer_blocks", streams=TEXT_FIRST),
 )

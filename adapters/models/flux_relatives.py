@@ -6,10 +6,11 @@ Written for diffusers 0.42.
 from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.constructors import JOINT_PROJECTIONS, TEXT_FIRST, chained, linears, of_samples
 from para_core.adapters.models.flux import FLUX_PLAN
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Split
-from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
+from para_core.weights.tensor_plan import COLUMNS, Linear, TensorPlan
 
 
 def _tensor(gated: bool = False) -> TensorPlan:
@@ -19,14 +20,12 @@ def _tensor(gated: bool = False) -> TensorPlan:
         gated: Whether the first layer of each feed-forward returns hidden units and a gate (as in SwiGLU).
     """
     double, single = "transformer_blocks.*", "single_transformer_blocks.*"
-    of_heads = ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
-    hidden = Linear("colwise", (1, 1)) if gated else COLUMNS
+    heads, hidden = [f"attn.{name}" for name in JOINT_PROJECTIONS], Linear("colwise", (1, 1)) if gated else COLUMNS
     return TensorPlan(
         linears={
-            **dict.fromkeys((f"{block}.attn.{name}" for block in (double, single) for name in of_heads), COLUMNS),
-            **dict.fromkeys((f"{double}.attn.{name}" for name in ("to_out.0", "to_add_out")), ROWS),
+            **linears(double, columns=heads, rows=["attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2"]),
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
-            **dict.fromkeys((f"{double}.{name}.net.2" for name in ("ff", "ff_context")), ROWS),
+            **linears(single, columns=heads),
             f"{single}.proj_mlp": hidden,
             # proj_out reads the attention output followed by hidden units, four times as wide. Each of these two parts
             # is sharded separately.
@@ -37,8 +36,7 @@ def _tensor(gated: bool = False) -> TensorPlan:
     )
 
 
-STREAMS = ("encoder_hidden_states", "hidden_states")
-OF_SAMPLES, IDS = ("timestep", "pooled_projections", "guidance"), ("img_ids", "txt_ids")
+OF_SAMPLES, IDS = ("pooled_projections", "guidance"), ("img_ids", "txt_ids")
 RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 
 CHROMA = Adapter(
@@ -49,7 +47,7 @@ CHROMA = Adapter(
     plan=FLUX_PLAN,
     # Each block gets a different modulation. chained=True would require the same arguments for all blocks.
     blocks=CachedBlocks(
-        (BlockGroup(("transformer_blocks",), STREAMS), BlockGroup(("single_transformer_blocks",))),
+        (BlockGroup(("transformer_blocks",), TEXT_FIRST), BlockGroup(("single_transformer_blocks",))),
         # The model adds these residuals to a block's output in place, which would overwrite tensors that the cache has
         # stored.
         uncached=("controlnet_single_block_samples",),
@@ -57,7 +55,7 @@ CHROMA = Adapter(
     tensor=_tensor(),
 )
 
-BOTH_LISTS = CachedBlocks((BlockGroup(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True),))
+BOTH_LISTS = chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_FIRST)
 
 OVIS = Adapter(
     transformer="OvisImageTransformer2DModel",
@@ -79,15 +77,13 @@ BRIA = Adapter(
     pipelines="Bria",
     plan=replace(
         FLUX_PLAN,
-        batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "attention_kwargs", *RESIDUALS), 0),
+        batched=of_samples(*OF_SAMPLES, "attention_kwargs", *RESIDUALS),
         common=IDS,
         # diffusers adds these residuals to hidden_states[:, number of text tokens:], although hidden_states holds only
         # image tokens here, so the call fails on one device too.
         refused={RESIDUALS[1]: "the model itself fails with them"},
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("transformer_blocks", "single_transformer_blocks"), STREAMS, chained=True, between=RESIDUALS[:1]),)
-    ),
+    blocks=chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_FIRST, between=RESIDUALS[:1]),
     tensor=_tensor(),
 )
 
@@ -99,9 +95,9 @@ BRIA_FIBO = Adapter(
         # text_encoder_layers holds one tensor [B, S, C] per block, which replaces half of the channels of the text
         # tokens.
         inputs={**FLUX_PLAN.inputs, "text_encoder_layers": Split(dim=1, like="text")},
-        batched=dict.fromkeys((*STREAMS[::-1], *OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"), 0),
+        batched=of_samples(*OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"),
         common=IDS,
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), STREAMS), BlockGroup(("single_transformer_blocks",)))),
+    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), TEXT_FIRST), BlockGroup(("single_transformer_blocks",)))),
     tensor=_tensor(),
 )

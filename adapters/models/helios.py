@@ -5,7 +5,7 @@ it.
 """
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained
 from para_core.plans.plan import Attention, Gather, LastTokens, Plan, Split
 
 HELIOS = Adapter(
@@ -28,5 +28,5 @@ HELIOS = Adapter(
         joint_order=("video",),
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
     ),
-    blocks=CachedBlocks((BlockGroup(("blocks",), chained=True),)),
+    blocks=chained("blocks"),
 )

@@ -1,6 +1,7 @@
 """Adapters of HunyuanImage 2.1 and HunyuanDiT (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.constructors import TEXT_LAST, chained, of_samples
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
@@ -16,14 +17,10 @@ HUNYUAN_IMAGE = Adapter(
         # Text comes after the image, as in the attention masks that the model makes for the full sequence.
         joint_order=("image", "text"),
     ),
-    blocks=CachedBlocks(
-        (
-            BlockGroup(
-                ("transformer_blocks", "single_transformer_blocks"),
-                ("hidden_states", "encoder_hidden_states"),
-                chained=True,
-            ),
-        ),
+    blocks=chained(
+        "transformer_blocks",
+        "single_transformer_blocks",
+        streams=TEXT_LAST,
         conditions=("encoder_hidden_states", "encoder_hidden_states_2"),
     ),
 )
@@ -37,19 +34,13 @@ HUNYUAN_DIT = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="image")},
         joint_order=("image",),
         attention={"blocks.*.attn2": (Attention(("image",), ("text",)),)},
-        batched=dict.fromkeys(
-            (
-                "hidden_states",
-                "timestep",
-                "encoder_hidden_states",
-                "text_embedding_mask",
-                "encoder_hidden_states_t5",
-                "text_embedding_mask_t5",
-                "image_meta_size",
-                "style",
-                "controlnet_block_samples",
-            ),
-            0,
+        batched=of_samples(
+            "text_embedding_mask",
+            "encoder_hidden_states_t5",
+            "text_embedding_mask_t5",
+            "image_meta_size",
+            "style",
+            "controlnet_block_samples",
         ),
         common=("image_rotary_emb",),
     ),

@@ -1,10 +1,10 @@
 """Adapters of HunyuanVideo (text- and image-to-video), FramePack and HunyuanVideo 1.5. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import JOINT_PROJECTIONS, TEXT_LAST, chained, linears
 from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, ShardRule, Split
 from para_core.weights.patch_plan import Frames
-from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear, TensorPlan
+from para_core.weights.tensor_plan import Linear, TensorPlan
 
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
 # Text comes last and is replicated, so the masks that the model makes for the full sequence remain correct.
@@ -16,27 +16,20 @@ FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
 TENSOR = TensorPlan(
     linears={
-        **dict.fromkeys(
-            (
-                f"{block}.attn.{name}"
-                for block in ("transformer_blocks.*", "single_transformer_blocks.*", _REFINER)
-                for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
-            ),
-            COLUMNS,
+        **linears(
+            "transformer_blocks.*",
+            columns=[*(f"attn.{name}" for name in JOINT_PROJECTIONS), "ff.net.0.proj", "ff_context.net.0.proj"],
+            rows=["attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2"],
         ),
-        "transformer_blocks.*.attn.to_out.0": ROWS,
-        "transformer_blocks.*.attn.to_add_out": ROWS,
-        "transformer_blocks.*.ff.net.0.proj": COLUMNS,
-        "transformer_blocks.*.ff.net.2": ROWS,
-        "transformer_blocks.*.ff_context.net.0.proj": COLUMNS,
-        "transformer_blocks.*.ff_context.net.2": ROWS,
-        "single_transformer_blocks.*.proj_mlp": COLUMNS,
+        **linears("single_transformer_blocks.*", columns=["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]),
         # proj_out reads the attention output followed by hidden units, four times as wide. Each of these two parts is
         # sharded separately.
         "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
-        f"{_REFINER}.attn.to_out.0": ROWS,
-        f"{_REFINER}.ff.net.0.proj": COLUMNS,
-        f"{_REFINER}.ff.net.2": ROWS,
+        **linears(
+            _REFINER,
+            columns=["attn.to_q", "attn.to_k", "attn.to_v", "ff.net.0.proj"],
+            rows=["attn.to_out.0", "ff.net.2"],
+        ),
     },
     heads=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn", f"{_REFINER}.attn"),
 )
@@ -55,15 +48,7 @@ HUNYUAN_VIDEO = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="video")},
         joint_order=JOINT,
     ),
-    blocks=CachedBlocks(
-        (
-            BlockGroup(
-                ("transformer_blocks", "single_transformer_blocks"),
-                ("hidden_states", "encoder_hidden_states"),
-                chained=True,
-            ),
-        )
-    ),
+    blocks=chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_LAST),
     tensor=TENSOR,
     frames=Frames(dim=2, together="patch_size_t"),
     threshold=0.06,
@@ -84,15 +69,7 @@ FRAMEPACK = Adapter(
         outputs={"single_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
         joint_order=JOINT,
     ),
-    blocks=CachedBlocks(
-        (
-            BlockGroup(
-                ("transformer_blocks", "single_transformer_blocks"),
-                ("hidden_states", "encoder_hidden_states"),
-                chained=True,
-            ),
-        )
-    ),
+    blocks=chained("transformer_blocks", "single_transformer_blocks", streams=TEXT_LAST),
     tensor=TENSOR,
     threshold=0.06,
     threshold_source="ParaAttention, doc/fastest_hunyuan_video.md; at 1324733 it was 0.035",
@@ -108,8 +85,6 @@ HUNYUAN_VIDEO_15 = Adapter(
         joint_order=JOINT,
         attention={"transformer_blocks.*.attn": (Attention(JOINT, mask="pairs"),)},
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)
-    ),
+    blocks=chained("transformer_blocks", streams=TEXT_LAST),
     tensor=TENSOR,
 )

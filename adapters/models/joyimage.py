@@ -1,10 +1,10 @@
 """Adapters of JoyImage-Edit and JoyImage-Edit Plus (image editing). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import TEXT_LAST, chained
 from para_core.plans.plan import Entries, Gather, Plan, ShardRule, Split
 
-BLOCKS = CachedBlocks((BlockGroup(("double_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),))
+BLOCKS = chained("double_blocks", streams=TEXT_LAST)
 
 
 def _plan(positions: ShardRule) -> Plan:

@@ -1,7 +1,7 @@
 """Adapters of Kandinsky 5, Kandinsky 6 (video with sound) and its super-resolution. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained
 from para_core.plans.plan import Attention, AttentionByHeads, Gather, Plan, Split
 
 KANDINSKY5 = Adapter(
@@ -19,9 +19,7 @@ KANDINSKY5 = Adapter(
         attention={"visual_transformer_blocks.*.cross_attention": (Attention(("video",), ("text",)),)},
         refused={"sparse_params": "which keys are attended to is found from means of 64 tokens of the whole video"},
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("visual_transformer_blocks",), ("visual_embed",), measured="visual_embed", chained=True),)
-    ),
+    blocks=chained("visual_transformer_blocks", streams=("visual_embed",), measured="visual_embed"),
 )
 
 KANDINSKY6 = Adapter(
@@ -45,9 +43,7 @@ KANDINSKY6 = Adapter(
             "**.av_cross_attention": (Attention(("sound",), ("video",)),),
         },
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("visual_transformer_blocks",), ("vis", "aud"), measured="vis", chained=True),),
-    ),
+    blocks=chained("visual_transformer_blocks", streams=("vis", "aud"), measured="vis"),
 )
 
 KANDINSKY6_SR = Adapter(
@@ -67,5 +63,5 @@ KANDINSKY6_SR = Adapter(
             )
         },
     ),
-    blocks=CachedBlocks((BlockGroup(("visual_transformer_blocks",), chained=True),)),
+    blocks=chained("visual_transformer_blocks"),
 )

@@ -1,6 +1,7 @@
 """Adapter of Latte (text-to-video). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.constructors import of_samples
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
@@ -23,7 +24,7 @@ LATTE = Adapter(
             # Each token attends to the tokens at the same position in all frames, which are on the same rank.
             "temporal_transformer_blocks.*.attn1": (Attention(("frames",)),),
         },
-        batched=dict.fromkeys(("hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask"), 0),
+        batched=of_samples("encoder_attention_mask"),
     ),
     # Temporal blocks run between these blocks and are not cached, so they run even on a step whose other blocks are
     # skipped.

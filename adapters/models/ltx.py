@@ -1,9 +1,9 @@
 """Adapters of LTX-Video and LTX-2 (video with sound). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained, linears, of_samples
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
-from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
+from para_core.weights.tensor_plan import TensorPlan
 
 # Rotary embeddings are [B, S, D] or [B, H, S, D / 2]: dim -2 is right for both.
 POSITIONS: dict[str | int, ShardRule] = {0: Split(dim=-2, like="video"), 1: Split(dim=-2, like="video")}
@@ -14,16 +14,11 @@ TIMESTEP = Split(dim=1, like="video", ndim=2)
 # The norms of queries and keys span the channels of all heads. So tensor parallelism shards their weights, and the
 # channels of the rotary embedding, in the same way as the heads.
 TENSOR = TensorPlan(
-    linears={
-        **dict.fromkeys(
-            (f"transformer_blocks.*.{attn}.{name}" for attn in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")),
-            COLUMNS,
-        ),
-        "transformer_blocks.*.attn1.to_out.0": ROWS,
-        "transformer_blocks.*.attn2.to_out.0": ROWS,
-        "transformer_blocks.*.ff.net.0.proj": COLUMNS,
-        "transformer_blocks.*.ff.net.2": ROWS,
-    },
+    linears=linears(
+        "transformer_blocks.*",
+        columns=[*(f"{attn}.to_{x}" for attn in ("attn1", "attn2") for x in "qkv"), "ff.net.0.proj"],
+        rows=["attn1.to_out.0", "attn2.to_out.0", "ff.net.2"],
+    ),
     heads=("transformer_blocks.*.attn1", "transformer_blocks.*.attn2"),
     norms=("transformer_blocks.*.*.norm_q", "transformer_blocks.*.*.norm_k"),
     positions={"rope": -1},
@@ -43,22 +38,12 @@ LTX = Adapter(
         outputs={"": Gather(dim=1, segment="video")},
         joint_order=("video",),
         attention={"**.attn2": (Attention(("video",), ("text",)),)},
-        batched=dict.fromkeys(
-            (
-                "hidden_states",
-                "encoder_hidden_states",
-                "timestep",
-                "encoder_attention_mask",
-                "video_coords",
-                "attention_kwargs",
-            ),
-            0,
-        ),
+        batched=of_samples("encoder_attention_mask", "video_coords", "attention_kwargs"),
         common=("rope_interpolation_scale",),
     ),
     # Replicated text is the faster default, because cross-attention to replicated keys needs no communication.
     text="replicate",
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
+    blocks=chained("transformer_blocks"),
     tensor=TENSOR,
 )
 
@@ -86,38 +71,27 @@ LTX2 = Adapter(
             "**.audio_to_video_attn": (Attention(("video",), ("sound",)),),
             "**.video_to_audio_attn": (Attention(("sound",), ("video",)),),
         },
-        batched=dict.fromkeys(
-            (
-                "hidden_states",
-                "encoder_hidden_states",
-                "encoder_attention_mask",
-                "timestep",
-                "sigma",
-                "video_coords",
-                "video_self_attention_mask",
-                "video_keyframes_mask",
-                "audio_hidden_states",
-                "audio_encoder_hidden_states",
-                "audio_encoder_attention_mask",
-                "audio_timestep",
-                "audio_sigma",
-                "audio_coords",
-                "perturbation_mask",
-                "attention_kwargs",
-            ),
-            0,
+        batched=of_samples(
+            "encoder_attention_mask",
+            "sigma",
+            "video_coords",
+            "video_self_attention_mask",
+            "video_keyframes_mask",
+            "audio_hidden_states",
+            "audio_encoder_hidden_states",
+            "audio_encoder_attention_mask",
+            "audio_timestep",
+            "audio_sigma",
+            "audio_coords",
+            "perturbation_mask",
+            "attention_kwargs",
         ),
     ),
-    blocks=CachedBlocks(
-        (
-            BlockGroup(
-                ("transformer_blocks",),
-                ("hidden_states", "audio_hidden_states"),
-                chained=True,
-                # Each of these arguments perturbs only some blocks, so the blocks do not all compute the same.
-                between=("perturbation_mask", "spatio_temporal_guidance_blocks"),
-            ),
-        ),
+    blocks=chained(
+        "transformer_blocks",
+        streams=("hidden_states", "audio_hidden_states"),
+        # Each of these arguments perturbs only some blocks, so the blocks do not all compute the same.
+        between=("perturbation_mask", "spatio_temporal_guidance_blocks"),
         conditions=("encoder_hidden_states", "audio_encoder_hidden_states"),
     ),
 )

@@ -1,7 +1,7 @@
 """Adapter of Lumina-Image 2.0 (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained
 from para_core.plans.plan import Gather, Plan, Split
 
 LUMINA2 = Adapter(
@@ -19,5 +19,5 @@ LUMINA2 = Adapter(
         outputs={"layers.-1": Gather(dim=1, segment="tokens")},
         joint_order=("tokens",),
     ),
-    blocks=CachedBlocks((BlockGroup(("layers",), chained=True),)),
+    blocks=chained("layers"),
 )

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import TEXT_LAST, chained
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 TO_TEXT = (Attention(("video",), ("prompt",)),)
@@ -45,7 +45,5 @@ MOTIF = Adapter(
     complete=_with_decoder,
     # Only the first list of blocks is cached. The last blocks of the second list, the decoder blocks, read tokens that
     # the cache does not store.
-    blocks=CachedBlocks(
-        (BlockGroup(("transformer_blocks",), ("hidden_states", "encoder_hidden_states"), chained=True),)
-    ),
+    blocks=chained("transformer_blocks", streams=TEXT_LAST),
 )

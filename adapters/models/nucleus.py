@@ -1,7 +1,7 @@
 """Adapter of Nucleus-Image, a mixture of experts in which experts choose their tokens. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 POSITIONS = Split(dim=0, like="image")
@@ -30,5 +30,5 @@ NUCLEUS = Adapter(
         joint_order=("image",),
         attention={"transformer_blocks.*.attn": (Attention(("image",), ("image", "text"), mask="keys"),)},
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
+    blocks=chained("transformer_blocks"),
 )

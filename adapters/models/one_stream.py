@@ -4,9 +4,10 @@ The others are Ideogram 4 and OmniGen. Written for diffusers 0.42.
 """
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.constructors import chained, linears
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
-from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
+from para_core.weights.tensor_plan import TensorPlan
 
 TOKENS, WITH_TOKENS = Split(dim=1, segment="tokens"), Split(dim=1, like="tokens")
 GATHERED = Gather(dim=1, segment="tokens")
@@ -15,15 +16,11 @@ AFTER_LAYERS = {"layers.-1": GATHERED}
 
 _Z_BLOCKS = ("noise_refiner.*", "context_refiner.*", "layers.*")
 Z_IMAGE_TENSOR = TensorPlan(
-    linears={
-        **dict.fromkeys(
-            (f"{block}.attention.{name}" for block in _Z_BLOCKS for name in ("to_q", "to_k", "to_v")), COLUMNS
-        ),
-        **dict.fromkeys((f"{block}.feed_forward.{name}" for block in _Z_BLOCKS for name in ("w1", "w3")), COLUMNS),
-        **dict.fromkeys(
-            (f"{block}.{name}" for block in _Z_BLOCKS for name in ("attention.to_out.0", "feed_forward.w2")), ROWS
-        ),
-    },
+    linears=linears(
+        *_Z_BLOCKS,
+        columns=["attention.to_q", "attention.to_k", "attention.to_v", "feed_forward.w1", "feed_forward.w3"],
+        rows=["attention.to_out.0", "feed_forward.w2"],
+    ),
     heads=tuple(f"{block}.attention" for block in _Z_BLOCKS),
 )
 
@@ -47,9 +44,8 @@ Z_IMAGE = Adapter(
         # The residuals are padded to the longest sample of the full batch, so they do not fit a part of the batch.
         unshared=("controlnet_block_samples",),
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("layers",), ("x",), measured="x", chained=True, between=("controlnet_block_samples",)),),
-        conditions=("cap_feats",),
+    blocks=chained(
+        "layers", streams=("x",), measured="x", between=("controlnet_block_samples",), conditions=("cap_feats",)
     ),
     tensor=Z_IMAGE_TENSOR,
 )
@@ -89,7 +85,7 @@ KREA2 = Adapter(
         outputs={"transformer_blocks.-1": GATHERED},
         joint_order=("tokens",),
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
+    blocks=chained("transformer_blocks"),
 )
 
 ERNIE_IMAGE = Adapter(
@@ -106,9 +102,7 @@ ERNIE_IMAGE = Adapter(
         joint_order=("tokens",),
         batched=dict.fromkeys(("hidden_states", "timestep", "text_bth", "text_lens"), 0),
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("layers",), ("x",), measured="x", chained=True, samples=1),), conditions=("text_bth",)
-    ),
+    blocks=chained("layers", streams=("x",), measured="x", samples=1, conditions=("text_bth",)),
 )
 
 IDEOGRAM4 = Adapter(
@@ -124,7 +118,7 @@ IDEOGRAM4 = Adapter(
         outputs=AFTER_LAYERS,
         joint_order=("tokens",),
     ),
-    blocks=CachedBlocks((BlockGroup(("layers",), chained=True),)),
+    blocks=chained("layers"),
 )
 
 OMNIGEN = Adapter(
@@ -139,5 +133,5 @@ OMNIGEN = Adapter(
         outputs=AFTER_LAYERS,
         joint_order=("tokens",),
     ),
-    blocks=CachedBlocks((BlockGroup(("layers",), chained=True),), conditions=("input_ids", "attention_mask")),
+    blocks=chained("layers", conditions=("input_ids", "attention_mask")),
 )

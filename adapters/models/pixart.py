@@ -1,7 +1,7 @@
 """Adapter of PixArt-Alpha and PixArt-Sigma (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained, of_samples
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 PIXART = Adapter(
@@ -13,18 +13,7 @@ PIXART = Adapter(
         outputs={"proj_out": Gather(dim=1, segment="image")},
         joint_order=("image",),
         attention={"transformer_blocks.*.attn2": (Attention(("image",), ("text",)),)},
-        batched=dict.fromkeys(
-            (
-                "hidden_states",
-                "encoder_hidden_states",
-                "timestep",
-                "added_cond_kwargs",
-                "cross_attention_kwargs",
-                "attention_mask",
-                "encoder_attention_mask",
-            ),
-            0,
-        ),
+        batched=of_samples("added_cond_kwargs", "cross_attention_kwargs", "attention_mask", "encoder_attention_mask"),
     ),
-    blocks=CachedBlocks((BlockGroup(("transformer_blocks",), chained=True),)),
+    blocks=chained("transformer_blocks"),
 )

@@ -1,7 +1,7 @@
 """Adapter of PRX (text-to-image). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained, of_samples
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 PRX = Adapter(
@@ -19,9 +19,7 @@ PRX = Adapter(
         # Image tokens attend to text and image tokens. The attention processor makes a mask for the keys it receives,
         # which are only this rank's keys.
         attention={"blocks.*.attention": (Attention(("image",), ("text", "image"), mask="keys"),)},
-        batched=dict.fromkeys(
-            ("hidden_states", "timestep", "encoder_hidden_states", "attention_mask", "attention_kwargs"), 0
-        ),
+        batched=of_samples("attention_mask", "attention_kwargs"),
     ),
-    blocks=CachedBlocks((BlockGroup(("blocks",), chained=True),)),
+    blocks=chained("blocks"),
 )

@@ -4,7 +4,7 @@ Written for diffusers 0.42.
 """
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import TEXT_FIRST, chained
 from para_core.plans.plan import Attention, Count, Gather, OneForEach, Plan, Split
 
 QWEN_IMAGE = Adapter(
@@ -30,16 +30,7 @@ QWEN_IMAGE = Adapter(
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image"),
     ),
-    blocks=CachedBlocks(
-        (
-            BlockGroup(
-                ("transformer_blocks",),
-                ("encoder_hidden_states", "hidden_states"),
-                chained=True,
-                between=("controlnet_block_samples",),
-            ),
-        )
-    ),
+    blocks=chained("transformer_blocks", streams=TEXT_FIRST, between=("controlnet_block_samples",)),
     # The model views the rotary embedding of the text as complex numbers, which fails without text tokens. So every
     # patch of PipeFusion carries the text.
     empty_text=False,
@@ -73,9 +64,6 @@ QWEN_IMAGE_21 = Adapter(
             )
         },
     ),
-    blocks=CachedBlocks(
-        (BlockGroup(("transformer_blocks",), chained=True),),
-        # With kv_cache each block stores its keys in the cache, so no block may be skipped.
-        uncached=("kv_cache",),
-    ),
+    # With kv_cache each block stores its keys in the cache, so no block may be skipped.
+    blocks=chained("transformer_blocks", uncached=("kv_cache",)),
 )

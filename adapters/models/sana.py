@@ -5,23 +5,13 @@ from dataclasses import replace
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import chained, of_samples
 from para_core.plans.plan import Attention, Gather, Halo, LinearAttention, Plan, Split
 
-BATCHED = dict.fromkeys(
-    (
-        "hidden_states",
-        "encoder_hidden_states",
-        "timestep",
-        "guidance",
-        "encoder_attention_mask",
-        "attention_mask",
-        "attention_kwargs",
-        "controlnet_block_samples",
-    ),
-    0,
+BATCHED = of_samples(
+    "guidance", "encoder_attention_mask", "attention_mask", "attention_kwargs", "controlnet_block_samples"
 )
-BLOCKS = CachedBlocks((BlockGroup(("transformer_blocks",), chained=True, between=("controlnet_block_samples",)),))
+BLOCKS = chained("transformer_blocks", between=("controlnet_block_samples",))
 
 
 def _in_patches(plan: Plan, module: nn.Module) -> Plan:

@@ -1,7 +1,7 @@
 """Adapter of Stable Diffusion 3 and 3.5, with ControlNet and IP-Adapter. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.adapters.models.constructors import TEXT_FIRST, chained, of_samples
 from para_core.plans.plan import Attention, Gather, Plan, Split
 
 JOINT = ("image", "text")
@@ -23,28 +23,13 @@ SD3 = Adapter(
             # Stable Diffusion 3.5 medium has a second attention among the image tokens.
             "transformer_blocks.*.attn2": (Attention(("image",)),),
         },
-        batched=dict.fromkeys(
-            (
-                "hidden_states",
-                "encoder_hidden_states",
-                "pooled_projections",
-                "timestep",
-                "block_controlnet_hidden_states",
-                # joint_attention_kwargs may hold embeddings of IP-Adapter images, which have a batch dim.
-                "joint_attention_kwargs",
-            ),
-            0,
-        ),
+        # joint_attention_kwargs may hold embeddings of IP-Adapter images, which have a batch dim.
+        batched=of_samples("pooled_projections", "block_controlnet_hidden_states", "joint_attention_kwargs"),
     ),
-    blocks=CachedBlocks(
-        (
-            BlockGroup(
-                ("transformer_blocks",),
-                ("encoder_hidden_states", "hidden_states"),
-                chained=True,
-                between=("block_controlnet_hidden_states",),
-            ),
-        ),
+    blocks=chained(
+        "transformer_blocks",
+        streams=TEXT_FIRST,
+        between=("block_controlnet_hidden_states",),
         conditions=("encoder_hidden_states", "pooled_projections"),
         uncached=("skip_layers",),
     ),

@@ -3,11 +3,13 @@
 Written for diffusers 0.42.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.constructors import chained, linears
 from para_core.cache.blocks import BlockGroup, CachedBlocks
-from para_core.plans.plan import Attention, AttentionByHeads, Gather, Plan, Split
+from para_core.plans.plan import Attending, Attention, AttentionByHeads, Gather, Plan, ShardRule, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import COLUMNS, ROWS, TensorPlan
 
@@ -15,7 +17,7 @@ VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
 # The keys of cross-attention are text tokens and tokens of a conditioning image, all replicated.
 TO_TEXT = (Attention(("video",), ("text",)),)
 
-BLOCKS = CachedBlocks((BlockGroup(("blocks",), chained=True),))
+BLOCKS = chained("blocks")
 
 
 def _tensor(*lists: str) -> TensorPlan:
@@ -24,20 +26,36 @@ def _tensor(*lists: str) -> TensorPlan:
     The norms of queries and keys span the channels of all heads, so their weights are sharded with the heads.
     """
     blocks = [f"{name}.*" for name in lists]
+    heads = ("attn1", "attn2")
     # add_k_proj and add_v_proj compute the keys and values of conditioning image tokens.
-    columns = (
-        *(f"{attn}.{name}" for attn in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v")),
-        "ffn.net.0.proj",
-    )
-    columns += ("attn2.add_k_proj", "attn2.add_v_proj")
-    rows = ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")
+    columns = [f"{attn}.to_{x}" for attn in heads for x in "qkv"]
     return TensorPlan(
-        linears={
-            **dict.fromkeys((f"{block}.{name}" for block in blocks for name in columns), COLUMNS),
-            **dict.fromkeys((f"{block}.{name}" for block in blocks for name in rows), ROWS),
-        },
-        heads=tuple(f"{block}.{attn}" for block in blocks for attn in ("attn1", "attn2")),
+        linears=linears(
+            *blocks,
+            columns=[*columns, "ffn.net.0.proj", "attn2.add_k_proj", "attn2.add_v_proj"],
+            rows=["attn1.to_out.0", "attn2.to_out.0", "ffn.net.2"],
+        ),
+        heads=tuple(f"{block}.{attn}" for block in blocks for attn in heads),
         norms=tuple(f"{block}.{name}" for block in blocks for name in ("*.norm_q", "*.norm_k", "attn2.norm_added_k")),
+    )
+
+
+def _plan(
+    inner: Mapping[str, Mapping[str | int, ShardRule]],
+    attention: Mapping[str, Attending],
+    gathered: str = "blocks.-1",
+) -> Plan:
+    """Return a plan that splits the video tokens at block 0 and gathers the output of the module ``gathered``.
+
+    The default is for models whose output layers apply a time step to each token of the full sequence. The arguments
+    ``inner`` and ``attention`` are further entries of :class:`Plan`.
+    """
+    return Plan(
+        inputs={},
+        inner={**inner, "blocks.0": {"hidden_states": VIDEO}},
+        outputs={gathered: Gather(dim=1, segment="video")},
+        joint_order=("video",),
+        attention=attention,
     )
 
 
@@ -65,17 +83,14 @@ CHRONO_EDIT = Adapter(
 WAN_VACE = Adapter(
     transformer="WanVACETransformer3DModel",
     pipelines="Wan VACE",
-    plan=Plan(
-        inputs={},
+    plan=_plan(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
             # Every VACE block gets the video tokens that enter the first block, so split them for each VACE block.
             "vace_blocks.*": {"hidden_states": VIDEO},
             "vace_blocks.0": {"control_hidden_states": Split(dim=1, like="video")},
-            "blocks.0": {"hidden_states": VIDEO},
         },
-        outputs={"proj_out": Gather(dim=1, segment="video")},
-        joint_order=("video",),
+        gathered="proj_out",
         attention={"**.attn2": TO_TEXT},
     ),
     # The VACE blocks run before these blocks and are not cached, so they run at every step.
@@ -86,17 +101,14 @@ WAN_VACE = Adapter(
 WAN_ANIMATE = Adapter(
     transformer="WanAnimateTransformer3DModel",
     pipelines="Wan Animate",
-    plan=Plan(
-        inputs={},
+    plan=_plan(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
-            "blocks.0": {"hidden_states": VIDEO},
             # The video tokens of a frame attend to the face in that frame. Gather them first, because a frame may be
             # spread over two ranks.
             "face_adapter.*": {"hidden_states": Gather(dim=1, segment="video"), 0: POSITIONS},
         },
-        outputs={"proj_out": Gather(dim=1, segment="video")},
-        joint_order=("video",),
+        gathered="proj_out",
         attention={"**.attn2": TO_TEXT, "face_adapter.*": (Attention(("frame",), ("face",)),)},
     ),
     # The face adapter runs between some blocks. chained=True would require that nothing runs between blocks.
@@ -107,18 +119,13 @@ WAN_ANIMATE = Adapter(
 SKYREELS_V2 = Adapter(
     transformer="SkyReelsV2Transformer3DModel",
     pipelines="SkyReels V2",
-    plan=Plan(
-        inputs={},
+    plan=_plan(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
-            "blocks.0": {"hidden_states": VIDEO},
             # temb has one entry per token if frames have different time steps. The causal mask covers the full sequence
             # and remains replicated.
             "blocks.*": {"temb": Split(dim=2, like="video", ndim=4)},
         },
-        # Gather before the output layers, which apply a time step to each token of the full sequence.
-        outputs={"blocks.-1": Gather(dim=1, segment="video")},
-        joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
     ),
     blocks=BLOCKS,
@@ -129,16 +136,11 @@ SKYREELS_V2 = Adapter(
 ANYFLOW = Adapter(
     transformer="AnyFlowTransformer3DModel",
     pipelines="AnyFlow",
-    plan=Plan(
-        inputs={},
+    plan=_plan(
         inner={
             # rotary_emb holds two tensors [1, 1, S, D / 2], one for queries and one for keys.
             "blocks.*": {"rotary_emb": Split(dim=2, like="video"), "temb": POSITIONS},
-            "blocks.0": {"hidden_states": VIDEO},
         },
-        # Gather before the output layers, which apply a time step to each token of the full sequence.
-        outputs={"blocks.-1": Gather(dim=1, segment="video")},
-        joint_order=("video",),
         attention={"**.attn2": TO_TEXT},
     ),
     blocks=BLOCKS,
@@ -155,12 +157,8 @@ ANYFLOW_FAR = Adapter(
     transformer="AnyFlowFARTransformer3DModel",
     pipelines="AnyFlow FAR",
     uncached=_WRITES_KEYS,
-    plan=Plan(
-        inputs={},
-        inner={"blocks.*": {"temb": POSITIONS}, "blocks.0": {"hidden_states": VIDEO}},
-        # Gather before the output layers, which apply a time step to each token of the full sequence.
-        outputs={"blocks.-1": Gather(dim=1, segment="video")},
-        joint_order=("video",),
+    plan=_plan(
+        inner={"blocks.*": {"temb": POSITIONS}},
         # kv_cache holds keys and values of earlier chunks of the video, [2, B, H, S, D]. Each rank stores only its
         # heads.
         attention={"**.attn1": replace(_BY_HEADS, caches=(("kv_cache", 2),)), "**.attn2": TO_TEXT},
@@ -174,13 +172,11 @@ WAN_ANIMATE_2 = Adapter(
     pipelines="Wan Animate 2",
     uncached=_WRITES_KEYS,
     fills=("kv_cache_mode", "extract"),
-    plan=Plan(
-        inputs={},
-        inner={"blocks.0": {"hidden_states": VIDEO}},
+    plan=_plan(
+        inner={},
         # Gather after the head and not after the last block, because a model of ten blocks skips its last block in
         # unconditional calls.
-        outputs={"head": Gather(dim=1, segment="video")},
-        joint_order=("video",),
+        gathered="head",
         # The module caches the keys of the reference image. Each rank caches only its heads.
         attention={"**.self_attn": _BY_HEADS, "**.cross_attn": TO_TEXT},
     ),
