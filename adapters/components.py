@@ -1,11 +1,15 @@
-"""Find the transformers and encoders of a pipeline and their blocks, to shard weights, to run stages and to plan."""
+"""Find the transformers, encoders and autoencoders of a pipeline, and the blocks of transformers and encoders.
+
+Text encoders and autoencoders run once per generation, not once per step. The options ``text_encoders=`` and
+``vae_placement=`` therefore say where their weights are kept, apart from the options for the transformer's weights.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -20,6 +24,14 @@ from para_core.weights.stages import StagedBlock
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 VaePlacement = Literal["replicate", "offload", "first"]
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
+TEXT_ENCODERS: tuple[TextEncoders, ...] = get_args(TextEncoders)
+VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
+
+# Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but vae_placement= does not
+# move these, because they are small.
+VAE_METHODS = ("encode", "decode")
+# Names of the autoencoders for sound, in pipelines that also generate sound.
+SOUND_VAES = ("audio_vae", "sound_tokenizer")
 
 # Prefixes of the names of components that encode prompts or conditioning images.
 _ENCODERS = ("text_encoder", "image_encoder")
@@ -60,6 +72,23 @@ def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn
             f"{', '.join(possible)}."
         )
     return {name: possible[name] for name in names}
+
+
+def text_encoders_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the text encoders of ``pipe`` by name, each without the wrapper of ``torch.compile``."""
+    parts = {name: uncompiled(part) for name, part in pipe.components.items() if name.startswith("text_encoder")}
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+
+
+def encoders_with_blocks(pipe: Any) -> list[str]:
+    """Return the names of the text encoders of ``pipe`` that have blocks, which FSDP2 can shard."""
+    return [name for name in components_of(pipe) if name in text_encoders_of(pipe)]
+
+
+def vaes_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the autoencoders of ``pipe`` by name, ``vae`` first, each without the wrapper of ``torch.compile``."""
+    parts = {name: uncompiled(getattr(pipe, name, None)) for name in ("vae", *SOUND_VAES)}
+    return {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from para_core.adapters.components import text_encoders_of
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
-from para_core.adapters.weights.text_encoders import text_encoders_of
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request

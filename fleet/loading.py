@@ -10,11 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
-from para_core.adapters.components import Quantize, TextEncoders
+from para_core.adapters.components import Quantize, TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.registry import mesh_of, transformers_of
-from para_core.adapters.vaes import vaes_of
 from para_core.adapters.weights.quantize import loading_config, quantize_transformers
-from para_core.adapters.weights.text_encoders import encoders_with_blocks, text_encoders_of
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.encode_first import EncodeFirst

@@ -8,10 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
-from para_core.adapters.vaes import VAE_PLACEMENTS
+from para_core.adapters.components import TEXT_ENCODERS, VAE_PLACEMENTS, Quantize, TextEncoders, VaePlacement
 from para_core.adapters.weights.quantize import QUANTIZE, require_quantize_fits
-from para_core.adapters.weights.text_encoders import TEXT_ENCODERS
 from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
 from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.attention.backend_selection import EXACT_FORM, Backend

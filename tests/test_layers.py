@@ -31,7 +31,6 @@ LAYERS = (
     ("adapters/models",),
     ("adapters/registry.py",),
     ("adapters/components.py", "adapters/attention_names.py"),
-    ("adapters/vaes.py",),
     ("adapters/planner", "adapters/consistency"),
     ("adapters/rows", "adapters/weights"),
     ("adapters/compatibility",),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from para_core.adapters.compatibility.phases import check_parallelize, models_to_parallelize
-from para_core.adapters.components import TextEncoders
+from para_core.adapters.components import TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall
 from para_core.adapters.parallel.call_parts import CallPart, PipeFusionPart, SchedulePart
@@ -26,7 +26,6 @@ from para_core.adapters.parallel.weights_parts import BlocksPart, TextEncodersPa
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
-from para_core.adapters.vaes import require_vae, vaes_of
 from para_core.adapters.weights.block_offload import offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import offloader_of
@@ -36,11 +35,6 @@ from para_core.adapters.weights.shard import (
     weights_groups,
 )
 from para_core.adapters.weights.sharded_component import METHODS
-from para_core.adapters.weights.text_encoders import (
-    encoders_with_blocks,
-    require_text_encoders,
-    text_encoders_of,
-)
 from para_core.attention.attention_options import AttnOptions, KeptKeys
 from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.distributed.consistency import exchange, raising_on_all
@@ -73,13 +67,18 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided, unshards=unshards)
         autoencoders = _parallel_vaes_of(pipe) if options.vae else list(decoders_of(pipe).values())
-        if options.vae_placement is not None:
-            require_vae(pipe, options.vae_placement)
+        if options.vae_placement is not None and not vaes_of(pipe):
+            raise ValueError(
+                f"vae_placement={options.vae_placement!r}: this {original_class(pipe).__name__} has no autoencoder. "
+                "Leave it out."
+            )
         _require_transformer(pipe, options)
         _require_weights_fit(guided, options)
         placement = _placement_of_text_encoders(pipe, guided, options)
-        if placement is not None:
-            require_text_encoders(pipe, placement)
+        if placement is not None and not text_encoders_of(pipe):
+            raise ValueError(
+                f"text_encoders={placement!r}: this {original_class(pipe).__name__} has no text encoder. Leave it out."
+            )
         transformers, unets = _parts_of_models(pipe, guided, options, options.attention(predicted_method))
         if options.pipefusion is not None:
             for module in transformers_of(pipe).values():

@@ -14,11 +14,10 @@ from torch import nn
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.attention_names import attention_by_name, translated_attention
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
-from para_core.adapters.components import TextEncoders, VaePlacement
+from para_core.adapters.components import TEXT_ENCODERS, VAE_PLACEMENTS, TextEncoders, VaePlacement
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import require_plan
-from para_core.adapters.vaes import VAE_PLACEMENTS
 from para_core.adapters.weights.sharded_component import METHODS, Method
 from para_core.adapters.weights.staged_transformer import (
     free_other_stages,
@@ -27,7 +26,6 @@ from para_core.adapters.weights.staged_transformer import (
     require_stages_fit,
     suspend_stage,
 )
-from para_core.adapters.weights.text_encoders import TEXT_ENCODERS
 from para_core.attention.attention_options import AttnOptions, RotateMethod
 from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.attention.attn_func import AttnFunc

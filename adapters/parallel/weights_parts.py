@@ -12,15 +12,19 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.components import TextEncoders, VaePlacement
+from para_core.adapters.components import (
+    VAE_METHODS,
+    TextEncoders,
+    VaePlacement,
+    encoders_with_blocks,
+    text_encoders_of,
+)
 from para_core.adapters.parallel.session import Part, Undo, nothing
 from para_core.adapters.registry import transformers_of
-from para_core.adapters.vaes import VAE_METHODS
 from para_core.adapters.weights.block_offload import OffloadedBlocks
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of, require_not_offloaded
 from para_core.adapters.weights.shard import release_shards, shard_components
 from para_core.adapters.weights.sharded_component import Method, is_distributed
-from para_core.adapters.weights.text_encoders import encoders_with_blocks, text_encoders_of
 from para_core.distributed.mesh import GuidedMesh
 from para_core.weights.group import timeout_of, weights_mesh
 

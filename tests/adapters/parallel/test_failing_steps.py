@@ -44,7 +44,7 @@ RESOLVE = (
     "unets_of",
     "_parallel_vaes_of",
     "require_mesh_fits",
-    "require_text_encoders",
+    "text_encoders_of",
     "resolve_transformer",
     "require_parallel_vae",
     "check_shard",
