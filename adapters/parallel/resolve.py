@@ -5,27 +5,33 @@ Nothing is changed here. The chosen changes are returned as the parts of a sessi
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from para_core.adapters.compatibility.phases import check_parallelize, models_to_parallelize
 from para_core.adapters.components import TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall
-from para_core.adapters.parallel.call_parts import CallPart, PipeFusionPart, SchedulePart
 from para_core.adapters.parallel.parallelize_unet import UnetPart, resolve_unet
-from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing
+from para_core.adapters.parallel.parts import (
+    BlocksPart,
+    CallPart,
+    PipeFusionPart,
+    SchedulePart,
+    TextEncodersPart,
+    TimeoutPart,
+    VaePart,
+    VaePlacementPart,
+    WeightsPart,
+)
+from para_core.adapters.parallel.session import ParallelSession, Part
 from para_core.adapters.parallel.transformer import ParallelOptions, TransformerPart, resolve_transformer
-from para_core.adapters.parallel.weights_parts import BlocksPart, TextEncodersPart, VaePlacementPart, WeightsPart
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
-from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.rows.vae import require_parallel_vae
 from para_core.adapters.weights.block_offload import offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import offloader_of
@@ -39,7 +45,7 @@ from para_core.attention.attention_options import AttnOptions, KeptKeys
 from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
-from para_core.distributed.timeouts import as_timedelta, override_timeouts
+from para_core.distributed.timeouts import as_timedelta
 from para_core.instance_patching import original_class
 from para_core.modes.flex_attention import uses_flex_attention
 
@@ -257,40 +263,3 @@ def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
     others += [part for part in [getattr(pipe, DIFFUSION_DECODER, None)] if isinstance(part, nn.Module)]
     # An audio autoencoder without an adapter is left out, so every rank decodes all the audio, which takes little time.
     return [vaes["vae"], *[part for part in others if vae_adapter(part) is not None]]
-
-
-@dataclass(frozen=True)
-class TimeoutPart(Part):
-    """The change by which parallelize_pipe sets the time-out of process groups."""
-
-    groups: Collection[ProcessGroup]
-    timeout: timedelta
-    ranks: Collection[int]
-    name = "setting the time-out"
-
-    def apply(self) -> Undo:
-        return override_timeouts(self.groups, self.timeout, self.ranks)
-
-    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        # Leave the time-out set until finish(), which runs after the next session has started. Until then a time-out of
-        # the next session overrides this one, and if that session fails, this one is still set.
-        return nothing
-
-    def finish(self, undo: Undo) -> None:
-        undo()
-
-
-@dataclass(frozen=True)
-class VaePart(Part):
-    """The change by which parallelize_pipe runs one autoencoder on all ranks."""
-
-    vae: nn.Module
-    mesh: GuidedMesh
-    name = "the VAE"
-
-    def apply(self) -> Undo:
-        parallelize_vae(self.vae, mesh=self.mesh)
-        return self.undo
-
-    def undo(self) -> None:
-        unparallelize_vae(self.vae)

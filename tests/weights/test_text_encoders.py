@@ -11,7 +11,7 @@ from torch import nn
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from para_core.adapters.parallel.weights_parts import TextEncodersPart
+from para_core.adapters.parallel.parts import TextEncodersPart
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.weights.fsdp import is_sharded
 from tests.tiny import relative_error

@@ -10,7 +10,7 @@ from torch import nn
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from para_core.adapters.parallel.weights_parts import VaePlacementPart
+from para_core.adapters.parallel.parts import VaePlacementPart
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from tests.tiny import flux_pipe, relative_error
 from zoo.tiny.pipelines.registry import PIPELINES

@@ -140,9 +140,9 @@ def test_a_failing_removal_of_the_cache_keeps_it_until_the_second_call(step, aft
 
 UNPARALLELIZE = (
     f"{PARALLEL}.transformer.remove_plan",
-    f"{PARALLEL}.resolve.unparallelize_vae",
-    f"{PARALLEL}.call_parts.remove_parallel_call",
-    f"{PARALLEL}.weights_parts.release_shards",
+    f"{PARALLEL}.parts.unparallelize_vae",
+    f"{PARALLEL}.parts.remove_parallel_call",
+    f"{PARALLEL}.parts.release_shards",
     f"{WEIGHTS}.shard.gather_component",
     "para_core.weights.fsdp._whole",
     "para_core.distributed.timeouts.set_group_timeout",

@@ -160,12 +160,12 @@ WEIGHTS = "para_core.adapters.weights"
 STEPS_OF_PIPE = {
     "plan": f"{PARALLEL}.transformer.apply_plan",
     "submodules": "para_core.plans.region.wrap_alike",
-    "time-out": f"{PARALLEL}.resolve.override_timeouts",
+    "time-out": f"{PARALLEL}.parts.override_timeouts",
     "one group": "para_core.distributed.timeouts.set_group_timeout",
     "call": f"{PARALLEL}.call.wrap_method",
-    "VAE": f"{PARALLEL}.resolve.parallelize_vae",
+    "VAE": f"{PARALLEL}.parts.parallelize_vae",
     "methods of the VAE": "para_core.adapters.rows.vae.wrap_method",
-    "weights": f"{PARALLEL}.weights_parts.shard_components",
+    "weights": f"{PARALLEL}.parts.shard_components",
     "components": f"{WEIGHTS}.shard.components_of",
     "weights mesh": f"{WEIGHTS}.shard.weights_mesh",
     "blocks": f"{WEIGHTS}.sharded_component.shard_blocks",
@@ -390,9 +390,9 @@ def fail_in_stages(rank):
     """Make PipeFusion on stages fail, on a new pipeline and on one that already runs in stages with PipeFusion."""
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     steps = (
-        f"{PARALLEL}.call_parts.FusedPipe",
+        f"{PARALLEL}.parts.FusedPipe",
         f"{WEIGHTS}.fused_pipe.wrap_method",
-        f"{PARALLEL}.call_parts.refuse_late_on_pipe",
+        f"{PARALLEL}.parts.refuse_late_on_pipe",
     )
     for earlier in (None, PipeFusion(2)):
         if earlier is not None:
