@@ -42,7 +42,7 @@ from para_core.torch_internals import (
 
 SDPA = F.scaled_dot_product_attention
 # The same function when a model calls the operator by its name in torch.ops.
-_SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
+SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
 _SOFTMAX = frozenset({torch.softmax, F.softmax, Tensor.softmax})
@@ -80,7 +80,7 @@ def intercept(
         RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
         ValueError: A FlashAttention call has an unsupported argument.
     """
-    if func is SDPA or func is _SDPA_OPERATOR:
+    if func is SDPA or func is SDPA_OPERATOR:
         call = SdpaCall(*args, **kwargs)
         if torch.compiler.is_compiling() or not THREAD_STATE.handlers:
             return handler(call)
@@ -155,7 +155,7 @@ class Disabled(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is SDPA or func is _SDPA_OPERATOR:
+        if func is SDPA or func is SDPA_OPERATOR:
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
         # Hide these calls too. At set_grad_enabled an outer mode would bind the function of a surrounding checkpoint to
         # itself, and it would report a softmax as attention that was computed by hand.

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import SequenceMesh
-from para_core.modes.interceptor import SDPA, call_original
+from para_core.modes.interceptor import SDPA, SDPA_OPERATOR, call_original
 from para_core.plans.plan import LinearAttention
 from para_core.torch_internals import no_frame_of_its_own
 
@@ -34,7 +34,7 @@ class SumsOverRanks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is SDPA:
+        if func is SDPA or func is SDPA_OPERATOR:
             raise RuntimeError(
                 f"scaled_dot_product_attention was called where the plan says {self.attention}. {_WAY_OUT}"
             )

@@ -111,6 +111,11 @@ class OtherAttend(Attend):
         return F.scaled_dot_product_attention(tokens, tokens, tokens)
 
 
+class OtherAttendByOperator(Attend):
+    def forward(self, tokens):
+        return torch.ops.aten.scaled_dot_product_attention(tokens, tokens, tokens)
+
+
 class NoAttend(Attend):
     def forward(self, tokens):
         return tokens
@@ -118,7 +123,7 @@ class NoAttend(Attend):
 
 def misfits():
     mesh, messages = sequence_mesh(cpu_mesh(1, 2)), {}
-    for name, attend in (("another", OtherAttend()), ("none", NoAttend())):
+    for name, attend in (("another", OtherAttend()), ("operator", OtherAttendByOperator()), ("none", NoAttend())):
         applied = model()
         applied.attend = attend
         apply_plan(applied, PLAN, mesh)
@@ -139,5 +144,6 @@ def misfits():
 
 def test_unexpected_sums_raise_on_every_rank(rank_pool):
     for messages in rank_pool.run(misfits, 2):
-        assert re.search(r"scaled_dot_product_attention .*LinearAttention\(", messages["another"])
+        for name in ("another", "operator"):
+            assert re.search(r"scaled_dot_product_attention .*LinearAttention\(", messages[name])
         assert "[('sum', 0), ('matmul', 1)]" in messages["none"]
