@@ -366,7 +366,10 @@ def _gather_weights(stages: Stages) -> None:
     _require_ranks(stages)
     # Synchronise the links, because a failed generation may have left messages in flight.
     stages.links.begin()
-    device = next(x.device for x in stages.blocks[stages.own.start].block.parameters())
+    # The blocks of this stage may have no weights; the layers around them, which every rank has, then tell the device.
+    own = [stages.blocks[index].block for index in stages.own]
+    weights = (x for module in (*own, stages.module) for x, _ in weights_of(module))
+    device = next((x.device for x in weights if not x.is_meta), torch.device("cpu"))
     for index, staged in enumerate(stages.blocks):
         owner = stages.owner(index)
 

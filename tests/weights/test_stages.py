@@ -32,7 +32,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.components import cost_of, stack_of
 from para_core.distributed.mesh import guided_mesh
-from para_core.weights.stages import balanced, stages_of
+from para_core.weights.stages import StagedBlock, balanced, gather_stages, hold_stages, stages_of
 from tests.tiny import flux_pipe, flux_transformer
 from tests.weights.pipes import generate, make
 
@@ -164,6 +164,24 @@ def test_stages_of_every_family_are_bit_exact(rank_pool, shape):
 )
 def test_a_cache_skips_over_stages_as_on_one_rank(rank_pool, names, shape):
     check(rank_pool, names, shape, cache=True)
+
+
+def stages_without_weights():
+    """Run a linear layer and a block without weights in stages, and return the weight after they are gathered."""
+    torch.manual_seed(0)
+    blocks = [torch.nn.Linear(3, 3), torch.nn.Tanh()]
+    model, x = torch.nn.Sequential(*blocks), torch.randn(2, 3)
+    expected = model(x), blocks[0].weight.detach().clone()
+    mesh = guided_mesh(init_context_parallel_mesh("cpu", max_pipe_dim_size=2))
+    with torch.no_grad():
+        hold_stages(model, [StagedBlock(block, ("input",), 1.0) for block in blocks], mesh.pipe)
+        out = model(x)
+    gather_stages(model)
+    return torch.equal(out, expected[0]) and torch.equal(blocks[0].weight, expected[1])
+
+
+def test_stage_without_weights_gathers_those_of_others(rank_pool):
+    assert rank_pool.run(stages_without_weights, 2) == [True, True]
 
 
 def whole_pipelines(name, shape):
