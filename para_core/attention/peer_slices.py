@@ -38,7 +38,7 @@ class PeerSlices:
         Otherwise slices overlap or leave gaps, and must be added to a tensor of zeros.
         """
         num_sent = sum([run[1] * other[1] for run, other in zip(self.tokens, self.heads, strict=True)])
-        return num_sent == prod(self.output_size)
+        return num_sent == prod(self.output_size) and not self.may_overlap
 
     @property
     def may_overlap(self) -> bool:

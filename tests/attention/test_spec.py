@@ -60,6 +60,13 @@ def test_peers_with_equal_slices_need_no_sizes(tokens, heads, is_even):
     assert slices.output_size == (sum(tokens[1]), sum(heads[1]))
 
 
+def test_slices_with_equally_large_overlap_and_gap_do_not_cover_output():
+    tokens = ((0, 4),) * 3
+    assert PeerSlices(tokens, ((0, 1), (1, 1), (2, 1))).cover_output
+    # Head 0 is in two slices, head 1 in none.
+    assert not PeerSlices(tokens, ((0, 1), (0, 1), (2, 1))).cover_output
+
+
 def test_a_call_binds_its_arguments_as_sdpa_does():
     q = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
