@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -52,7 +52,8 @@ class OffloadedBlocks:
             for module in self.transformers:
                 blocks = offloaded_blocks(module, self.resident)
                 rollback.callback(module.to, next(module.parameters()).device)
-                rollback.callback(_unwrap_all, blocks)
+                for offloaded in blocks:
+                    rollback.callback(unwrap, offloaded, _KEY)
                 module_blocks = [_Block(block, device, stream) for block in blocks]
                 for block, following in zip(module_blocks, [*module_blocks[1:], module_blocks[0]], strict=True):
                     block.following = following
@@ -157,29 +158,14 @@ def offloaded_blocks(transformer: nn.Module, resident: int) -> list[nn.Module]:
     return blocks[resident:]
 
 
-def _unwrap_all(blocks: Collection[nn.Module]) -> None:
-    for block in blocks:
-        unwrap(block, _KEY)
-
-
 def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device) -> None:
     """Move all parameters and buffers of ``module`` that are not in ``blocks`` to ``device``."""
-    for child in _without(module, blocks):
-        child.to(device)
-    for own in _parents(module, blocks):
-        for x in chain(own.parameters(recurse=False), own.buffers(recurse=False)):
+    for parent in [part for part in module.modules() if part not in blocks and not blocks.isdisjoint(part.modules())]:
+        for child in parent.children():
+            if child not in blocks and blocks.isdisjoint(child.modules()):
+                child.to(device)
+        for x in chain(parent.parameters(recurse=False), parent.buffers(recurse=False)):
             x.data = x.data.to(device)
-
-
-def _parents(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the submodules of ``module`` that contain one of ``blocks``, including ``module``."""
-    return (part for part in module.modules() if part not in blocks and not blocks.isdisjoint(part.modules()))
-
-
-def _without(module: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the outermost submodules of ``module`` that neither are nor contain one of ``blocks``."""
-    for parent in _parents(module, blocks):
-        yield from (child for child in parent.children() if child not in blocks and blocks.isdisjoint(child.modules()))
 
 
 def _name(module: nn.Module) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,11 @@ _CHANGES = (
 Ranks = GuidedMesh | SequenceMesh | None
 
 
+def on_all_ranks(ranks: Ranks) -> AbstractContextManager[object]:
+    """Return a context in which a failure of one of ``ranks`` to change a LoRA raises on all; None changes nothing."""
+    return nullcontext() if ranks is None else raising_on_all(ranks, "a LoRA could not be changed")
+
+
 def follow_loras(module: nn.Module, ranks: Ranks) -> None:
     """Wrap the LoRA methods of ``module``, so that they work although its weights are sharded.
 
@@ -63,7 +68,7 @@ def leave_loras(module: nn.Module) -> None:
 
 def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     before, names = lora_layers(module), set(getattr(module, "peft_config", None) or ())
-    with _on_all(ranks):
+    with on_all_ranks(ranks):
         try:
             if not adds:
                 return call(module, *args, **kwargs)
@@ -175,9 +180,3 @@ def _with_whole(
     """
     with whole_blocks(layer, sharded_parameters(layer)) if tensors_of is None else whole_tensors(tensors_of, [layer]):
         return call(layer, *args, **kwargs)
-
-
-@contextmanager
-def _on_all(ranks: Ranks) -> Iterator[None]:
-    with nullcontext() if ranks is None else raising_on_all(ranks, "a LoRA could not be changed"):
-        yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -163,7 +163,9 @@ def shard_components(
     if mesh is None:
         # The default mesh is chosen for the models, so check first that they can be sharded.
         _components_to_shard(pipe, method, components)
-    own = mesh if method == "fsdp" and _is_of_fsdp(mesh) else None
+    # FSDP2 gets a DeviceMesh without any dim name of this library unchanged.
+    foreign = isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & {*MESH_DIMS, PIPE_DIM}
+    own = mesh if method == "fsdp" and isinstance(mesh, DeviceMesh) and foreign else None
     ranks = guided_mesh_for(mesh, pipe, method) if own is None else as_ranks(own)
     # If one rank raised alone, the others would wait for it in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
@@ -182,7 +184,7 @@ def shard_components(
             if plan is None:
                 require_shardable(module, lora_weights(module))
             else:
-                require_tensor_plan_fits(module, plan, _tensor_size(ranks))
+                require_tensor_plan_fits(module, plan, ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1)
         # Reading one element of a memory-mapped weight loads a whole page, so values of files are not compared.
         record = weights_record(chosen, values=not from_files)
     check_consistent(signature(record), ranks, explain=_other_weights)
@@ -257,15 +259,6 @@ def _first_element(x: Tensor) -> str:
 
 def _other_weights(records: list[Record]) -> str:
     return f"{first_difference(records)} Load the same weights on every rank, with the same changes (LoRA, dtype)."
-
-
-def _is_of_fsdp(mesh: Any) -> TypeGuard[DeviceMesh]:
-    """Whether ``mesh`` is a DeviceMesh without any dim name of this library, to be passed to FSDP2 unchanged."""
-    return isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & {*MESH_DIMS, PIPE_DIM}
-
-
-def _tensor_size(ranks: Any) -> int:
-    return ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1
 
 
 def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool = True) -> None:

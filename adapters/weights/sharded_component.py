@@ -136,7 +136,7 @@ class _HeldWeights:
         self._tensors = [
             (held, name, x, x.data, x.requires_grad)
             for owner in module.modules()
-            for held in _dicts_of(owner)
+            for held in (parameter_slots(owner), buffer_slots(owner))
             for name, x in held.items()
             if x is not None
         ]
@@ -147,10 +147,6 @@ class _HeldWeights:
                 x.data = data
             x.requires_grad_(requires_grad)
             held[name] = x
-
-
-def _dicts_of(owner: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    return parameter_slots(owner), buffer_slots(owner)
 
 
 def sharded_component(module: nn.Module) -> ShardedComponent | None:
@@ -191,21 +187,24 @@ class MoveGuard:
 
     FSDP2 remembers the dtype and the device of the sharded weights, so the next call after ``module.to(...)`` would
     fail. accelerate's model offload may still move the other components; the sharded ones stay in place.
+
+    Attributes:
+        offloading: Whether ``pipe.enable_model_cpu_offload`` is running.
     """
 
     def __init__(self) -> None:
-        self._offloading = False
+        self.offloading = False
 
     def offload(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``pipe.enable_model_cpu_offload``. During that call sharded components ignore moves to the host.
 
         Pipelines call that method again after each generation.
         """
-        before, self._offloading = self._offloading, True
+        before, self.offloading = self.offloading, True
         try:
             return call(pipe, *args, **kwargs)
         finally:
-            self._offloading = before
+            self.offloading = before
 
     def save(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``pipe.save_pretrained``. Raise ``RuntimeError`` before any file is written if a component is sharded."""
@@ -213,27 +212,6 @@ class MoveGuard:
             if is_distributed(module):
                 _too_late(_LATE["save_pretrained"], call, module)
         return call(pipe, *args, **kwargs)
-
-    def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``module.to``. Raise ``RuntimeError`` if it would change the dtype or device type of FSDP2 weights.
-
-        If accelerate's model offload asks for the move, it is ignored instead.
-        """
-        device, dtype, *_ = parse_to(*args, **kwargs)
-        held = list(module.parameters()) if is_sharded(module) else []
-        kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
-        devices = {x.device for x in held if device is not None and x.device.type != device.type}
-        if devices and not kinds and (self._offloading or hasattr(module, "_hf_hook")):
-            return module
-        if kinds or devices:
-            wanted = dtype if kinds else device
-            raise RuntimeError(
-                f"the weights of this {unwrapped_class(module).__name__} are sharded by FSDP2, as "
-                f"{' and '.join(sorted(map(str, kinds or devices)))}, and stay so; asked for was {wanted}. Convert and "
-                "move the pipeline before shard_weights; or unshard_weights(pipe), on every rank, then pipe.to(...), "
-                "then shard_weights(pipe, mesh) again."
-            )
-        return call(module, *args, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,7 +222,25 @@ class _Move:
     guard: MoveGuard
 
     def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return self.guard.move(call, module, *args, **kwargs)
+        """Run ``module.to``. Raise ``RuntimeError`` if it would change the dtype or device type of FSDP2 weights.
+
+        If accelerate's model offload asks for the move, it is ignored instead.
+        """
+        device, dtype, *_ = parse_to(*args, **kwargs)
+        held = list(module.parameters()) if is_sharded(module) else []
+        kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
+        devices = {x.device for x in held if device is not None and x.device.type != device.type}
+        if devices and not kinds and (self.guard.offloading or hasattr(module, "_hf_hook")):
+            return module
+        if kinds or devices:
+            wanted = dtype if kinds else device
+            raise RuntimeError(
+                f"the weights of this {unwrapped_class(module).__name__} are sharded by FSDP2, as "
+                f"{' and '.join(sorted(map(str, kinds or devices)))}, and stay so; asked for was {wanted}. Convert and "
+                "move the pipeline before shard_weights; or unshard_weights(pipe), on every rank, then pipe.to(...), "
+                "then shard_weights(pipe, mesh) again."
+            )
+        return call(module, *args, **kwargs)
 
 
 def mesh_of_diffusers(module: Any) -> DeviceMesh | None:

@@ -14,7 +14,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.components import stack_of, why_no_stages
 from para_core.adapters.consistency.loras import keep_bits, lora_weights
 from para_core.adapters.registry import adapter_for, transformers_of, unet_adapter
-from para_core.adapters.weights.lora import require_own_values
+from para_core.adapters.weights.lora import on_all_ranks, require_own_values
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
 from para_core.distributed.consistency import RequireEqual, raising_on_all
@@ -200,7 +200,7 @@ def _change_lora(
     read their values.
     """
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
-    with _on_all(mesh):
+    with on_all_ranks(mesh):
         try:
             wrap_alike(layers, "merge", _MERGE_KEY, _merge_unseen, order=WrapperPriority.PLAN)
             return call(module, *args, **kwargs)
@@ -223,7 +223,7 @@ def _add_lora(
     stages: Stages, mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Add a LoRA to all blocks, then free its weights in the blocks of other stages."""
-    with _on_all(mesh):
+    with on_all_ranks(mesh):
         require_own_values(module, args, kwargs)
         with _stand_ins(stages):
             added = call(module, *args, **kwargs)
@@ -245,12 +245,6 @@ def _stand_ins(stages: Stages) -> Iterator[None]:
             yield
     finally:
         free_others(stages, _keeping_bits(lora_weights(stages.module)))
-
-
-@contextmanager
-def _on_all(mesh: GuidedMesh | None) -> Iterator[None]:
-    with nullcontext() if mesh is None else raising_on_all(mesh, "a LoRA could not be changed"):
-        yield
 
 
 def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
