@@ -98,10 +98,11 @@ class CheckedCallbacks:
             return
 
     def _compare(self, outputs: Mapping[str, Tensor], changed: bool) -> None:
+        scale = getattr(self._pipe, "_guidance_scale", None)
         state: Record = {
             # Callbacks set _interrupt to end a generation, and _guidance_scale to end its guidance.
             "interrupt": getattr(self._pipe, "_interrupt", None),
-            "guidance_scale": _plain(getattr(self._pipe, "_guidance_scale", None)),
+            "guidance_scale": scale if scale is None or isinstance(scale, (bool, int, float, str)) else repr(scale),
             **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
             **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},
         }
@@ -124,10 +125,6 @@ def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:
         if isinstance(value, Mapping):
             named.update(value)
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
-
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)
 
 
 def _explain(records: list[Record]) -> str:

@@ -45,10 +45,6 @@ class _Weight:
         pointers = () if isinstance(x, DTensor) else tuple(inner.data_ptr() for inner in plain_tensors(x))
         return cls(ref(owner), id(x), version_of(x), pointers)
 
-    def is_still(self, owner: nn.Module, x: Tensor) -> bool:
-        """Whether ``x`` is certainly the same weight as before, unchanged since. False if in doubt."""
-        return self.owner() is owner and is_version(x, self.version) and self == _Weight.of(owner, x)
-
 
 class Loras:
     """Text descriptions of the LoRAs of one pipeline, computed again only if the LoRAs may have changed."""
@@ -70,7 +66,11 @@ class Loras:
                 self._descriptions.pop(name, None)
             elif not self._is_current(name, layers):
                 settings, weights = _settings_of(layers), _weights_of(layers)
-                counted = _counted([x for _, x in weights], model)
+                counted = [x for _, x in weights]
+                if any(x.is_meta for x in model.parameters()):
+                    # With stages a rank keeps a fingerprint of each LoRA weight that it frees. If a weight was
+                    # quantized afterwards, only the rank that holds it has its new values.
+                    counted = [x for x in counted if not consists_of_tensors(x)]
                 text = f"{'; '.join(sorted(set(settings)))}, weights {fingerprint(counted)}"
                 self._descriptions[name] = settings, [_Weight.of(*weight) for weight in weights], text
         return {f"LoRA of pipe.{name}": text for name, (_, _, text) in self._descriptions.items()}
@@ -87,7 +87,11 @@ class Loras:
         weights = _weights_of(layers)
         if settings != _settings_of(layers) or len(weights) != len(described):
             return False
-        return all(before.is_still(*weight) for before, weight in zip(described, weights, strict=True))
+        # An inference tensor has no version, so it may have changed.
+        return all(
+            before.owner() is owner and is_version(x, before.version) and before == _Weight.of(owner, x)
+            for before, (owner, x) in zip(described, weights, strict=True)
+        )
 
 
 _NO_VERSION = -1
@@ -133,17 +137,6 @@ def _weights_of(layers: list[Any]) -> list[tuple[nn.Module, nn.Parameter]]:
         for owner in getattr(layer, name).modules()
         for weight in owner.parameters(recurse=False)
     ]
-
-
-def _counted(weights: list[Any], model: nn.Module) -> list[Any]:
-    """Return the items of ``weights`` that every rank can compare.
-
-    With pipeline stages a rank keeps a fingerprint of each LoRA weight that it frees. If a weight was quantized
-    afterwards, only the rank that holds it has its new values, so quantized weights are left out.
-    """
-    if not any(x.is_meta for x in model.parameters()):
-        return weights
-    return [x for x in weights if not consists_of_tensors(x)]
 
 
 # Attribute that :func:`keep_bits` sets on a weight on the meta device: fingerprints of the tensors that were freed.

@@ -5,7 +5,7 @@ It consists of the scheduler, guider and cache, the dtypes of the models, their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -16,7 +16,6 @@ from para_core import version
 from para_core.adapters.attention_names import attention_by_name
 from para_core.adapters.consistency.loras import Loras, models_of
 from para_core.adapters.registry import transformers_of
-from para_core.instance_patching import uncompiled
 
 
 def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -29,32 +28,33 @@ def pipe_state(pipe: Any, loras: Loras, *, decodes: bool, cache: Mapping[str, An
             included, because a call may pass embeddings instead of prompts.
         cache: Options of the cache by transformer; None without a cache.
     """
-    parts = {name: getattr(pipe, name, None) for name in ("scheduler", "guider")}
+    configured: dict[str, dict[str, Any]] = {}
+    for name in ("scheduler", "guider"):
+        part = getattr(pipe, name, None)
+        if part is not None:
+            # Leave out names that begin with an underscore: diffusers keeps internal values there, some as lists in no
+            # fixed order.
+            settings = {key: value for key, value in getattr(part, "config", {}).items() if not key.startswith("_")}
+            configured[f"pipe.{name}"] = {"class": type(part).__name__, **settings}
+    names = (*transformers_of(pipe), "unet", *(("vae",) if decodes else ()))
+    dtypes = {
+        name: sorted({str(x.dtype).removeprefix("torch.") for x in model.parameters()})
+        for name, model in models_of(pipe)
+        if name in names
+    }
     return {
-        **{f"pipe.{name}": _configured(part) for name, part in parts.items() if part is not None},
+        **configured,
         **({} if cache is None else {"its cache": cache}),
-        **_attention(pipe),
-        **_dtypes(pipe, (*transformers_of(pipe), "unet", *(("vae",) if decodes else ()))),
+        **{
+            f"{option} of {name}": value
+            for name, module in transformers_of(pipe).items()
+            for option, value in attention_by_name(module).items()
+        },
+        **{f"dtype of pipe.{name}": ", ".join(values) for name, values in dtypes.items() if values},
         **loras.described(pipe),
         "version of para_core": version.version_and_sources(),
         "versions of packages": _versions(),
     }
-
-
-def _attention(pipe: Any) -> dict[str, str]:
-    """Return the attention options of each parallel transformer, keyed by the name that error messages use."""
-    return {
-        f"{option} of {name}": value
-        for name, module in transformers_of(pipe).items()
-        for option, value in attention_by_name(uncompiled(module)).items()
-    }
-
-
-def _configured(part: Any) -> dict[str, Any]:
-    # Leave out names that begin with an underscore: diffusers keeps internal values there, some as lists in no fixed
-    # order.
-    settings = {name: value for name, value in getattr(part, "config", {}).items() if not name.startswith("_")}
-    return {"class": type(part).__name__, **settings}
 
 
 @cache
@@ -67,13 +67,3 @@ def _versions() -> str:
         packages.append(diffusers)
     # Drop the part after a plus, such as +cu128: it names the build, which may differ between machines.
     return ", ".join(f"{package.__name__} {package.__version__.partition('+')[0]}" for package in packages)
-
-
-def _dtypes(pipe: Any, names: Sequence[str]) -> dict[str, str]:
-    """Return the parameter dtypes of each model in ``names``, keyed by the name that error messages use."""
-    dtypes = {
-        name: sorted({str(x.dtype).removeprefix("torch.") for x in model.parameters()})
-        for name, model in models_of(pipe)
-        if name in names
-    }
-    return {f"dtype of pipe.{name}": ", ".join(values) for name, values in dtypes.items() if values}
