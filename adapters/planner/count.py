@@ -126,7 +126,8 @@ def _extrapolated(base: CallWork, more: Sequence[tuple[int, CallWork]]) -> CallW
     """Return the work of a model with blocks added to ``base``: for each kind, their number, and the work with one."""
     operations = Counter(base.operations)
     for blocks, part in more:
-        for operation in {*part.operations, *base.operations}:
+        # In the order in which they were counted, unlike a set: sums of seconds are the same in every process.
+        for operation in part.operations | base.operations:
             operations[operation] += blocks * (part.operations[operation] - base.operations[operation])
     sharded, otherwise = (base.moved[i] + sum(n * (x.moved[i] - base.moved[i]) for n, x in more) for i in (0, 1))
     launches = base.launches + sum(blocks * (part.launches - base.launches) for blocks, part in more)

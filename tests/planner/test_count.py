@@ -1,5 +1,6 @@
 """Counts without data equal those of the whole model, and what ranks then hold and send."""
 
+from collections import Counter
 from functools import partial
 
 import diffusers
@@ -9,7 +10,7 @@ import torch
 from benchmarks.harness import PeakMemory
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, pipefusion_report, plan_mesh, unparallelize_pipe
-from para_core.adapters.planner.count import bytes_of, count_calls, on_meta, without_data
+from para_core.adapters.planner.count import _extrapolated, bytes_of, count_calls, on_meta, without_data
 from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
 from para_core.adapters.planner.plan_mesh import workload
 from para_core.adapters.planner.published import PUBLISHED
@@ -182,3 +183,10 @@ def test_the_line_that_a_row_says_runs_it(rank_pool):
         errors = {str(shape): relative_error(outputs[str(shape)], expected) for shape in ROWS}
         assert max(errors.values()) < 1e-4, errors
         assert patched == 1
+
+
+def test_added_blocks_keep_the_order_of_counting():
+    # A sum over a set differs in its last digits from process to process.
+    products = [Product(1, (), inner, 1, 4) for inner in range(20, 0, -1)]
+    whole = _extrapolated(CallWork(Counter(products[:1])), [(3, CallWork(Counter(products)))])
+    assert [*whole.operations] == products
