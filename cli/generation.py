@@ -58,6 +58,7 @@ class GenerationTask:
         problems (`tuple[Problem, ...]`): Lines that are invalid, or whose results would not fit on disk or in memory.
         bytes_ (`int`): Upper bound on the size of all results on disk.
         ranks (`int`): Number of ranks of each replica.
+        room (`float`): Bytes that a rank may hold.
     """
 
     model: Model
@@ -71,6 +72,7 @@ class GenerationTask:
     fps: int
     ranks: int
     replicas: int
+    room: float
 
 
 def make_task(
@@ -121,14 +123,15 @@ def make_task(
         problems = sorted([*problems, *oversized], key=lambda problem: problem.number)
     lines = [replace(line, digest=digest(line.request, recipe, model.kind, chosen, fps)) for line in lines]
     left, finished = choose_names(folder, lines, prefix)
-    too_large_for_ranks = _memory_problems(left, model, recipe, ranks, room or _room_of_rank(ranks * replicas))
+    room = room or _room_of_rank(ranks * replicas)
+    too_large_for_ranks = _memory_problems(left, model, recipe, ranks, room)
     if too_large_for_ranks and prompts is None:
         raise ValueError(too_large_for_ranks[0].reason)
     left = [line for line in left if line.number not in {problem.number for problem in too_large_for_ranks}]
     problems = sorted([*problems, *too_large_for_ranks], key=lambda problem: problem.number)
     disk = require_room(folder, [line.request for line in left], model, chosen)
     return GenerationTask(
-        model, recipe, tuple(left), tuple(finished), tuple(problems), folder, chosen, disk, fps, ranks, replicas
+        model, recipe, tuple(left), tuple(finished), tuple(problems), folder, chosen, disk, fps, ranks, replicas, room
     )
 
 
@@ -276,12 +279,11 @@ def show_plan(task: GenerationTask) -> None:
 
 def _memory(task: GenerationTask) -> str:
     """Return a phrase with the memory that a rank is predicted to need for the largest request."""
-    room = _room_of_rank(task.ranks * task.replicas)
-    memory = _predict_memory(task.model, task.recipe, task.ranks, room)
+    memory = _predict_memory(task.model, task.recipe, task.ranks, task.room)
     pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
     if memory is None or not pixels:
         return "not predicted"
-    return f"{memory.bytes_of(pixels) / 1e9:.3g} of {room / 1e9:.3g} GB on each rank, predicted without the VAE"
+    return f"{memory.bytes_of(pixels) / 1e9:.3g} of {task.room / 1e9:.3g} GB on each rank, predicted without the VAE"
 
 
 def _vae(recipe: Recipe) -> str:

@@ -686,6 +686,12 @@ def test_dry_run_shows_the_memory_of_a_rank(tmp_path, capsys):
     assert held[2] < held[0]
 
 
+def test_dry_run_shows_the_memory_that_a_rank_may_hold(tmp_path, capsys):
+    command = ["generate", "--prompt", CAPTION, *SMALL, "--dry-run", "--out", str(tmp_path), "--memory", "0.75"]
+    assert run(command) == 0
+    assert re.search(r"memory +│ [0-9.e-]+ of 0\.75 GB on each rank", capsys.readouterr().out)
+
+
 @pytest.mark.long
 def test_pipefusion_patches_the_steps_and_is_not_taken_for_exact(rank_pool, tmp_path):
     command = ["generate", "--prompt", CAPTION, "--size", "128x128", "--steps", "12", "--out", str(tmp_path)]
