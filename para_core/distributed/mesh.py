@@ -87,7 +87,8 @@ def _device_type_of_named(group_name: Any) -> str:
     return _preferred_device_type(group_named(group_name))
 
 
-def _dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
+def dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
+    """Return a mesh dim with this name and the ranks of ``group``; of size 1 for None."""
     if group is None or group.size() == 1:
         return dim_of_one(name)
     return MeshDim(name, group.size(), group.rank(), group.group_name, group)
@@ -270,9 +271,9 @@ def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") 
     if isinstance(mesh, DeviceMesh) and "batch" in names:
         batch = batch_mesh(mesh).ulysses
     if isinstance(mesh, DeviceMesh) and TENSOR_DIM in names:
-        tensor = _dim_of_group(TENSOR_DIM, mesh.get_group(TENSOR_DIM))
+        tensor = dim_of_group(TENSOR_DIM, mesh.get_group(TENSOR_DIM))
     if isinstance(mesh, DeviceMesh) and PIPE_DIM in names:
-        pipe = _dim_of_group(PIPE_DIM, mesh.get_group(PIPE_DIM))
+        pipe = dim_of_group(PIPE_DIM, mesh.get_group(PIPE_DIM))
     if isinstance(mesh, DeviceMesh) and names and set(names) <= {"batch", TENSOR_DIM, PIPE_DIM}:
         return GuidedMesh(batch, one_rank(mesh.device_type), tensor, pipe)
     return GuidedMesh(batch, sequence_mesh(mesh, group_dim=group_dim), tensor, pipe)
@@ -289,7 +290,7 @@ def mesh_of_groups(ring: ProcessGroup, ulysses: ProcessGroup, device_type: str) 
 
     The groups need not be registered with torch.distributed.
     """
-    return _sequence_mesh(_dim_of_group("ring", ring), _dim_of_group("ulysses", ulysses), device_type)
+    return _sequence_mesh(dim_of_group("ring", ring), dim_of_group("ulysses", ulysses), device_type)
 
 
 def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> SequenceMesh:
@@ -305,7 +306,7 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
         RuntimeError: The process groups of the mesh were destroyed.
     """
     if isinstance(mesh, ProcessGroup):
-        dims = {group_dim: _dim_of_group(group_dim, mesh)}
+        dims = {group_dim: dim_of_group(group_dim, mesh)}
         device_type = _device_type_of(mesh)
     elif isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
@@ -328,7 +329,7 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
             )
         try:
             dims = {
-                name: _dim_of_group(name, mesh.get_group(name)) for name in names if name not in (TENSOR_DIM, PIPE_DIM)
+                name: dim_of_group(name, mesh.get_group(name)) for name in names if name not in (TENSOR_DIM, PIPE_DIM)
             }
         except RuntimeError as error:
             raise RuntimeError(
@@ -370,6 +371,6 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
         group, device_type = mesh.get_group("batch"), mesh.device_type
     else:
         raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
-    batch = _sequence_mesh(one_rank(device_type).ring, _dim_of_group("batch", group), device_type)
+    batch = _sequence_mesh(one_rank(device_type).ring, dim_of_group("batch", group), device_type)
     batch.check_alive()
     return batch

@@ -1,6 +1,4 @@
-"""Rules that run convolutions, pools and ``stft`` on sharded rows. Windows at the edge of a rank's rows need rows of
-neighbouring ranks.
-"""
+"""Rules for convolutions, pools and ``stft``, whose windows need rows of neighbouring ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +9,13 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial import rows as plans
-from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, start_fetch
 from para_core.spatial.local import bind
 from para_core.spatial.rows import Layout
-from para_core.spatial.tag import RowTag, rows_of, tagged
+from para_core.spatial.tag import RowTag, name_of, rows_of, tagged, unknown
 
 Function = Callable[..., Any]
-# A function run(x, padding) that computes an operator on the local rows ``x``, with ``padding`` rows of padding at
-# either end.
+# A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at either end.
 Run = Callable[[Tensor, int], Tensor]
 
 
@@ -60,16 +56,14 @@ def windowed(
     *,
     fill: float = 0.0,
 ) -> Tensor:
-    """Return this rank's output rows of an operator with windows, such as a convolution or a pool. Fetches the rows of
-    other ranks that the windows need.
+    """Return this rank's output rows of an operator with windows, such as a convolution or a pool.
 
     Args:
         x: This rank's rows, sharded as ``rows`` says.
         extent: Size of a window in rows, including dilation.
         stride: Distance between windows in rows.
-        padding: Number of rows of padding at either end of the image.
+        padding: Number of rows of padding, of value ``fill``, at either end of the image.
         run: Computes the operator on local rows.
-        fill: Value of the padding.
     """
     plan = plans.convolution(rows.layout, extent, stride, padding)
     _require_rows(func, rows, plan.layout)
@@ -84,9 +78,9 @@ def windowed(
     out = run(x.narrow(rows.dim, start, stop - start), split.padding)
     edges = finish()
     if split.top[ranks.index] is not None:
-        out.narrow(rows.dim, 0, split.count).copy_(run(edges.pop(0), 0))
+        out.narrow(rows.dim, 0, split.edge).copy_(run(edges.pop(0), 0))
     if split.bottom[ranks.index] is not None:
-        out.narrow(rows.dim, out.shape[rows.dim] - split.count, split.count).copy_(run(edges.pop(0), 0))
+        out.narrow(rows.dim, out.shape[rows.dim] - split.edge, split.edge).copy_(run(edges.pop(0), 0))
     return tagged(out, out_rows)
 
 
@@ -96,8 +90,7 @@ def _require_rows(func: Function, rows: RowTag, layout: Layout) -> None:
 
 
 def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | None]:
-    """Return the tag of ``x``, and the index of the sharded dim among the last ``spatial`` dims. The index is None if
-    the batch dim is sharded.
+    """Return the tag of ``x`` and the index of the sharded dim in the ``spatial`` last ones; None for the batch dim.
 
     Raises:
         MixesRows: If the channels are sharded, or one dim contains the rows of several frames.
@@ -106,13 +99,11 @@ def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | N
     if rows is None:
         raise TypeError(f"{getattr(func, '__name__', func)}: the input is replicated, and the weights are sharded.")
     axis = rows.dim - (x.ndim - spatial)
-    if axis >= 0:
-        if rows.outer > 1:
-            raise unknown(func, rows, "its windows would span the rows of two frames")
-        return rows, axis
-    if rows.dim == 0 and x.ndim == spatial + 2:
-        return rows, None
-    raise unknown(func, rows, "its channels are sharded")
+    if axis >= 0 and rows.outer > 1:
+        raise unknown(func, rows, "its windows would span the rows of two frames")
+    if axis < 0 and (rows.dim != 0 or x.ndim != spatial + 2):
+        raise unknown(func, rows, "its channels are sharded")
+    return rows, axis if axis >= 0 else None
 
 
 def _each(value: Any, spatial: int) -> list[int]:
@@ -131,9 +122,7 @@ def _paddings(func: Function, padding: Any, extents: list[int], rows: RowTag) ->
 
 
 def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.conv_transpose1d``, ``F.conv_transpose2d`` or ``F.conv_transpose3d``. Each rank fetches the input rows
-    that its output rows depend on.
-    """
+    """Run ``F.conv_transpose1d``, ``F.conv_transpose2d`` or ``F.conv_transpose3d`` with rows fetched from others."""
     parameters = {"input": None, "weight": None, "bias": None, "stride": 1, "padding": 0, "output_padding": 0}
     x, weight, bias, stride, padding, extra, groups, dilation = bind(
         func, args, kwargs, **parameters, groups=1, dilation=1

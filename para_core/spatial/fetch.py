@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,23 +19,15 @@ from para_core.spatial.tag import RowTag
 Wanted = tuple[tuple[Range, ...], ...]
 
 
-@dataclass(frozen=True)
-class _RowSpan:
-    """Consecutive rows of a fetched range that are all on one rank, or all beyond the edge of the image.
-
-    Args:
-        sender: The rank that holds the rows; None beyond the edge of the image.
-        start: The first row, counted in the rows of ``sender``.
-        length: Number of rows.
-    """
+class _RowSpan(NamedTuple):
+    """Consecutive rows of a fetched range, from row ``start`` of ``sender`` on; None beyond the edge of the image."""
 
     sender: int | None
     start: int
     length: int
 
 
-@dataclass(frozen=True)
-class _FetchPlan:
+class _FetchPlan(NamedTuple):
     """The rows that this rank sends and receives in the all-to-all of one fetch.
 
     Args:
@@ -86,26 +78,20 @@ def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
 def start_fetch(
     x: Tensor, rows: RowTag, wanted: Wanted, ranks: MeshDim, *, fill: float = 0.0
 ) -> Callable[[], list[Tensor]]:
-    """Start fetching ranges of rows from other ranks in one all-to-all; without communication if every rank holds all
-    of its ranges.
+    """Start fetching ranges of rows in one all-to-all, unless every rank holds all of its ranges.
 
     Args:
-        x: This rank's rows, sharded as ``rows`` says.
-        wanted: For each rank, the ranges that the rank fetches, counted in rows of the full image (or in the units of
-            ``rows``).
+        x: This rank's rows, sharded as ``rows`` says. If a gradient is needed, ``RuntimeError`` is raised.
+        wanted: For each rank, the ranges that it fetches, in rows of the full image (or in the units of ``rows``).
         fill: Value of rows beyond the edge of the image.
 
     Returns:
         A function that waits for the rows, and returns one tensor for each of this rank's ranges.
-
-    Raises:
-        RuntimeError: If ``x`` requires a gradient and gradients are enabled.
     """
     _require_no_gradient(x)
     plan = _fetch_plan(rows.layout, wanted, ranks.index)
     units = _units_first(x, rows)
-    rest = units.shape[1:]
-    size = rest.numel()
+    rest, size = units.shape[1:], units.shape[1:].numel()
     in_flight = None
     if not plan.is_local:
         parts = [units.narrow(0, start, length).reshape(-1) for spans in plan.sends for start, length in spans]
@@ -140,17 +126,13 @@ def start_fetch(
 
 
 def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Range], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
-    """Fetch and return the rows in this rank's range ``wanted[rank]``. Like :func:`start_fetch` with one range per
-    rank, but waits for the rows.
-    """
+    """Return the rows of this rank's range ``wanted[rank]``, fetched by :func:`start_fetch`."""
     (part,) = start_fetch(x, rows, tuple([(range_,) for range_ in wanted]), ranks, fill=fill)()
     return part
 
 
 def relayout(x: Tensor, rows: RowTag, layout: Layout, ranks: MeshDim) -> Tensor:
-    """Exchange rows so that the ranks hold ``layout`` instead of ``rows.layout``, and return this rank's rows; ``x``
-    itself if both are equal.
-    """
+    """Return this rank's rows of ``x`` after an exchange to ``layout``; ``x`` itself if this is its layout."""
     return x if layout == rows.layout else fetch(x, rows, held(layout), ranks)
 
 
@@ -170,9 +152,7 @@ def part_of(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
 
 
 def all_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
-    """Return the tensors ``x`` of all ranks, stacked as ``[ranks, ...]``. Meant for small tensors, such as
-    statistics.
-    """
+    """Return the tensors ``x`` of all ranks, small ones such as statistics, stacked as ``[ranks, ...]``."""
     _require_no_gradient(x)
     return wait(start_all_gather(x.reshape(-1), ranks)).view(ranks.size, *x.shape)
 
@@ -193,9 +173,7 @@ def _units_first(x: Tensor, rows: RowTag) -> Tensor:
 
 
 def _units_back(parts: list[Tensor], rows: RowTag) -> Tensor:
-    """Concatenate ``parts``, each ``[units, ...]``, and move the units back to their dim: the inverse of
-    :func:`_units_first`.
-    """
+    """Concatenate ``parts``, each ``[units, ...]``, and move the units back to their dim."""
     dim = rows.dim + (rows.outer > 1)
     moved = [part.movedim(0, dim) for part in parts]
     x = moved[0] if len(moved) == 1 else torch.cat(moved, dim)

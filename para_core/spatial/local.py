@@ -1,6 +1,4 @@
-"""Rules for functions that compute each output row from one input row, for reductions, and for functions that create
-tensors.
-"""
+"""Rules for functions of one row, for reductions, and for functions that create tensors."""
 
 from __future__ import annotations
 
@@ -13,52 +11,22 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
-from para_core.spatial.tag import RowTag, ShardedSize, local_sizes, rows_of, sharded_dim, tagged, untagged
+from para_core.spatial.tag import (
+    RowTag,
+    ShardedSize,
+    first_sharded,
+    local_sizes,
+    name_of,
+    rows_of,
+    sharded_dim,
+    tagged,
+    unknown,
+    untagged,
+)
 
 Function = Callable[..., Any]
 
-
-def _names(text: str) -> list[str]:
-    return text.split()
-
-
-# Functions that read properties of a tensor other than its values and shape. Byte counts and strides are those of this
-# rank's part of the rows.
-METADATA = _names(
-    """
-    shape.__get__ dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
-    is_meta.__get__ is_mps.__get__ is_xpu.__get__ is_xla.__get__ is_quantized.__get__ is_sparse.__get__
-    is_nested.__get__ is_leaf.__get__ is_mkldnn.__get__ requires_grad.__get__ grad_fn.__get__ grad.__get__
-    itemsize.__get__ nbytes.__get__ output_nr.__get__ dim ndimension stride storage_offset
-    is_contiguous is_floating_point is_complex element_size get_device data_ptr untyped_storage hash is_signed
-    is_inference is_nonzero_ result_type can_cast promote_types
-    """
-)
-
-# Functions whose output is sharded like their first argument.
-LIKE_FIRST = _names(
-    """
-    to type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach requires_grad data.__get__
-    alias positive zeros_like ones_like empty_like full_like fill zero type record_stream retain_grad neg negative
-    abs absolute sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
-    sigmoid erf erfc floor ceil round trunc frac sign reciprocal logical_not bitwise_not invert isnan isinf isfinite
-    nan_to_num relu relu6 leaky_relu silu gelu mish elu selu celu softplus hardswish hardsigmoid hardtanh logsigmoid
-    softsign softshrink hardshrink tanhshrink threshold deg2rad rad2deg sinc
-    """
-)
-
-# Elementwise functions, which broadcast all tensors among their arguments against each other.
-ELEMENTWISE = _names(
-    """
-    add radd sub rsub subtract mul rmul multiply div rdiv divide true_divide truediv rtruediv floor_divide floordiv
-    rfloordiv remainder fmod mod rmod pow rpow float_power maximum minimum fmax fmin clamp clip clamp_min clamp_max
-    where lerp addcmul addcdiv atan2 copysign hypot xlogy eq ne lt le gt ge greater less greater_equal less_equal
-    not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor and or xor copy masked_fill
-    isclose
-    """
-)
 
 # Functions that work along one dim and leave the other dims as they are, each with the position and the default of its
 # argument ``dim``. The position is None for functions that always work along the last dims.
@@ -106,9 +74,7 @@ def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int, default: Any = None) -> Any:
-    """Return the argument that a call passed by keyword ``name`` or at position ``index``; ``default`` if it passed
-    neither.
-    """
+    """Return the argument passed as keyword ``name`` or at position ``index``; ``default`` if there is none."""
     return kwargs.get(name, args[index] if len(args) > index else default)
 
 
@@ -128,13 +94,12 @@ def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **paramete
 
 
 def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on this rank's rows. An output with the shape of the first argument is sharded like the first
-    argument.
+    """Run ``func`` on this rank's rows. An output with the shape of the first argument is sharded like this argument.
 
     The functions with this rule read only the dtype and device of other tensor arguments, as ``x.to(other)`` does.
     """
     if "out" in kwargs:
-        raise unknown(func, _any_rows(args, kwargs), "it writes to out=")
+        raise unknown(func, first_sharded((*args, *kwargs.values())), "it writes to out=")
     out = func(*args, **kwargs)
     x = args[0] if args else kwargs.get("input")
     rows = rows_of(x)
@@ -144,17 +109,16 @@ def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
 
 
 def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a broadcasting function on this rank's rows, in the layout of the first sharded tensor.
-
-    Sharded tensors with another layout are exchanged to this layout. Replicated tensors are narrowed to this rank's
-    rows.
-    """
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    """Run a broadcasting function on this rank's rows, with all tensors in the layout of the first sharded one."""
+    values = (*args, *kwargs.values())
+    tensors = [x for x in values if isinstance(x, Tensor)]
     lead = next((x for x in tensors if rows_of(x) is not None), None)
     rows = rows_of(lead)
     if lead is None or rows is None or "out" in kwargs:
-        raise unknown(func, _any_rows(args, kwargs), "its tensors are in a list, or it writes to out=")
-    if lead is not tensors[0] and _in_place(func):
+        raise unknown(func, first_sharded(values), "its tensors are in a list, or it writes to out=")
+    name = getattr(func, "__name__", "")
+    in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+    if in_place and lead is not tensors[0]:
         raise unknown(func, rows, "it is written into a replicated tensor")
     dim_from_end = rows.dim - lead.ndim
 
@@ -170,31 +134,24 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     return tagged(out, rows.at(out.ndim + dim_from_end)) if isinstance(out, Tensor) else out
 
 
-def _in_place(func: Function) -> bool:
-    name = getattr(func, "__name__", "")
-    return name.startswith("__i") if name.endswith("__") else name.endswith("_")
-
-
 def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
     """Return this rank's part of ``x``, which may be replicated or sharded, in the layout of ``rows``.
 
-    The rows are along the negative dim ``dim_from_end``. If ``x`` lacks this dim or has size 1 along it, ``x`` is
-    returned unchanged, for broadcasting.
+    The rows are along the negative dim ``dim_from_end``. ``x`` is returned unchanged if it broadcasts along this dim.
 
     Raises:
         MixesRows: If ``x`` has another number of rows.
     """
     own = rows_of(x)
     if own is not None and own.dim - x.ndim != dim_from_end:
-        # Gather x, because it is sharded along another dim, for example the keys of an attention matrix instead of the
-        # queries.
+        # x is sharded along another dim, for example the keys of an attention matrix instead of the queries.
         x, own = untagged(gather(x, own, ranks)), None
     if own is not None:
         if own.outer != rows.outer or sum(own.layout) != sum(rows.layout):
             raise unknown(func, rows, f"with one sharded as {own}")
         if own.layout == rows.layout:
             return x
-        return tagged(relayout(x, own, rows.layout, ranks), RowTag(own.dim, rows.layout, own.outer))
+        return tagged(relayout(x, own, rows.layout, ranks), rows.at(own.dim))
     if x.ndim < -dim_from_end or x.shape[dim_from_end] == 1:
         return x
     if x.shape[dim_from_end] != rows.total:
@@ -223,8 +180,8 @@ def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run a reduction such as ``mean``, ``sum`` or ``argmax``.
 
-    If the sharded dim is kept, the reduction runs on this rank's rows. If the sharded dim is reduced, the results of
-    all ranks are combined, which is supported for ``sum``, ``mean``, ``amax`` and ``amin``.
+    If the sharded dim is reduced, which ``sum``, ``mean``, ``amax`` and ``amin`` support, all ranks combine their
+    results.
     """
     name = name_of(func)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
@@ -253,9 +210,7 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
 
 
 def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run ``torch.meshgrid``. The input that varies along the first dim of the outputs stays sharded. The other inputs
-    are gathered.
-    """
+    """Run ``torch.meshgrid``. The input along the first dim of the outputs stays sharded, the others are gathered."""
     tensors = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
     lead = 1 if kwargs.get("indexing") == "xy" else 0
     rows = rows_of(tensors[lead])
@@ -268,9 +223,7 @@ def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[s
 
 
 def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run a dropout that changes nothing, because it is in eval mode or has probability 0. Raise :class:`MixesRows` for
-    any other.
-    """
+    """Run a dropout in eval mode or of probability 0. Raise :class:`MixesRows` for any other."""
     _, rows = only_first(func, args, kwargs)
     training = argument(args, kwargs, "training", 2, kwargs.get("train", True))
     if training and argument(args, kwargs, "p", 1, 0.5) > 0:
@@ -278,17 +231,13 @@ def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     return tagged(func(*args, **kwargs), rows)
 
 
-def new(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x.new_zeros``, ``new_ones``, ``new_empty`` or ``new_full``. The output is sharded if one of the sizes is a
-    :class:`ShardedSize`.
-    """
-    return filled(ranks, partial(func, args[0]), args[1:], kwargs)
-
-
 def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``torch.zeros``, ``ones``, ``empty`` or ``full``. The output is sharded if one of the sizes is a
-    :class:`ShardedSize`.
+    """Run ``torch.zeros``, ``ones``, ``empty`` or ``full``, or ``x.new_zeros`` and so on.
+
+    The output is sharded if one of the sizes is a :class:`ShardedSize`.
     """
+    if name_of(func).startswith("new_"):
+        func, args = partial(func, args[0]), args[1:]
     shape = _shape(args, kwargs)
     sharded = sharded_dim(shape)
     if sharded is not None:
@@ -300,8 +249,7 @@ def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
             args = local_sizes(tuple(args))
         return tagged(func(*args, **kwargs), RowTag(*sharded))
     if name_of(func) == "empty" and "size" not in kwargs:
-        # Allocate no memory for the elements: this is the tokens × tokens input of a baddbmm with beta=0, which does
-        # not read it.
+        # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read it.
         return torch.empty((), **kwargs).expand(shape)
     out: Tensor = func(*args, **kwargs)
     return out
@@ -319,9 +267,7 @@ def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 
 
 def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``repeat_interleave`` of a replicated vector ``[frames]`` with the number of tokens per frame. Returns each
-    value once for each of this rank's tokens of that frame.
-    """
+    """Run ``repeat_interleave`` of a replicated vector ``[frames]`` by the number of this rank's tokens per frame."""
     x, repeats = args[0], argument(args, kwargs, "repeats", 1)
     if x.ndim != 1 or not isinstance(repeats, ShardedSize):
         out: Tensor = func(*args, **kwargs)
@@ -330,11 +276,9 @@ def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 
 
 def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Draw all rows with ``torch.randn`` or ``torch.rand``, so that the numbers equal those on one device, and return
-    this rank's rows.
-    """
-    shape = [int(size) for size in _shape(args, kwargs)]
-    sharded = sharded_dim(_shape(args, kwargs))
+    """Draw all rows with ``torch.randn`` or ``torch.rand``, as one device does, and return this rank's rows."""
+    sizes = _shape(args, kwargs)
+    shape, sharded = list(map(int, sizes)), sharded_dim(sizes)
     if sharded is None:
         raise TypeError(f"{name_of(func)} of {shape}: expected exactly one size that was read from a sharded dim.")
     rows = RowTag(*sharded)
@@ -352,18 +296,6 @@ def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
     return [size for size in args if isinstance(size, int)]
 
 
-def _any_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> RowTag | None:
-    flat: list[Any] = [*args, *kwargs.values()]
-    # The loop also visits the items of nested lists, because it appends them to ``flat``.
-    for value in flat:
-        rows = rows_of(value)
-        if rows is not None:
-            return rows
-        if isinstance(value, (list, tuple)):
-            flat.extend(value)
-    return None
-
-
 def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, RowTag]:
     """Return the first argument of a call of ``func``, and the tag of that tensor.
 
@@ -373,7 +305,7 @@ def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> t
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
     if rows is None:
-        raise unknown(func, _any_rows(args, kwargs), "an argument other than the first is sharded")
+        raise unknown(func, first_sharded((*args, *kwargs.values())), "an argument other than the first is sharded")
     return x, rows
 
 
@@ -389,17 +321,42 @@ def tag_all(out: Any, rows: RowTag) -> Any:
     return out
 
 
-RULES: dict[str, Any] = {
-    **dict.fromkeys(METADATA, metadata),
-    **dict.fromkeys(("shape.__get__", "size", "numel", "nelement", "len"), shape),
-    **dict.fromkeys(LIKE_FIRST, like_first),
-    **dict.fromkeys(ELEMENTWISE, elementwise),
-    **dict.fromkeys(ALONG, along),
-    **dict.fromkeys(REDUCTIONS, reduction),
-    "meshgrid": meshgrid,
-    **dict.fromkeys(("dropout", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout"), dropout),
-    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), new),
+_BY_RULE: dict[Any, str] = {
+    # Functions that read properties of a tensor other than its values and shape. Byte counts and strides are those of
+    # this rank's part of the rows.
+    metadata: """
+        dtype.__get__ device.__get__ ndim.__get__ layout.__get__ is_cuda.__get__ is_cpu.__get__
+        is_meta.__get__ is_mps.__get__ is_xpu.__get__ is_xla.__get__ is_quantized.__get__ is_sparse.__get__
+        is_nested.__get__ is_leaf.__get__ is_mkldnn.__get__ requires_grad.__get__ grad_fn.__get__ grad.__get__
+        itemsize.__get__ nbytes.__get__ output_nr.__get__ dim ndimension stride storage_offset
+        is_contiguous is_floating_point is_complex element_size get_device data_ptr untyped_storage hash is_signed
+        is_inference is_nonzero_ result_type can_cast promote_types
+    """,
+    shape: "shape.__get__ size numel nelement len",
+    # Functions whose output is sharded like their first argument.
+    like_first: """
+        to type_as float double half bfloat16 int long bool cpu cuda clone contiguous detach requires_grad data.__get__
+        alias positive zeros_like ones_like empty_like full_like fill zero type record_stream retain_grad neg negative
+        abs absolute sqrt rsqrt square exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh
+        sigmoid erf erfc floor ceil round trunc frac sign reciprocal logical_not bitwise_not invert isnan isinf isfinite
+        nan_to_num relu relu6 leaky_relu silu gelu mish elu selu celu softplus hardswish hardsigmoid hardtanh logsigmoid
+        softsign softshrink hardshrink tanhshrink threshold deg2rad rad2deg sinc
+    """,
+    # Elementwise functions, which broadcast all tensors among their arguments against each other.
+    elementwise: """
+        add radd sub rsub subtract mul rmul multiply div rdiv divide true_divide truediv rtruediv floor_divide floordiv
+        rfloordiv remainder fmod mod rmod pow rpow float_power maximum minimum fmax fmin clamp clip clamp_min clamp_max
+        where lerp addcmul addcdiv atan2 copysign hypot xlogy eq ne lt le gt ge greater less greater_equal less_equal
+        not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor and or xor copy masked_fill
+        isclose
+    """,
+    along: " ".join(ALONG),
+    reduction: " ".join(REDUCTIONS),
+    meshgrid: "meshgrid",
+    dropout: "dropout dropout2d dropout3d alpha_dropout feature_dropout",
+    filled: "new_zeros new_ones new_empty new_full",
 }
+RULES: dict[str, Any] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
 
 # Rules for calls in which one of the sizes is a ShardedSize and no tensor is sharded.
 FACTORIES: dict[str, Any] = {

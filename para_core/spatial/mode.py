@@ -1,10 +1,8 @@
-"""Define the mode under which a model computes only this rank's rows. It replaces each torch function on sharded rows
-by a rule, looked up by the name of the function.
-"""
+"""The mode under which a model computes only this rank's rows, by a rule for each torch function on sharded rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +14,10 @@ from torch.overrides import TorchFunctionMode
 from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.spatial import convolution, local, norm, products, resample, views
-from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import gather, part_of
 from para_core.spatial.one_group import one_group
 from para_core.spatial.rows import Layout, even
-from para_core.spatial.tag import RowTag, ShardedSize, rows_of, tagged
+from para_core.spatial.tag import RowTag, first_sharded, name_of, rows_of, tagged, unknown
 from para_core.torch_internals import (
     DisableTorchFunction,
     innermost_transform,
@@ -49,7 +46,7 @@ class SpatialShardMode(TorchFunctionMode):
 
     Functions that need other rows exchange data with other ranks: convolutions fetch a halo, norms combine statistics,
     attention gathers all keys. All other supported functions run locally. A function without a rule raises
-    :class:`~para_core.spatial.errors.MixesRows` if one of its tensors is sharded.
+    :class:`~para_core.spatial.tag.MixesRows` if one of its tensors is sharded.
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): The ranks over which rows are sharded, in rank order. A mesh may have
@@ -103,9 +100,9 @@ class SpatialShardMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        tag = _first_sharded((*args, *kwargs.values()))
+        tag = first_sharded((*args, *kwargs.values()))
         if tag is None and innermost_transform() is not None:
-            inner = _first_sharded([_unwrapped(x) for x in args])
+            inner = first_sharded([_unwrapped(x) for x in args])
             if isinstance(inner, RowTag):
                 raise unknown(func, inner, "vmap and grad of torch.func hide the layout of the rows")
         if tag is None:
@@ -123,30 +120,7 @@ class SpatialShardMode(TorchFunctionMode):
 
 
 def _unwrapped(x: Any) -> Any:
-    """Return the tensor inside the wrappers of torch.func transforms such as vmap; any other value is returned
-    unchanged.
-    """
+    """Return the tensor inside the wrappers of torch.func transforms such as vmap, or ``x`` itself."""
     while isinstance(x, Tensor) and is_transform_tensor(x):
         x = unwrap_transform_tensor(x)
     return x
-
-
-def _first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
-    """Return the tag of the first sharded tensor in ``values`` and in lists and tuples among them.
-
-    Without a sharded tensor, return the first :class:`ShardedSize`, or None.
-    """
-    size: RowTag | ShardedSize | None = None
-    for value in values:
-        if isinstance(value, Tensor):
-            tag: RowTag | ShardedSize | None = rows_of(value)
-        elif isinstance(value, (list, tuple)):
-            tag = _first_sharded(value)
-        elif isinstance(value, ShardedSize):
-            tag = value
-        else:
-            continue
-        if isinstance(tag, RowTag):
-            return tag
-        size = size or tag
-    return size

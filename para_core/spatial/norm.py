@@ -1,4 +1,4 @@
-"""Rules for norms over sharded rows. Ranks exchange statistics in float32, or in float64 for float64 inputs."""
+"""Rules for norms over sharded rows, and the operators of a group norm: Triton kernels on GPUs, PyTorch elsewhere."""
 
 from __future__ import annotations
 
@@ -8,30 +8,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.mesh import MeshDim
+from para_core.kernels import norm_reference
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
-from para_core.spatial import operators
-from para_core.spatial.errors import unknown
 from para_core.spatial.fetch import all_ranks
-from para_core.spatial.local import argument, bind
+from para_core.spatial.local import argument, bind, only_first
 from para_core.spatial.rows import Layout
-from para_core.spatial.tag import rows_of, tagged
+from para_core.spatial.tag import rows_of, tagged, unknown
+from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
 
 Function = Callable[..., Any]
 
 
 def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.group_norm`` of ``[B, C, ...]``, with one all-gather of ``2 · B · groups`` numbers per rank."""
+    """Run ``F.group_norm`` of ``[B, C, ...]``, with one all-gather of ``2 · B · groups`` statistics per rank.
+
+    The statistics are float32, or float64 for float64 input.
+    """
     x, groups, weight, bias, eps = bind(func, args, kwargs, input=None, num_groups=1, weight=None, bias=None, eps=1e-5)
     rows = rows_of(x)
     if rows is None or rows.dim == 1:
         raise unknown(func, rows, "its channels are sharded, or only its weights")
     if rows.dim == 0:
         return tagged(func(x, groups, weight, bias, eps), rows)
-    moments = operators.moments(x, groups)
-    fractions = _fractions(rows.layout, moments.dtype, x.device)
-    moments_of_ranks = all_ranks(moments, ranks)
-    return tagged(operators.normalized(x, moments_of_ranks, fractions, groups, weight, bias, eps), rows)
+    moments = norm_reference.moments if needs_plain(x) else torch.ops.para_core.group_moments.default
+    of_rank = moments(x, groups)
+    fractions = _fractions(rows.layout, of_rank.dtype, x.device)
+    of_ranks = all_ranks(of_rank, ranks)
+    plain = needs_plain(x, *_present(weight, bias))
+    normalized = norm_reference.normalized if plain else torch.ops.para_core.group_normalized.default
+    return tagged(normalized(x, of_ranks, fractions, groups, weight, bias, eps), rows)
 
 
 @kept_outside_graphs
@@ -42,12 +49,52 @@ def _fractions(layout: Layout, dtype: torch.dtype, device: torch.device) -> Tens
 
 def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``F.batch_norm`` in eval mode, which uses running statistics and needs no exchange."""
-    x = args[0] if args else kwargs["input"]
-    rows = rows_of(x)
-    training = argument(args, kwargs, "training", 5, False)
-    if rows is None or training or rows.dim == 1:
+    _, rows = only_first(func, args, kwargs)
+    if argument(args, kwargs, "training", 5, False) or rows.dim == 1:
         raise unknown(func, rows, "in training it needs statistics of all rows. Call .eval() first")
     return tagged(func(*args, **kwargs), rows)
 
 
 RULES: dict[str, Any] = {"group_norm": group_norm, "batch_norm": batch_norm}
+
+
+def moments_on_gpu(x: Tensor, groups: int) -> Tensor:
+    fused = load_kernel("norm", x.device)
+    if fused is None or not are_floats(x):
+        return norm_reference.moments(x, groups)
+    with on_device_of(x):
+        out: Tensor = fused.moments(x, groups)
+    return out
+
+
+def normalized_on_gpu(
+    x: Tensor, of_ranks: Tensor, shares: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    fused = load_kernel("norm", x.device)
+    if fused is None or not are_floats(x, of_ranks, *_present(weight, bias)):
+        return norm_reference.normalized(x, of_ranks, shares, groups, weight, bias, eps)
+    with on_device_of(x):
+        out: Tensor = fused.normalized(x, of_ranks, shares, groups, weight, bias, eps)
+    return out
+
+
+def _present(*tensors: Tensor | None) -> list[Tensor]:
+    return [x for x in tensors if x is not None]
+
+
+def _moments_shape(x: Tensor, groups: int) -> Tensor:
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(2, x.shape[0], groups, dtype=dtype)
+
+
+define_operator("group_moments(Tensor x, SymInt groups) -> Tensor")
+define_operator(
+    "group_normalized(Tensor x, Tensor of_ranks, Tensor shares, SymInt groups, Tensor? weight, Tensor? bias, float "
+    "eps) -> Tensor"
+)
+LIBRARY.impl("group_moments", norm_reference.moments, "CompositeExplicitAutograd")
+LIBRARY.impl("group_moments", moments_on_gpu, "CUDA")
+LIBRARY.impl("group_normalized", norm_reference.normalized, "CompositeExplicitAutograd")
+LIBRARY.impl("group_normalized", normalized_on_gpu, "CUDA")
+torch.library.register_fake("para_core::group_moments", _moments_shape, lib=LIBRARY)
+torch.library.register_fake("para_core::group_normalized", lambda x, *_: torch.empty_like(x), lib=LIBRARY)

@@ -1,6 +1,4 @@
-"""Rules for matrix products and attention whose tokens are the sharded rows. Queries stay sharded; keys and values are
-gathered.
-"""
+"""Rules for matrix products and attention of sharded rows. Queries stay sharded; keys and values are gathered."""
 
 from __future__ import annotations
 
@@ -12,21 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
-from para_core.spatial.local import bind
-from para_core.spatial.tag import RowTag, rows_of, tagged, untagged
+from para_core.spatial.local import bind, only_first
+from para_core.spatial.tag import RowTag, name_of, rows_of, tagged, unknown, untagged
 
 Function = Callable[..., Any]
 
 
 def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.linear`` on this rank's rows. Raises :class:`MixesRows` if the sharded dim is the last one, which the
-    product sums over.
-    """
-    x = args[0] if args else kwargs["input"]
-    rows = rows_of(x)
-    if rows is None or rows.dim == x.ndim - 1:
+    """Run ``F.linear`` on this rank's rows. Raise :class:`MixesRows` if the product sums over the sharded dim."""
+    x, rows = only_first(func, args, kwargs)
+    if rows.dim == x.ndim - 1:
         raise unknown(func, rows, "it contracts them")
     return tagged(func(*args, **kwargs), rows)
 
@@ -91,9 +85,7 @@ def _sum_of_products(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Te
 
 
 def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``baddbmm`` with ``beta=0``, which attention code without a mask calls. Raises :class:`MixesRows` for another
-    ``beta``.
-    """
+    """Run ``baddbmm`` with ``beta=0``, as attention without a mask does. Raise :class:`MixesRows` for another one."""
     x, a, b = args
     rows = rows_of(a) or rows_of(b) or rows_of(x)
     if rows is None or kwargs.get("beta", 1) != 0:
@@ -131,28 +123,19 @@ def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     if rows_k is not None:
         if rows_of(value) != rows_k:
             raise unknown(func, rows_k, f"with values sharded as {rows_of(value)}")
-        key, value = _gather_kv(key, value, rows_k, ranks)
+        if key.shape[:-1] == value.shape[:-1]:
+            sizes = [key.shape[-1], value.shape[-1]]
+            key, value = gather(torch.cat([key, value], -1), rows_k, ranks).split(sizes, -1)
+        else:
+            key, value = gather(key, rows_k, ranks), gather(value, rows_k, ranks)
     if rows_q is not None and is_causal:
-        mask, is_causal = _causal(rows_q, key.shape[-2], query.device, ranks), False
+        # Compare positions in the whole sequence.
+        positions = part_of(torch.arange(rows_q.total, device=query.device), rows_q.at(0), ranks)
+        mask, is_causal = positions[:, None] >= torch.arange(key.shape[-2], device=query.device), False
     elif mask is not None:
         mask = _mask(func, mask, rows_q, rows_k, ranks)
     out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options)
     return out if rows_q is None else tagged(out, rows_q.at(out.ndim - 2))
-
-
-def _gather_kv(key: Tensor, value: Tensor, rows: RowTag, ranks: MeshDim) -> tuple[Tensor, Tensor]:
-    if key.shape[:-1] != value.shape[:-1]:
-        return gather(key, rows, ranks), gather(value, rows, ranks)
-    both = gather(torch.cat([key, value], -1), rows, ranks)
-    return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
-
-
-def _causal(rows: RowTag, num_keys: int, device: torch.device, ranks: MeshDim) -> Tensor:
-    """Return the causal mask ``[S_local, num_keys]`` of this rank's queries, by their positions in the whole
-    sequence.
-    """
-    positions = part_of(torch.arange(rows.total, device=device), rows.at(0), ranks)
-    return positions[:, None] >= torch.arange(num_keys, device=device)
 
 
 def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | None, ranks: MeshDim) -> Tensor:

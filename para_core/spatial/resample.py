@@ -13,11 +13,10 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.spatial import rows as plans
-from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.fetch import fetch, relayout
 from para_core.spatial.local import argument, bind, only_first
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import RowTag, ShardedSize, local_sizes, rows_of, tagged
+from para_core.spatial.tag import RowTag, ShardedSize, local_sizes, name_of, rows_of, tagged, unknown
 
 Function = Callable[..., Any]
 
@@ -52,11 +51,10 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 
     Before ``pixel_unshuffle``, rows are exchanged so that each boundary between ranks is a multiple of the factor.
     """
-    x = args[0] if args else kwargs["input"]
-    rows = rows_of(x)
+    x, rows = only_first(func, args, kwargs)
     shuffles = name_of(func) == "pixel_shuffle"
     factor = argument(args, kwargs, "upscale_factor" if shuffles else "downscale_factor", 1)
-    if rows is None or rows.outer > 1 or rows.dim == x.ndim - 3:
+    if rows.outer > 1 or rows.dim == x.ndim - 3:
         raise unknown(func, rows, "its channels are sharded")
     if rows.dim < x.ndim - 3:
         return tagged(func(x, factor), rows)
@@ -68,24 +66,20 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
 
 
 def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``F.interpolate`` along the sharded dim, with rows fetched from other ranks, and then locally along the other
-    dims.
-    """
+    """Run ``F.interpolate`` along the sharded dim, with rows of other ranks, and then locally along the other dims."""
     parameters = {"input": None, "size": None, "scale_factor": None, "mode": "nearest", "align_corners": None}
     x, size, scale, mode, align, recompute, antialias = bind(
         func, args, kwargs, **parameters, recompute_scale_factor=None, antialias=False
     )
     rows = rows_of(x)
-    spatial = x.ndim - 2
     if rows is None or rows.outer > 1 or antialias or mode == "area":
         raise unknown(func, rows, f"mode={mode!r}, antialias={antialias} is not supported")
     axis = rows.dim - 2
-    if axis < 0:
-        if rows.dim == 1:
-            raise unknown(func, rows, "its channels are sharded")
+    if rows.dim == 1:
+        raise unknown(func, rows, "its channels are sharded")
+    if rows.dim == 0:
         return tagged(func(x, size, scale, mode, align, recompute), rows)
-    scales = None if scale is None else _each(scale, spatial)
-    sizes = None if size is None else _each(size, spatial)
+    scales, sizes = _each(scale, x.ndim - 2), _each(size, x.ndim - 2)
     if scales is not None:
         factor = scales[axis]
         if (factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))) and not recompute:
@@ -101,8 +95,7 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         total = sizes[axis]
         factor = total // sum(rows.layout)
         same = isinstance(total, ShardedSize) and total.layout == tuple([count * factor for count in rows.layout])
-        # For these factors PyTorch rounds in the same way for local and global sizes, so each rank can repeat its rows
-        # locally.
+        # For these factors PyTorch rounds local and global sizes equally, so each rank can repeat its rows locally.
         if mode == "nearest" and same and factor in (1, 2, 4, 8, 16):
             return tagged(func(x, local_sizes(sizes)), RowTag(rows.dim, total.layout))
         layout = total.layout if isinstance(total, ShardedSize) else plans.scaled(rows.layout, total)
@@ -139,15 +132,12 @@ class _Resampling(NamedTuple):
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
-    """Return, for each output row, the indices of its input rows and their weights, each ``[rows, taps]`` on the
-    CPU.
-    """
+    """Return for each output row the indices of its input rows and their weights, each ``[rows, taps]`` on the CPU."""
     mode, total, num_rows, step, align, start, stop = resampling
     rows = torch.arange(start, stop, dtype=torch.float32)
-    if mode == "nearest":
-        return (rows * step).floor().long().clamp(0, total - 1)[:, None], torch.ones(stop - start, 1)
-    if mode == "nearest-exact":
-        return ((rows + 0.5) * step).floor().long().clamp(0, total - 1)[:, None], torch.ones(stop - start, 1)
+    if mode in ("nearest", "nearest-exact"):
+        source = rows * step if mode == "nearest" else (rows + 0.5) * step
+        return source.floor().long().clamp(0, total - 1)[:, None], torch.ones(stop - start, 1)
     source = rows * ((total - 1) / (num_rows - 1) if num_rows > 1 else 0.0) if align else (rows + 0.5) * step - 0.5
     if mode != "bicubic":
         source = source.clamp(min=0)
@@ -174,9 +164,7 @@ def _span(resampling: _Resampling) -> tuple[int, int]:
 
 @kept_outside_graphs
 def _index_on(resampling: _Resampling, device: torch.device) -> Tensor:
-    """Return the index of each input row that each output row combines, ``[taps, rows]``, counted from the first input
-    row that any output row needs.
-    """
+    """Return the input rows that each output row combines, ``[taps, rows]``, counted from the first one needed."""
     index = (_taps(resampling)[0] - _span(resampling)[0]).T
     return new_table(index.flatten().tolist(), torch.int64, device).view(index.shape)
 
@@ -211,7 +199,9 @@ def _resample(ranks: MeshDim, x: Tensor, rows: RowTag, layout: Layout, step: flo
     return out.to(x.dtype)
 
 
-def _each(value: Any, spatial: int) -> list[Any]:
+def _each(value: Any, spatial: int) -> list[Any] | None:
+    if value is None:
+        return None
     return [value] * spatial if isinstance(value, (int, float)) else list(value)
 
 

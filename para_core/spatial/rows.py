@@ -1,4 +1,4 @@
-"""Compute, from numbers only, which input rows an operator needs on each rank, and how its output rows are distributed.
+"""Arithmetic of rows: the input rows that an operator needs on each rank, and the layout of its output rows.
 
 A *layout* is the number of rows of each rank, in rank order. A *range* is ``(start, stop)`` in rows of the full image;
 it may reach beyond the image's edge.
@@ -7,9 +7,9 @@ it may reach beyond the image's edge.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 Layout = tuple[int, ...]
 Range = tuple[int, int]
@@ -50,8 +50,7 @@ def multiples(layout: Layout, unit: int) -> Layout:
     return tuple([stop - start for start, stop in zip([0, *stops[:-1]], stops, strict=True)])
 
 
-@dataclass(frozen=True)
-class Windows:
+class Windows(NamedTuple):
     """The layout of an operator's output, and for each rank the range of input rows that its output rows need."""
 
     layout: Layout
@@ -62,8 +61,7 @@ def _output_layout(layout: Layout, total: int, first: Callable[[int], int]) -> L
     """Return the layout of an operator's ``total`` output rows.
 
     A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on. If a rank would then get
-    no rows, the layout is even instead. This happens after many causal convolutions, each of which shifts rows to later
-    ranks.
+    no rows, as after many causal convolutions, each of which shifts rows to later ranks, the layout is even instead.
     """
     starts = [0] + [min(max(first(start), 0), total) for start, _ in held(layout)[1:]]
     output = tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])
@@ -111,26 +109,22 @@ def transposed(layout: Layout, extent: int, stride: int, padding: int, extra: in
     return Windows(output, tuple(wanted))
 
 
-@dataclass(frozen=True)
-class Overlapped:
+class Overlapped(NamedTuple):
     """A convolution in two steps: the first runs on a rank's own rows while the halo is in flight, and the second
     replaces the output rows at the rank's upper and lower edge, which need the halo.
 
     Args:
-        layout: Number of output rows of each rank.
         middle: For each rank, the range of its own rows, counted from its first row, on which the first step runs. Each
             output row has the middle of its window in this range.
         padding: Number of rows of padding around ``middle`` in the first step.
-        count: Number of output rows at each edge that the second step replaces.
-        top: For each rank, the range of input rows of the full image that the output rows at its upper edge need. None
-            if the upper edge of the rank is the edge of the image.
-        bottom: Like ``top``, for the lower edge.
+        edge: Number of output rows at each edge that the second step replaces.
+        top, bottom: For each rank, the range of input rows of the full image that the output rows at its upper (lower)
+            edge need. None at the edge of the image.
     """
 
-    layout: Layout
     middle: tuple[Range, ...]
     padding: int
-    count: int
+    edge: int
     top: tuple[Range | None, ...]
     bottom: tuple[Range | None, ...]
 
@@ -159,12 +153,11 @@ def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overla
         # At the edge of the image the operator pads as on one device, so the rank needs no halo there.
         top.append(None if begin == 0 else (begin - half, begin - half + (count - 1) * stride + extent))
         bottom.append(None if end == sum(layout) else (end + half - (count - 1) * stride - extent, end + half))
-    return Overlapped(output, tuple(middle), half, count, tuple(top), tuple(bottom))
+    return Overlapped(tuple(middle), half, count, tuple(top), tuple(bottom))
 
 
 def scaled(layout: Layout, total: int) -> Layout:
-    """Return the layout of an image resized to ``total`` rows, in which each rank keeps its part of the image up to
-    rounding.
+    """Return the layout of an image resized to ``total`` rows: each rank keeps its part of it up to rounding.
 
     >>> scaled((4, 3), 14), scaled((4, 4), 4)
     ((8, 6), (2, 2))

@@ -1,10 +1,8 @@
-"""The tag that marks a tensor as this rank's part of sharded rows, and an int for its full size that carries the
-layout.
-"""
+"""The tag of sharded rows, the int for their full size that carries the layout, and the error for mixing them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,9 +92,7 @@ class ShardedSize(int):
 
 
 def local_sizes(value: Any) -> Any:
-    """Return ``value``, a size or nested sizes, with each :class:`ShardedSize` replaced by this rank's number of
-    rows.
-    """
+    """Return ``value``, a size or nested sizes, with each :class:`ShardedSize` replaced by this rank's rows."""
     if isinstance(value, ShardedSize):
         return value.local
     if isinstance(value, (tuple, list)):
@@ -105,9 +101,53 @@ def local_sizes(value: Any) -> Any:
 
 
 def sharded_dim(shape: Sequence[Any]) -> tuple[int, Layout] | None:
-    """Return the index and the layout of the :class:`ShardedSize` in ``shape``.
+    """Return the index and the layout of the only :class:`ShardedSize` in ``shape``; None if there is none or several.
 
-    Returns None if there is none, or if there are several, as in the shape of an attention mask.
+    A shape with several is that of an attention mask.
     """
     sharded = [(dim, size.layout) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
     return sharded[0] if len(sharded) == 1 else None
+
+
+def first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
+    """Return the tag of the first sharded tensor in ``values`` and in lists and tuples among them.
+
+    Without a sharded tensor, return the first :class:`ShardedSize`, or None.
+    """
+    size: RowTag | ShardedSize | None = None
+    for value in values:
+        tag: RowTag | ShardedSize | None
+        if isinstance(value, (list, tuple)):
+            tag = first_sharded(value)
+        else:
+            tag = value if isinstance(value, ShardedSize) else rows_of(value)
+        if isinstance(tag, RowTag):
+            return tag
+        size = size or tag
+    return size
+
+
+class MixesRows(RuntimeError):
+    """An error for a function that has no rule for sharded rows, or combines rows in an unsupported way."""
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Return the name by which the rule of a torch function is found, for example ``add`` for ``Tensor.__iadd__``."""
+    name: str = getattr(getattr(func, "func", func), "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
+    stripped = name.strip("_")
+    if name.startswith("__i") and name.endswith("__") and stripped not in ("invert", "index", "int", "iter"):
+        return stripped[1:]
+    return stripped
+
+
+def unknown(func: Callable[..., Any], rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:
+    """Return (not raise) the error that ``func`` cannot run on tensors sharded as ``rows``, for ``reason``."""
+    sharding = ""
+    if isinstance(rows, RowTag):
+        sharding = f" on a tensor whose dim {rows.dim} is sharded over {len(rows.layout)} ranks as {list(rows.layout)}"
+    return MixesRows(
+        f"{name_of(func)}{sharding}: {reason}. Run this model on one rank (unparallelize_vae, unparallelize_pipe), or "
+        "a VAE in distributed tiles (method='tiled')."
+    )

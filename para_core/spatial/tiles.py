@@ -40,9 +40,7 @@ class Tiles(TorchFunctionMode):
         self._writes: list[tuple[Tensor, Any, Pending]] = []
 
     def begin_tile(self) -> None:
-        """Make the next call start a new tile, even if its argument ``feat_cache`` says that it continues the current
-        one.
-        """
+        """Make the next call start a new tile, even if its argument ``feat_cache`` says that it continues one."""
         self.fresh = True
 
     def call(self, call: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Pending:
@@ -62,9 +60,7 @@ class Tiles(TorchFunctionMode):
         return Pending(lambda: self._value(number), lambda: self._values[number])
 
     def materialize(self, value: Any) -> Any:
-        """Return ``value`` with all pending tensors replaced by their values. Collective if some are not
-        exchanged yet.
-        """
+        """Return ``value`` with all pending tensors replaced by their values, after an exchange if necessary."""
         self._write()
         if isinstance(value, Pending):
             return value.value()
@@ -93,11 +89,7 @@ class Tiles(TorchFunctionMode):
             target[index] = pending.value()
 
     def _value(self, number: int) -> Any:
-        """Return the output of call ``number``.
-
-        If this output was not exchanged yet, all new outputs are exchanged, so every rank must call this at the same
-        point.
-        """
+        """Return the output of call ``number``. Collective if it is new: all new outputs are then exchanged."""
         if number >= self._num_exchanged:
             self._exchange(range(self._num_exchanged, len(self._owners)))
             self._num_exchanged = len(self._owners)
@@ -131,8 +123,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 class Pending:
-    """A tensor whose value this rank may not have yet. Torch functions return another pending tensor; any other use
-    exchanges the values.
+    """A tensor whose value this rank may not have yet. Torch functions return another one; other uses exchange values.
 
     Args:
         get: Returns the value, after an exchange if necessary.
@@ -164,9 +155,7 @@ class Pending:
         self.value()[index] = _value(value)
 
     def __iter__(self) -> Any:
-        """Yield the output and the cache of a call that returns (output, cache). The cache stays on the rank that
-        computed it.
-        """
+        """Yield the output and the cache of a call that returns both. The cache stays on the rank that computed it."""
         yield Pending(lambda: _tensor(self.value()), lambda: self.own()[0])
         yield Pending(lambda: self.own()[1], lambda: self.own()[1])
 

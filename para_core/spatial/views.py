@@ -1,6 +1,4 @@
-"""Rules for views, indexing, splitting and concatenation of sharded rows. Such functions may move the rows to another
-dim.
-"""
+"""Rules for views, indexing, splitting and concatenation, which may move the sharded rows to another dim."""
 
 from __future__ import annotations
 
@@ -12,23 +10,18 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.errors import name_of, unknown
 from para_core.spatial.local import aligned, argument, only_first, tag_all
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import RowTag, local_sizes, rows_of, tagged
+from para_core.spatial.tag import RowTag, local_sizes, name_of, rows_of, tagged, unknown
 
 Function = Callable[..., Any]
 
 
 def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``permute``, ``transpose``, ``squeeze`` and other functions that move, add or drop dims.
-
-    The new index of the sharded dim is found by running the function on a meta tensor in which every dim has another
-    size.
-    """
+    """Run ``permute``, ``transpose``, ``squeeze`` and other functions that move, add or drop dims."""
     x, rows = only_first(func, args, kwargs)
-    # Other dims keep a size of 1, because squeeze may drop them. The sharded dim gets another size, so that squeeze
-    # keeps it even if this rank has one row.
+    # Find the new index of the sharded dim with a meta tensor in which every dim has another size. Other dims keep a
+    # size of 1, because squeeze may drop them, and the sharded dim does not, so that squeeze keeps it.
     sizes = [1 if size == 1 and dim != rows.dim else dim + 2 for dim, size in enumerate(x.shape)]
     with torch.device("meta"):
         shape = func(torch.empty(sizes), *args[1:], **kwargs).shape
@@ -36,9 +29,7 @@ def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` with each size of the full tensor replaced by this rank's
-    size.
-    """
+    """Run ``view``, ``reshape``, ``flatten`` or ``unflatten`` with this rank's sizes in place of the full ones."""
     x, rows = only_first(func, args, kwargs)
     out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
     if out.shape == x.shape:
@@ -50,8 +41,7 @@ def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
 
 
 def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
-    """Return the tag of the output of a reshape from the local shape ``before`` to ``after``; None if the rows would be
-    spread over several dims.
+    """Return the tag after a reshape from local shape ``before`` to ``after``; None if several dims would hold rows.
 
     Rows may be merged with dims before them (frames) and after them (columns), and several units (see :class:`RowTag`)
     may become one unit.
@@ -67,7 +57,10 @@ def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: i
     >>> match((1, 8, 0, 2, 6, 2, 5), RowTag(4, (6, 4)), (1, 8, 0, 12, 5), rank=0)
     RowTag(dim=3, layout=(12, 8), outer=1)
     """
-    before, after = _with_elements(before, after)
+    # Replace sizes of 0 by positive ones, so that empty tensors match too, such as a cache of zero frames.
+    num_before, num_after = (math.prod(size or 1 for size in shape) for shape in (before, after))
+    before = _without_zeros(before, max(1, num_after // num_before))
+    after = _without_zeros(after, max(1, num_before // num_after))
     units = rows.layout[rank]
     first, last = math.prod(before[: rows.dim]) * rows.outer, math.prod(before[rows.dim + 1 :])
     best: tuple[tuple[int, int, int], RowTag] | None = None
@@ -88,16 +81,6 @@ def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: i
     return None if best is None else best[1]
 
 
-def _with_elements(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return both shapes with sizes of 0 replaced by positive sizes, so that :func:`match` also works for empty
-    tensors, such as a cache of zero frames.
-    """
-    num_before, num_after = math.prod(size or 1 for size in before), math.prod(size or 1 for size in after)
-    return _without_zeros(before, max(1, num_after // num_before)), _without_zeros(
-        after, max(1, num_before // num_after)
-    )
-
-
 def _without_zeros(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
     first_zero = shape.index(0) if 0 in shape else -1
     return tuple([first if dim == first_zero else size or 1 for dim, size in enumerate(shape)])
@@ -116,14 +99,12 @@ def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run ``x[...]``. A slice may drop rows at the start and the end of the image, if every rank keeps at least one
-    row.
-    """
+    """Run ``x[...]``. A slice may drop rows at the start and the end of the image, if every rank keeps one."""
     x, index = args
     rows = rows_of(x)
     if rows is None:
         raise unknown(func, rows_of(index), "an index is sharded")
-    local, layout, dim = _local_index(func, x, rows, index, ranks)
+    local, layout, dim = _local_index(x, rows, index, ranks)
     if dim is None:
         raise unknown(func, rows, f"index {index!r} separates them")
     return _checked(func, func(x, local), RowTag(dim, layout, rows.outer), ranks)
@@ -135,7 +116,7 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     rows = rows_of(x)
     if rows is None:
         raise unknown(func, rows_of(value), "it is written into a replicated tensor")
-    local, layout, dim = _local_index(func, x, rows, index, ranks)
+    local, layout, dim = _local_index(x, rows, index, ranks)
     if dim is None or layout != rows.layout:
         raise unknown(func, rows, f"index {index!r} separates them")
     if isinstance(value, Tensor):
@@ -143,13 +124,10 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     func(x, local, value)
 
 
-def _local_index(
-    func: Function, x: Tensor, rows: RowTag, index: Any, ranks: MeshDim
-) -> tuple[tuple[Any, ...], Layout, int | None]:
-    """Return (local index, layout, dim): the index to apply to this rank's rows, and in its result the number of rows
-    of each rank and the sharded dim.
+def _local_index(x: Tensor, rows: RowTag, index: Any, ranks: MeshDim) -> tuple[tuple[Any, ...], Layout, int | None]:
+    """Return the index to apply to this rank's rows, and the layout and the dim of the rows in its result.
 
-    The returned dim is None if ``index`` does not keep consecutive rows together in one dim.
+    The dim is None if ``index`` does not keep consecutive rows together in one dim.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts):
@@ -158,8 +136,7 @@ def _local_index(
     fill = [slice(None)] * (x.ndim - consumed)
     ellipsis = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
     parts = parts + fill if ellipsis is None else parts[:ellipsis] + fill + parts[ellipsis + 1 :]
-    layout, rows_dim, num_tensors = rows.layout, None, 0
-    dim, out_dim = 0, 0
+    layout, rows_dim, num_tensors, dim, out_dim = rows.layout, None, 0, 0, 0
     for i, part in enumerate(parts):
         if part is None:
             out_dim += 1
@@ -187,10 +164,7 @@ def _local_index(
 
 
 def _kept(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
-    """Return the layout of the rows that the slice ``part`` keeps, and each rank's local slice.
-
-    Returns None if a rank would keep no row, or the slice has a step.
-    """
+    """Return the layout of the rows that the slice keeps, and each rank's slice; None for a step or a rank without."""
     total = sum(rows.layout)
     if part.step not in (None, 1):
         return None

@@ -9,7 +9,7 @@ from para_core.attention import merge, pack_ops, transfer
 from para_core.attention.approximate import wire  # noqa: F401  registers the operators of 8 bits
 from para_core.cache import operators as cache_operators
 from para_core.kernels.exchange_reference import CopyRegion
-from para_core.spatial import operators as spatial_operators
+from para_core.spatial import norm as spatial_norm
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 PACKED = pack_ops.as_numbers([CopyRegion(0, 0, 3, 0, 2, 0, 16)])
@@ -35,8 +35,8 @@ CALLS = {
     ),
     "residual_change": lambda: cache_operators.change_on_gpu(zeros(2, 8), zeros(2, 8)),
     "forecast": lambda: cache_operators.forecast_on_gpu(zeros(2, 8), [zeros(2, 8)], [1.0]),
-    "group_moments": lambda: spatial_operators.moments_on_gpu(zeros(1, 4, 3, 3), 2),
-    "group_normalized": lambda: spatial_operators.normalized_on_gpu(
+    "group_moments": lambda: spatial_norm.moments_on_gpu(zeros(1, 4, 3, 3), 2),
+    "group_normalized": lambda: spatial_norm.normalized_on_gpu(
         zeros(1, 4, 3, 3), zeros(2, 2, 1, 2), zeros(2), 2, zeros(4), zeros(4), 1e-5
     ),
 }
@@ -63,7 +63,7 @@ def test_operator_falls_back_on_old_gpus(monkeypatch, name):
     def without(module, device=None):
         devices.append(device)
 
-    for module in (pack_ops, merge, cache_operators, spatial_operators):
+    for module in (pack_ops, merge, cache_operators, spatial_norm):
         monkeypatch.setattr(module, "load_kernel", without)
     CALLS[name]()
     assert devices == [CPU]

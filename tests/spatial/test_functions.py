@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from para_core.spatial.errors import MixesRows
 from para_core.spatial.mode import SpatialShardMode
+from para_core.spatial.tag import MixesRows
 from tests.attention.one_device import relative_error
 
 HEIGHT, WIDTH = 14, 6
