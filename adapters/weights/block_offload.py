@@ -15,7 +15,7 @@ from para_core.adapters.components import stack_of
 from para_core.adapters.weights.offloaded_modules import execution_device
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_alike
-from para_core.weights.subclasses import plain_tensors
+from para_core.weights.parameters import plain_tensors
 
 logger = logging.getLogger(__name__)
 

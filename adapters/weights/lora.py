@@ -23,7 +23,7 @@ from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
 from para_core.weights import fsdp, tensor
 from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
-from para_core.weights.stand_ins import stand_ins, weights_of
+from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
 
 _KEY = "LoRA over shared weights"

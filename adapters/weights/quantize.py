@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters.components import Quantize, blocks_of
 from para_core.adapters.registry import USUAL_NAMES, transformers_of
-from para_core.weights.subclasses import is_float8, is_plain_weight
+from para_core.weights.parameters import is_float8, is_plain_weight
 
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 

@@ -39,8 +39,7 @@ from para_core.instance_patching import (
 from para_core.user_warnings import ParaCoreWarning, warn_user
 from para_core.weights.fsdp import require_shardable, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
-from para_core.weights.tensor_layers import require_tensor_plan_fits
-from para_core.weights.tensor_plan import TensorPlan
+from para_core.weights.tensor_plan import TensorPlan, require_tensor_plan_fits
 
 Pipeline = TypeVar("Pipeline")
 

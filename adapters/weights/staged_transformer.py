@@ -28,6 +28,7 @@ from para_core.instance_patching import (
     wrap_alike,
     wrap_method,
 )
+from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.pipefusion import fusion_of
 from para_core.weights.stages import (
     Freeing,
@@ -35,13 +36,10 @@ from para_core.weights.stages import (
     balanced,
     free_others,
     gather_stages,
-    install_stages,
     others,
     require_sendable,
-    resume_stages,
     stages_of,
 )
-from para_core.weights.stand_ins import stand_ins, weights_of
 
 _KEY = "weights in stages"
 _MERGE_KEY = "merge in stages"
@@ -92,7 +90,8 @@ def hold_stage(
     # it.
     with nullcontext() if mesh is None else raising_on_all(mesh, "stages could not be made"):
         blocks = stack_of(module, adapter)
-    stages = install_stages(module, blocks, dim, require_equal=require_equal)
+    stages = Stages(module, blocks, dim, require_equal)
+    stages.install()
     for method, what in _TOO_LATE.items():
         if hasattr(module, method):
             wrap_method(module, method, _KEY, partial(_too_late, what), order=WrapperPriority.PLAN)
@@ -149,7 +148,8 @@ def suspend_stage(module: nn.Module) -> Callable[[], None]:
 
     def resume() -> None:
         if stages is not None:
-            resume_stages(stages, _keeping_bits(lora_weights(module)))
+            stages.install()
+            free_others(stages, _keeping_bits(lora_weights(module)))
 
     return resume
 

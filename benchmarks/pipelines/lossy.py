@@ -30,7 +30,7 @@ from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, cache_rep
 from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.attention import backend_selection, local
 from para_core.kernels import attention_int8_reference
-from para_core.weights.subclasses import plain_tensors
+from para_core.weights.parameters import plain_tensors
 from zoo import evaluate
 from zoo.flux import scenes as grammar
 from zoo.flux.check import check as check_image

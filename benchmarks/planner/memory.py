@@ -40,7 +40,7 @@ from para_core.fleet.work import call_pipe
 from para_core.planner.prediction import Workload, memory_of
 from para_core.planner.traffic import MeshShape
 from para_core.weights.fsdp import is_sharded
-from para_core.weights.subclasses import plain_tensors
+from para_core.weights.parameters import plain_tensors
 
 
 @dataclass(frozen=True)

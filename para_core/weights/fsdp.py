@@ -5,10 +5,10 @@ The output has the same bits as with replicated weights. For inference only: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,15 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from para_core.instance_patching import unwrapped, unwrapped_class
 from para_core.torch_internals import parameter_slots, remove_fsdp
-from para_core.weights.gradients import Gradients
-from para_core.weights.subclasses import consists_of_tensors, is_float8
+from para_core.weights.parameters import Gradients, consists_of_tensors, is_float8
 from para_core.weights.tensor import write_part
 
 # Parameters outside of the blocks with fewer elements than this stay on every rank. Such small parameters are not worth
 # a collective, and pipelines read some of them directly, such as the last norm of CLIP.
 LARGE = 2**20
-# Name of the module attribute with the Gradients record, from which gather_blocks restores requires_grad of the
-# parameters.
+# Name of the module attribute with the Gradients record.
 _GRADIENTS = "_para_core_fsdp_gradients"
 
 
@@ -39,8 +37,7 @@ def shard_blocks(
     offload_policy: OffloadPolicy | None = None,
     replicated: Collection[nn.Parameter] = (),
 ) -> None:
-    """Shard the weights of ``module`` over ``mesh``, with each of ``blocks`` as an FSDP2 unit. Changes the module in
-    place.
+    """Shard the weights of ``module`` in place over ``mesh``, with each of ``blocks`` as an FSDP2 unit.
 
     While one block computes, the next block is gathered. Large parameters outside of the blocks, such as text
     embeddings, are sharded too, and stay gathered during each call of ``module``.
@@ -82,8 +79,7 @@ def shard_blocks(
 
 
 def _private_class(fsdp_class: type, written: type) -> type:
-    """Return a subclass of ``fsdp_class`` with the name and docstring of ``written``, the class in the model's source
-    code.
+    """Return a subclass of ``fsdp_class`` with the name and docstring of ``written``, the class in the source code.
 
     FSDP2 changes the class of a block to ``fsdp_class``, which has another name, but diffusers'
     ``compile_repeated_blocks`` and transformers' output recorders look blocks up by class name. All models in the
@@ -132,7 +128,8 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
     for name, parameter in module.named_parameters():
         if id(parameter) in kept:
             continue
-        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor | _Gathered):
+        gathers_itself = hasattr(parameter, "fsdp_pre_all_gather")
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor) and not gathers_itself:
             raise ValueError(
                 f"{name} of this {unwrapped_class(module).__name__} is a {type(parameter).__name__}, which has no "
                 "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or quantized by "
@@ -145,13 +142,6 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
                 "computes (layerwise casting), and FSDP2 would not see that. Shard the weights in 16 bits, or leave "
                 "this component replicated."
             )
-
-
-@runtime_checkable
-class _Gathered(Protocol):
-    """A tensor whose method ``fsdp_pre_all_gather`` tells FSDP2 which data to gather, as in some quantized weights."""
-
-    fsdp_pre_all_gather: Callable[..., Any]
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -167,38 +157,42 @@ def shard_mesh(module: nn.Module) -> DeviceMesh | None:
 
 def gather_blocks(module: nn.Module) -> None:
     """Undo :func:`shard_blocks`: gather all weights on every rank. Every rank of the mesh must call this function."""
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    for part in parts:
-        part.reshard()
-    whole = _whole_parameters(module)
-    with unwrapped(parts):
-        for part in parts:
-            remove_fsdp(part)
-            part.__class__ = unwrapped_class(part)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    # By the id of a sharded parameter, which several modules may share, the gathered one.
+    gathered: dict[int, nn.Parameter] = {}
+    whole = []
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in gathered:
+                    gathered[id(parameter)] = nn.Parameter(_whole(parameter), requires_grad=False)
+                whole.append((owner, name, gathered[id(parameter)]))
+    gradients = discard_shards(module)
     for owner, name, parameter in whole:
         owner.register_parameter(name, parameter)
-    gradients: Gradients | None = module.__dict__.pop(_GRADIENTS, None)
     if gradients is not None:
         gradients.restore()
 
 
-def discard_shards(module: nn.Module) -> None:
+def discard_shards(module: nn.Module) -> Gradients | None:
     """Undo :func:`shard_blocks` on this rank without communication, even if it failed half-way.
 
-    Each parameter stays as it is, sharded or not, so the caller must put the whole parameters back.
+    Each parameter stays as it is, sharded or not, so the caller must put the whole parameters back. Returns the record
+    of the parameters that took gradients.
     """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     with unwrapped(parts):
         for part in parts:
             remove_fsdp(part)
             part.__class__ = unwrapped_class(part)
-    module.__dict__.pop(_GRADIENTS, None)
+    gradients: Gradients | None = module.__dict__.pop(_GRADIENTS, None)
+    return gradients
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Make :func:`gather_blocks` leave ``requires_grad`` off for all parameters of ``module``, instead of
-    restoring it.
-    """
+    """Make :func:`gather_blocks` leave ``requires_grad`` off for all parameters of ``module``."""
     if _GRADIENTS in module.__dict__:
         module.__dict__[_GRADIENTS].forget()
 
@@ -209,9 +203,7 @@ Sharded = Mapping[tuple[int, str], DTensor]
 
 
 def sharded_parameters(layer: nn.Module) -> Sharded:
-    """Return the sharded parameters of ``layer``, an argument of :func:`whole_blocks`. Must not be called while a block
-    runs, because its parameters are then gathered.
-    """
+    """Return the sharded parameters of ``layer``, while none of its blocks runs, for :func:`whole_blocks`."""
     return {
         (id(owner), name): x
         for owner in layer.modules()
@@ -228,8 +220,7 @@ def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
 
     Args:
         layer: The module whose parameters are gathered.
-        sharded: The result of :func:`sharded_parameters`, used for blocks whose parameters FSDP2 has gathered at the
-            moment.
+        sharded: The result of :func:`sharded_parameters`, for blocks that FSDP2 has gathered at the moment.
     """
     held = []
     for owner in layer.modules():
@@ -248,22 +239,6 @@ def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
             parameter_slots(owner)[name] = current
 
 
-def _whole_parameters(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return (module, name, gathered parameter) for each sharded parameter. Collective.
-
-    A parameter that several modules share is gathered once.
-    """
-    gathered: dict[int, nn.Parameter] = {}
-    parameters = []
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            if isinstance(parameter, DTensor):
-                if id(parameter) not in gathered:
-                    gathered[id(parameter)] = nn.Parameter(_whole(parameter), requires_grad=False)
-                parameters.append((owner, name, gathered[id(parameter)]))
-    return parameters
-
-
 def _whole(parameter: DTensor) -> torch.Tensor:
     local: Any = parameter.to_local()
     if consists_of_tensors(local):
@@ -278,14 +253,10 @@ def _whole(parameter: DTensor) -> torch.Tensor:
 
 
 def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
-    """Return ``inner``, one of the tensors in a quantized weight, with the rows of all ranks. Collective.
+    """Return ``inner``, one of the tensors in a quantized weight ``parameter``, with the rows of all ranks. Collective.
 
-    If ``inner`` does not have one row per row of the weight, it is equal on all ranks, and is returned unchanged.
-
-    Args:
-        inner: This rank's part of the tensor.
-        rows: Number of rows of this rank's part of the weight.
-        parameter: The weight, which defines the total number of rows, the mesh and the placements.
+    If ``inner`` does not have ``rows`` rows, as this rank's part of the weight has, it is equal on all ranks, and is
+    returned unchanged.
     """
     if inner.ndim == 0 or inner.shape[0] != rows:
         return inner

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.distributed.mesh import (
     GuidedMesh,
-    MeshDim,
     SequenceMesh,
     find_or_make_group,
     host_group,
@@ -55,7 +54,8 @@ def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
 
 def sequence_ranks(mesh: SequenceMesh) -> list[int]:
     """Return the global rank of each sequence rank of ``mesh``, in the order of sequence ranks. Collective."""
-    ranks = _ranks_of(mesh.ulysses)
+    group = mesh.ulysses.group
+    ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     if mesh.ring.group is None:
         return ranks
     parts: list[Any] = [None] * mesh.ring.size
@@ -63,21 +63,12 @@ def sequence_ranks(mesh: SequenceMesh) -> list[int]:
     return list(chain.from_iterable(parts))
 
 
-def _ranks_of(dim: MeshDim) -> list[int]:
-    return [dist.get_rank()] if dim.group is None else dist.get_process_group_ranks(dim.group)
-
-
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
-    """Return a mesh with one dim, named ``"weights"``, over ``ranks``. Its process group is created at the first call
-    and then reused.
+    """Return a mesh with one dim, named ``"weights"``, over the global ranks ``ranks``.
 
-    The group is not shared with attention, because NCCL runs the collectives of one communicator in order: gathering
-    the weights of the next block would wait for the attention of the current block.
-
-    Args:
-        ranks: Global ranks, in order.
-        device_type: Device type of the mesh, such as ``"cuda"``.
-        timeout: Maximum time that a collective of the group waits for other ranks. None keeps the group's timeout.
+    Its process group is created at the first call and then reused. It is not that of attention, because NCCL runs the
+    collectives of one communicator in order: gathering the weights of the next block would wait for the attention of
+    the current block. ``timeout`` is that of the group; None keeps it.
     """
     # Pass no backend, because the default backend supports the same devices as the user's groups.
     group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)

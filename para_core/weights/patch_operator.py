@@ -1,5 +1,4 @@
-"""Define the attention of one PipeFusion patch as an opaque operator, so that the stored keys of other patches stay out
-of the graph of a compiled block.
+"""The attention of one PipeFusion patch as an opaque operator, so that a compiled block does not hold stored keys.
 
 The operator calls the function that :func:`patch_attention_handler` has set. Therefore one graph serves all patches of
 equal length, and all blocks with equal attention calls.

@@ -1,6 +1,4 @@
-"""Split the tokens of a model into PipeFusion patches by its plan: patch m of M consists of the tokens that rank m of M
-ranks would hold.
-"""
+"""Split the tokens of a model into PipeFusion patches by its plan: patch m of M has the tokens of rank m of M ranks."""
 
 from __future__ import annotations
 
@@ -52,12 +50,6 @@ class Frames:
     dim: int
     together: str | None = None
 
-    def latents_per_token(self, module: nn.Module) -> int:
-        """Return how many latent frames the model turns into one frame of tokens."""
-        config: Any = module.config
-        entry = None if self.together is None else config[self.together]
-        return int((entry[0] if isinstance(entry, (tuple, list)) else entry) or 1)
-
 
 @dataclass(frozen=True)
 class PatchPlan:
@@ -103,9 +95,7 @@ class PatchPlan:
 
 
 def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> PatchPlan | str:
-    """Return a description of how the tokens of ``module`` are split into patches by ``plan``, or the reason (`str`)
-    why they cannot be split.
-    """
+    """Return how ``plan`` splits the tokens of ``module`` into patches, or the reason (`str`) why it cannot."""
     if plan is None or "hidden_states" not in parameters_of(module):
         return "no plan says which of its inputs are tokens"
     gathers = [gather for rule in plan.outputs.values() for gather in as_tuple(rule) if gather is not None]
@@ -129,7 +119,10 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
         return (
             "it makes tokens from its input, and its adapter does not say from which part (Adapter(frames=Frames(...)))"
         )
-    return PatchPlan(plan, segment, frames.dim, frames.latents_per_token(module), ndim=5)
+    config: Any = module.config
+    entry = None if frames.together is None else config[frames.together]
+    together = int((entry[0] if isinstance(entry, (tuple, list)) else entry) or 1)
+    return PatchPlan(plan, segment, frames.dim, together, ndim=5)
 
 
 def _why_not(plan: Plan) -> str | None:
@@ -161,15 +154,13 @@ def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
 
 
 class PatchRuleExecutor(RuleExecutor):
-    """An executor of plan rules for one patch: it shards tensors as on rank ``index`` of ``num_patches`` ranks, but
-    without communication.
+    """An executor of plan rules that shards tensors as on rank ``index`` of ``num_patches`` ranks, but sends nothing.
 
     Args:
         plan: The description of the split.
         index: Index of the patch.
         num_patches: Number of patches.
-        num_frames: Number of frames of a video, whose patches consist of whole frames; None if a patch may begin at any
-            token.
+        num_frames: Number of frames of a video, whose patches consist of whole frames; None for an image.
     """
 
     def __init__(self, plan: PatchPlan, index: int, num_patches: int, num_frames: int | None) -> None:
@@ -179,9 +170,9 @@ class PatchRuleExecutor(RuleExecutor):
         self._in_first_patch = sharded - {None, plan.segment}
 
     def new_segment(self, name: str, total: int) -> Segment:
-        """Return the segment ``name`` of ``total`` tokens, divided among the patches at boundaries of frames (or of
-        tokens if there are no frames). A sharded segment other than the one that is split into patches stays whole, in
-        the first patch.
+        """Return the segment ``name`` of ``total`` tokens, divided among the patches at boundaries of frames or tokens.
+
+        A sharded segment other than the one that is split into patches stays whole, in the first patch.
 
         Raises:
             ValueError: ``total`` is not a multiple of the number of frames.
@@ -194,7 +185,7 @@ class PatchRuleExecutor(RuleExecutor):
         return Segment(name, total, together=max(total // num_frames, 1))
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return 1, the smallest number of tokens that a patch may hold. Its tokens attend to those of all patches."""
+        """Return 1, because the tokens of a patch attend to those of all patches."""
         return 1
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
@@ -206,7 +197,7 @@ class PatchRuleExecutor(RuleExecutor):
         return whole
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value`` unchanged, because a single rank computes it, so no other rank can have different bits."""
+        """Return ``value``, which no other rank computes."""
         return value
 
     def splits(self, names: tuple[str, ...]) -> bool:
@@ -225,7 +216,7 @@ class PatchHooks:
     """The wrappers of the submodules of ``module`` that apply ``plan`` to one patch.
 
     Attributes:
-        executor: Applies the rules of the plan to the patch of the current model call. None outside of a call.
+        executor: Applies the rules to the patch of the current model call. None outside of a call.
         attentions: The attention entries of the plan. The first entry is for modules that the plan does not name.
     """
 
@@ -236,12 +227,12 @@ class PatchHooks:
         attending = [rules.attention for _, rules in self._matches.values() if isinstance(rules.attention, tuple)]
         self.attentions = tuple(dict.fromkeys([Attention(plan.joint_order), *chain.from_iterable(attending)]))
         # In eager code, one entry per running module, the innermost last: (indices of its attention entries, number of
-        # its calls so far). In graphs this list is not used, because nested modes count the calls.
+        # its calls so far). In graphs nested modes count the calls.
         self._attending: list[tuple[tuple[int, ...], list[int]]] = []
         self._in_graphs = False
 
     def begin(self, executor: PatchRuleExecutor | None, *, in_graphs: bool = False) -> None:
-        """Start a model call on the patch of ``executor``. None means that the call has ended.
+        """Start a model call on the patch of ``executor``; for None end it.
 
         Args:
             in_graphs: Whether attention calls are intercepted by :class:`PatchAttnMode` instead of the dispatcher.
@@ -288,8 +279,7 @@ class PatchHooks:
         indices, of_inputs = tuple(map(self.attentions.index, attention)), rules.of_inputs
 
         def identify(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # A compiler may trace this function, and one graph serves all patches, so the code here must not depend on
-            # the patch.
+            # A compiler may trace this function, and one graph serves all patches, so nothing may depend on the patch.
             if self.executor is None or not indices:
                 return call(module, *args, **kwargs)
             with self._attending_to(indices):

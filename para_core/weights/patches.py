@@ -1,6 +1,4 @@
-"""Tensors whose patches arrive one after the other, and elementwise functions of such tensors, evaluated patch by
-patch.
-"""
+"""Tensors whose patches arrive one after the other, and elementwise functions of them, evaluated patch by patch."""
 
 from __future__ import annotations
 
@@ -32,8 +30,7 @@ class Arrival:
 
     def __init__(self, whole: Tensor, runs: list[Run], dim: int = 1) -> None:
         self._whole, self._runs, self._dim = whole, runs, dim
-        # For each patch, the function that waits for the patch and returns it; None after the patch was copied into the
-        # tensor.
+        # For each patch, the function that waits for it and returns it; None after it was copied into the tensor.
         self._pending: list[Callable[[], Tensor] | None] = []
 
     @property
@@ -45,9 +42,7 @@ class Arrival:
         self._pending.append(get)
 
     def up_to(self, patch: int) -> Tensor:
-        """Wait for patches 0 to ``patch``, and return the tensor of full size. Its later patches may be
-        uninitialised.
-        """
+        """Wait for patches 0 to ``patch``, and return the whole tensor. Its later patches may be uninitialised."""
         for index in range(patch + 1):
             get = self._pending[index]
             if get is not None:
@@ -64,8 +59,7 @@ class Arrival:
 class _Pointwise:
     """A recorded call of an elementwise function on tensors that arrive in patches.
 
-    The function runs on tensors of full size, again for each patch that is requested. Its result is valid for the
-    patches that had arrived before.
+    The function runs on tensors of full size, again for each patch that is requested.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int) -> None:
@@ -81,9 +75,7 @@ class _Pointwise:
         return all(x.source.is_complete for x in leaves if isinstance(x, Patched))
 
     def up_to(self, patch: int) -> Tensor:
-        """Wait for patches 0 to ``patch`` of the inputs, and return the result of full size, which is valid for these
-        patches.
-        """
+        """Wait for patches 0 to ``patch`` of the inputs, and return the whole result, valid for these patches."""
         if self._patch < patch and self._call is not None:
             func, args, kwargs = self._call
             args, kwargs = pytree.tree_map_only(Patched, lambda x: x.source.up_to(patch), (args, kwargs))
@@ -96,9 +88,7 @@ class _Pointwise:
 
 
 class _NeverOver:
-    """A stand-in for the :class:`PendingRound`, the round of model calls whose end an ordinary deferred tensor waits
-    for. It is never over, because each :class:`Patched` tensor waits only for its own patches.
-    """
+    """A :class:`PendingRound` that is never over, because each :class:`Patched` tensor waits for its own patches."""
 
     later: list[Any] = []  # noqa: RUF012  Nothing is ever added.
     is_over = False
@@ -112,20 +102,16 @@ class _NeverOver:
 
 
 class Patched(Deferred):
-    """A tensor that arrives in patches. Elementwise functions of the tensor are recorded; any other operation waits for
-    all patches.
+    """A tensor that arrives in patches. Elementwise functions of it are recorded; others wait for all patches.
 
-    Other tensor arguments of a recorded function, such as latents, are copied, because pipelines may change them in
-    place.
+    Other tensor arguments of a recorded function, such as latents, are copied: pipelines may change them in place.
     """
 
     source: Arrival | _Pointwise
 
     @staticmethod
     def of_source(source: Arrival | _Pointwise, expected: Expected, live: LiveDeferred) -> Patched:
-        """Return a tensor with the shape, dtype and device of ``expected`` and the data of ``source``. Also add it to
-        ``live``, the deferred tensors of the pipeline call.
-        """
+        """Return a tensor like ``expected`` with the data of ``source``, and add it to ``live``, those of the call."""
         like = expected.like
         patched: Patched = make_wrapper_subclass(
             Patched, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
@@ -149,9 +135,7 @@ class Patched(Deferred):
 
 
 def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
-    """Record the call ``func(*args, **kwargs)``, and return its result; None if the function cannot be evaluated patch
-    by patch.
-    """
+    """Record the call ``func(*args, **kwargs)``, and return its result; None if it cannot run patch by patch."""
     if func in _WHOLE or schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
         return None
     # Do not record random functions: they would run once per patch, and draw new numbers each time.

@@ -1,5 +1,4 @@
-"""Run PipeFusion (arXiv:2405.14430): all pipeline stages work at the same time, on different patches of the tokens. Not
-exact.
+"""PipeFusion (arXiv:2405.14430): all pipeline stages work at the same time, on different patches. Not exact.
 
 The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes patch ``m
 + 1``. A patch attends to stored keys and values of all patches, some of which are from the previous step
@@ -86,16 +85,14 @@ class PipeFusionReport:
     """Statistics of the last generation with PipeFusion on this rank.
 
     Args:
-        whole_calls, patched_calls: Number of model calls that were computed exactly, without patches, and number of
-            model calls that were computed patch by patch.
-        overlapping_calls: Number of patched calls that started before the previous step had ended. With schedulers that
-            compute elementwise (Euler, DPM++ 2M) these are all patched calls but the first. With others (UniPC) there
-            are none, because stages wait for each other once per step.
+        whole_calls, patched_calls: Number of model calls that were computed exactly, and that of those in patches.
+        overlapping_calls: Number of patched calls that started before the previous step had ended: with schedulers that
+            compute elementwise (Euler, DPM++ 2M) all but the first, with others (UniPC) none, because stages wait for
+            each other once per step.
         key_bytes: Bytes of the stored keys and values of all CFG branches.
         bytes_sent: Bytes sent to other stages.
         seconds: Duration of the patched calls.
-        seconds_waited: Part of ``seconds`` in which this rank waited for other stages. About 0 on NCCL, where the host
-            does not wait.
+        seconds_waited: Part of ``seconds`` in which the host waited for other stages. About 0 on NCCL.
     """
 
     whole_calls: int = 0
@@ -135,8 +132,7 @@ class Fusion:
 
     Attributes:
         report: Statistics of the last generation.
-        few_steps: Whether the last generation had fewer steps than :data:`FEWEST_STEPS`, so that it did not use
-            patches.
+        few_steps: Whether the last generation had too few steps for patches.
     """
 
     def __init__(
@@ -185,9 +181,7 @@ class Fusion:
     def end(self, *, failed: bool = False) -> None:
         """End a generation: wait for all patches in flight, and free the stored keys.
 
-        Args:
-            failed: Whether the generation raised. In that case do not wait, but mark the links between stages as
-                broken.
+        If it ``failed``, do not wait, but mark the links between stages as broken.
         """
         links = None if self._stages is None else self._stages.links
         try:
@@ -216,7 +210,12 @@ class Fusion:
         if not self._in_graphs:
             with at_the_dispatcher(self._keys.attend):
                 return call(block, *args, **kwargs)
-        args, kwargs = pytree.tree_map_only(Tensor, _with_own_strides, (args, kwargs))
+        # Pass contiguous tensors that are no views and have the default strides of their shape. Dynamo would compile
+        # another graph for a slice of a larger tensor: even a contiguous slice (with a batch of one, or no tokens) may
+        # have other strides than a new tensor, and its base has another shape.
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda x: x.contiguous().view(-1).view(x.shape).detach(), (args, kwargs)
+        )
         interception = interception_of(self.module)
         with (
             nullcontext() if interception is None else interception.switched_off(),
@@ -234,8 +233,7 @@ class Fusion:
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
                 f"this {type(module).__name__} runs with PipeFusion, and was compiled as a whole, but a graph cannot "
-                "return patch after patch. Compile its blocks: "
-                "transformer.compile_repeated_blocks(fullgraph=True)."
+                "return patch after patch. Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
             )
         if torch.is_grad_enabled():
             # Gradients would be wrong, because attention uses keys of other steps.
@@ -244,10 +242,9 @@ class Fusion:
                 "under torch.no_grad(), or leave pipefusion= out."
             )
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        # Decide how the attention of patches is intercepted: at the dispatcher, or by a mode in compiled blocks. If the
-        # plan itself intercepts attention by a mode (by_mode), patches need a mode as well, because the plan's mode
-        # sees calls before the dispatcher does. Decide once per call and not per patch, because has_compiled_parts
-        # looks at all modules.
+        # The attention of patches is intercepted at the dispatcher, or by a mode in compiled blocks. If the plan itself
+        # intercepts by a mode (by_mode), patches need one too: it sees calls before the dispatcher does. Decide once
+        # per call and not per patch, because has_compiled_parts looks at all modules.
         region = region_of(module)
         by_mode = region is not None and not region.may_use_dispatcher(module)
         self._in_graphs = by_mode or not dispatcher_is_available() or any(map(has_compiled_parts, self._own))
@@ -263,16 +260,13 @@ class Fusion:
             or branch.output is None
             or self.options.is_whole(index, total)
         ):
-            # A call without patches does not need the keys of the previous step. Rebinding `branch` frees these keys
-            # before the call.
+            # A call without patches does not need the keys of the previous step. Rebinding `branch` frees them before.
             branch = self._branches[name] = _FusedBranch(StaleKeys(self._hooks), signature)
             return self._run_whole(compute, branch, materialize(arguments))
         return self._run_patches(compute, branch.keys, branch.output, arguments)
 
     def _run_whole(self, compute: Callable[..., Any], branch: _FusedBranch, arguments: Mapping[str, Any]) -> Any:
-        """Run the model exactly, on all tokens at once, and return its output. Stores the tokens' keys and the output's
-        shape in ``branch`` for later steps.
-        """
+        """Run the model on all tokens at once, and store their keys and the output's shape in ``branch``."""
         self._count(whole_calls=1)
         output = self._run_patch(compute, branch.keys, arguments, 0, 1)
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
@@ -299,11 +293,7 @@ class Fusion:
     def _run_patches(
         self, compute: Callable[..., Any], keys: StaleKeys, expected: Expected, arguments: Mapping[str, Any]
     ) -> Any:
-        """Run the model on one patch after the other, and return an output whose patches may still be in flight.
-
-        Args:
-            expected: Shape, dtype and device of the output.
-        """
+        """Run the model on one patch after the other, and return an output whose patches may still be in flight."""
         stages, dim, start = self._stages, self._plan.dim, time.perf_counter()
         tokens = arguments["hidden_states"]
         overlapping = isinstance(tokens, Patched) and not tokens.source.is_complete
@@ -312,9 +302,13 @@ class Fusion:
         whole = torch.empty(expected.like.shape, dtype=expected.like.dtype, device=expected.device)
         arrival = Arrival(whole, runs, dim)
         self._pending = [earlier for earlier in self._pending if not earlier.is_complete] + [arrival]
-        self._release_sent()
         if stages is not None:
             stages.whole = False
+            # Release the tensors that this rank had sent before the last two patched calls. They have arrived, because
+            # their receivers have since sent this rank data of the last call.
+            self._sent_before.append(stages.links.sent)
+            if len(self._sent_before) > 2:
+                stages.links.drain(self._sent_before.pop(0))
         try:
             for patch, run in enumerate(runs):
                 of_patch = self._arguments_of(arguments, patch)
@@ -324,8 +318,8 @@ class Fusion:
             if stages is not None:
                 stages.whole = True
         if isinstance(tokens, Patched):
-            # All patches of the tokens have arrived, because this stage or an earlier one has computed with them. Read
-            # the value, which releases the recorded scheduler operations of the step.
+            # All patches of the tokens have arrived: this stage or an earlier one has computed with them. Reading the
+            # value releases the recorded scheduler operations of the step.
             tokens.value()
         if stages is not None:
             waited, sent = stages.links.seconds_waited - waited, stages.links.bytes_sent - sent
@@ -336,31 +330,17 @@ class Fusion:
         patched = Patched.of_source(arrival, expected, self._live)
         return pytree.tree_map_only(Tensor, lambda _: patched, output)
 
-    def _release_sent(self) -> None:
-        """Release the tensors that this rank had sent before the last two patched calls.
-
-        These tensors have arrived, because their receivers have since sent this rank data of the last call.
-        """
-        if self._stages is not None:
-            self._sent_before.append(self._stages.links.sent)
-            if len(self._sent_before) > 2:
-                self._stages.links.drain(self._sent_before.pop(0))
-
     def _exchange_output(self, output: Any, like: Tensor, arrival: Arrival, run: Run) -> None:
-        """Add the output of one patch to ``arrival``. The last stage sends the output to all other stages, which start
-        to receive it.
+        """Add the output of one patch, a tensor like ``like``, to ``arrival``. Only that of the last stage is used.
 
-        Args:
-            output: The output of the model on this rank. Only that of the last stage is used.
-            like: A tensor with the shape, dtype and device of the patch.
-            arrival: The output of the model, which arrives patch by patch.
-            run: First index and length of the patch.
+        The last stage sends it to all other stages, which start to receive it. ``run`` is the first index and the
+        length of the patch.
         """
         stages = self._stages
-        if stages is not None and not stages.is_last:
-            # Start to receive only now, after this rank has computed its patch. The last stage needs the tokens that
-            # this rank has just sent, and on NCCL a pending receive blocks the stream. If the host then waited for the
-            # device while computing those tokens, both ranks would hang.
+        if stages is not None and stages.dim.index < stages.dim.size - 1:
+            # Start to receive only after this rank has computed its patch, because on NCCL a pending receive blocks the
+            # stream: the last stage needs the tokens that this rank has just sent. If the host waited for the device
+            # while computing them, both ranks would hang.
             buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             arrival.add(stages.links.receive(buffer, stages.dim.size - 1).wait)
             return
@@ -375,8 +355,7 @@ class Fusion:
     def _arguments_of(self, arguments: Mapping[str, Any], patch: int) -> Mapping[str, Any]:
         """Return the call's arguments with ``hidden_states`` that are valid for patches 0 to ``patch``.
 
-        Stages after the first get zeros of the same shape instead, because they receive embedded tokens from the
-        previous stage.
+        Stages after the first get zeros instead, because they receive embedded tokens from the previous stage.
         """
         tokens = arguments["hidden_states"]
         if not isinstance(tokens, Patched):
@@ -384,15 +363,6 @@ class Fusion:
         if self._stages is None or self._stages.dim.index == 0:
             return {**arguments, "hidden_states": tokens.source.up_to(patch)}
         return {**arguments, "hidden_states": torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)}
-
-
-def _with_own_strides(x: Tensor) -> Tensor:
-    """Return a contiguous tensor with the data of ``x`` that is not a view and has the default strides of its shape.
-
-    Without this, Dynamo would compile another graph for a slice of a larger tensor: even a contiguous slice (with a
-    batch of one, or no tokens) may have other strides than a new tensor, and its base has another shape.
-    """
-    return x.contiguous().view(-1).view(x.shape).detach()
 
 
 def fusion_of(module: nn.Module) -> Fusion | None:

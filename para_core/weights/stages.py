@@ -31,9 +31,14 @@ from para_core.instance_patching import (
 from para_core.plans.current_call import STAGES, attention_is_skipped
 from para_core.plans.module_matching import parameters_of
 from para_core.torch_internals import is_registered, pytree
-from para_core.weights.gradients import Gradients
-from para_core.weights.stand_ins import put_weight, weights_of
-from para_core.weights.subclasses import is_plain_weight, map_plain_tensors, plain_tensors
+from para_core.weights.parameters import (
+    Gradients,
+    is_plain_weight,
+    map_plain_tensors,
+    plain_tensors,
+    put_weight,
+    weights_of,
+)
 
 # A function that is called with a weight and the tensor on the meta device that replaces it.
 Freeing = Callable[[Tensor, Tensor], None]
@@ -56,11 +61,9 @@ class StagedBlock:
 
 
 def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Split blocks into stages so that the largest cost of a stage is minimal, and return each stage's range of block
-    indices.
+    """Split blocks into stages of minimal largest cost, and return each stage's range of block indices.
 
-    Each stage gets at least one block. Of several optimal splits, the split with more blocks in earlier stages is
-    returned.
+    Each stage gets at least one block. Of several optimal splits, that with more blocks in earlier stages is returned.
 
     >>> balanced([2, 2, 1, 1, 1, 1], 2)
     [range(0, 2), range(2, 6)]
@@ -95,8 +98,11 @@ def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
 
 
 class Stages:
-    """The pipeline stages of a model, whose blocks are distributed over the ranks of ``dim``. For inference in one
-    thread; only the blocks may be compiled.
+    """The pipeline stages of a model. For inference in one thread; only the blocks may be compiled.
+
+    All ranks of ``dim`` must create the stages and call :meth:`install`, with the same weights. This frees no weights:
+    see :func:`free_others`. The blocks of other stages may be on the meta device. The parameters do not require
+    gradients until :func:`gather_stages` undoes the change.
 
     Args:
         module: The model.
@@ -104,6 +110,9 @@ class Stages:
         dim: The mesh dim ``pipe``.
         require_equal: Called with the arguments of each call by name; raises if they differ between ranks. Not called
             inside :func:`~para_core.distributed.consistency.inputs_verified`. None skips the comparison.
+
+    Raises:
+        ValueError: If there are fewer blocks than stages.
     """
 
     def __init__(
@@ -114,19 +123,14 @@ class Stages:
         self.own = self.ranges[dim.index]
         # True while the caller has already verified that all ranks pass equal arguments.
         self.inputs_verified = False
-        # Whether a call computes all tokens, so that its output is sent to every rank. PipeFusion sets this to False
-        # for calls on patches.
+        # Whether the output of a call is sent to every rank. PipeFusion sets this to False for calls on patches.
         self.whole = True
-        # Whether free_others() has freed the weights of other stages' blocks on each rank.
+        # Whether free_others() was called.
         self.freed = False
         self.gradients = Gradients()
         self._parameters = parameters_of(module)
         last = dim.size - 1
         self.links = Links(dim, [*[(i, i + 1) for i in range(last)], *[(last, i) for i in range(last)]])
-
-    @property
-    def is_last(self) -> bool:
-        return self.dim.index == self.dim.size - 1
 
     def owner(self, index: int) -> int:
         """Return the index of the stage that computes block ``index``."""
@@ -135,19 +139,18 @@ class Stages:
     def install(self) -> None:
         """Wrap the model, the blocks of other stages, and, except on the first stage, the first block of this stage."""
         wrap_method(self.module, "__call__", STAGES, self.run, order=WrapperPriority.STAGES)
-        foreign: dict[tuple[tuple[str, ...], tuple[str, ...]], list[nn.Module]] = {}
+        # The blocks with one wrapper, by what it does in place of the block, by the streams and by the parameters.
+        wrapped: dict[tuple[_Instead | None, tuple[str, ...], tuple[str, ...]], list[nn.Module]] = {}
         for index, staged in enumerate(self.blocks):
+            instead: _Instead | None = self._sent if index == self.own.stop else None
             if index == self.own.start and self.dim.index > 0:
-                around = _Around(staged, self._received)
-                wrap_method(staged.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
-            elif index == self.own.stop:
-                around = _Around(staged, self._sent)
-                wrap_method(staged.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
-            elif index not in self.own:
-                foreign.setdefault((staged.streams, parameters_of(staged.block)), []).append(staged.block)
-        for (streams, _), modules in foreign.items():
-            around = _Around(StagedBlock(modules[0], streams, 0), None)
-            wrap_alike(modules, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
+                instead = self._received
+            if instead is not None or index not in self.own:
+                kind = (instead, staged.streams, parameters_of(staged.block))
+                wrapped.setdefault(kind, []).append(staged.block)
+        for key, modules in wrapped.items():
+            wrap_alike(modules, "__call__", STAGES, _Around(*key), order=WrapperPriority.STAGED_BLOCK)
+        self.gradients.stop(self.module)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and return the last stage's output on every rank.
@@ -160,8 +163,7 @@ class Stages:
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
                 f"a {original_class(module).__name__} in stages was compiled as a whole, and a graph cannot wait for "
-                "another stage. "
-                "Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+                "another stage. Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
             )
         if self.require_equal is not None and not self.inputs_verified:
             self.require_equal({**dict(zip(self._parameters, args, strict=False)), **kwargs})
@@ -184,38 +186,36 @@ class Stages:
         return self.on_all_from(self.owner(index), output)
 
     def on_all_from(self, stage: int, tree: Any) -> Any:
-        """Send the tensors in ``tree`` from ``stage`` to all other stages, and return ``tree`` with the tensors of
-        ``stage`` on every rank.
-        """
+        """Return ``tree`` with the tensors of ``stage``, which it sends to all other stages."""
         return pytree.tree_map_only(Tensor, lambda x: self.links.from_rank(x, stage), tree)
 
     def _received(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
-        """Run the first block of this stage with the tokens that the previous stage sends, and return its output.
-
-        ``inputs`` only define the shapes and dtypes of the received tensors.
-        """
+        """Run the first block of this stage with tokens from the previous stage, of the shapes of ``inputs``."""
         arriving = [None if x is None else self.links.receive(x, self.dim.index - 1) for x in inputs]
         return compute([None if transfer is None else transfer.wait() for transfer in arriving])
 
     def _sent(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
-        """Send ``inputs``, the inputs of the next stage's first block, to the next stage. Returns None, so the block
-        does not run here.
-        """
+        """Send ``inputs`` to the next stage, whose first block takes them. Return None: the block does not run here."""
         for x in inputs:
             if x is not None:
                 self.links.send(x, self.dim.index + 1)
         return None
 
 
-class _Around:
-    """A wrapper of one block that returns ``do(inputs, compute)``, or the block's inputs if ``do`` is None or returns
-    None.
+# A function of the values of a block's token streams, and of a function that runs the block with other such values.
+_Instead = Callable[[list[Any], Callable[[list[Any]], Any]], Any]
 
-    ``inputs`` are the values of the block's token streams, and ``compute(inputs)`` runs the block with these values.
+
+class _Around:
+    """A wrapper of blocks that returns ``instead(inputs, compute)``, or the block's inputs if there is no result.
+
+    Args:
+        instead: Called in place of the block.
+        streams, parameters: Names of the token streams, and of all parameters, of the block.
     """
 
-    def __init__(self, staged: StagedBlock, do: Callable[[list[Any], Callable[[list[Any]], Any]], Any] | None) -> None:
-        self._do, self._streams, self._parameters = do, staged.streams, parameters_of(staged.block)
+    def __init__(self, instead: _Instead | None, streams: tuple[str, ...], parameters: tuple[str, ...]) -> None:
+        self._instead, self._streams, self._parameters = instead, streams, parameters
 
     def __call__(self, call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         indices = [self._parameters.index(name) for name in self._streams]
@@ -233,71 +233,16 @@ class _Around:
                     named[name] = value
             return call(block, *positional, **named)
 
-        output = None if self._do is None else self._do(inputs, compute)
+        output = None if self._instead is None else self._instead(inputs, compute)
         if output is not None:
             return output
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
 
 
-def hold_stages(
-    module: nn.Module,
-    blocks: Sequence[StagedBlock],
-    dim: MeshDim,
-    *,
-    require_equal: RequireEqual | None = None,
-    freeing: Freeing | None = None,
-) -> Stages:
-    """Run ``module`` in stages over ``dim``, and free the weights of the blocks that other stages compute.
-
-    All ranks of ``dim`` must call this function, with the same weights. The blocks of other stages may be on the meta
-    device. The parameters do not require gradients until :func:`gather_stages` undoes the change.
-
-    Args:
-        module: The model.
-        blocks: The blocks of the model, in the order in which they run.
-        dim: The mesh dim ``pipe``.
-        require_equal: Called with the arguments of each call by name; raises if they differ between ranks.
-        freeing: Called with each weight before it is freed, and with the tensor on the meta device that replaces it.
-
-    Returns:
-        The :class:`Stages` of this rank.
-
-    Raises:
-        ValueError: If there are fewer blocks than stages, or the type of a weight cannot be sent to another rank. The
-            module is then unchanged.
-    """
-    require_sendable(module, blocks)
-    stages = install_stages(module, blocks, dim, require_equal=require_equal)
-    free_others(stages, freeing)
-    return stages
-
-
-def install_stages(
-    module: nn.Module, blocks: Sequence[StagedBlock], dim: MeshDim, *, require_equal: RequireEqual | None = None
-) -> Stages:
-    """Run ``module`` in stages as :func:`hold_stages` does, but keep all weights.
-
-    :func:`gather_stages` then needs no communication, unless :func:`free_others` has been called.
-    """
-    stages = Stages(module, blocks, dim, require_equal)
-    stages.install()
-    stages.gradients.stop(module)
-    return stages
-
-
-def resume_stages(stages: Stages, freeing: Freeing | None = None) -> None:
-    """Install ``stages`` on the model again after :func:`gather_stages`, and free the weights of other stages'
-    blocks.
-    """
-    stages.install()
-    free_others(stages, freeing)
-
-
 def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
-    """Move the weights of other stages' blocks to the meta device.
+    """Move the weights of other stages' blocks to the meta device, also those that were added since the last call.
 
-    Call this function again to free weights that were added later. ``freeing`` is called with each weight and the meta
-    tensor that replaces it.
+    ``freeing`` is called with each weight and the meta tensor that replaces it.
     """
     stages.freed = True
     stages.gradients.stop(stages.module)
@@ -319,10 +264,7 @@ def others(stages: Stages) -> list[nn.Module]:
 
 
 def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
-    """Raise ``ValueError`` if a weight of ``blocks`` has a type that cannot be sent to other ranks.
-
-    A weight must be a plain tensor, or consist of plain tensors (``__tensor_flatten__``).
-    """
+    """Raise ``ValueError`` if a weight of ``blocks`` neither is a plain tensor nor consists of plain tensors."""
     names = {id(x): name for name, x in module.named_parameters()}
     for staged in blocks:
         for weight, _ in weights_of(staged.block):
@@ -342,14 +284,12 @@ def stages_of(module: nn.Module) -> Stages | None:
 
 
 def gather_stages(module: nn.Module) -> None:
-    """Undo :func:`hold_stages` or :func:`install_stages`: the rank that owns a block sends its weights to the ranks
-    that had freed them.
+    """Remove the stages of ``module``, if any: the rank that owns a block sends its weights to those that freed them.
 
-    All ranks of the mesh dim ``pipe`` must call this function. Does nothing if ``module`` has no stages.
+    All ranks of the mesh dim ``pipe`` must call this function.
 
     Raises:
-        RuntimeError: If blocks were freed and the process group was destroyed, so that their weights cannot be
-            received.
+        RuntimeError: If blocks were freed and the process group was destroyed, so that none can be received.
     """
     stages = stages_of(module)
     if stages is None:

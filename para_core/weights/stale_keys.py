@@ -1,6 +1,4 @@
-"""Compute the attention of one PipeFusion patch to all tokens. The keys of later patches were stored in the previous
-step, so the result is not exact.
-"""
+"""Attention of one PipeFusion patch to all tokens. Not exact: the keys of later patches are from the previous step."""
 
 from __future__ import annotations
 
@@ -54,12 +52,7 @@ class StaleKeys:
         return self._attend(self._hooks.next_attention(), outer_attention, call)
 
     def attend_in_graph(self, index: int, call: SdpaCall) -> Tensor:
-        """Return the output of an attention call in a compiled block.
-
-        Args:
-            index: Index of the call's plan entry in :attr:`PatchHooks.attentions`.
-            call: The attention call.
-        """
+        """Return the output of a call in a compiled block, with plan entry ``index`` of ``PatchHooks.attentions``."""
         attention, module = self._hooks.attentions[index], self._hooks.module
         attention_is_skipped(module)
         interception = interception_of(module)
@@ -67,16 +60,14 @@ class StaleKeys:
         return self._attend(attention, outer, call)
 
     def _attend(self, attention: Attention, attend_exactly: SdpaHandler, call: SdpaCall) -> Tensor:
-        """Return the attention output of ``call``, whose query ``[B, H, S_local, D]`` holds this rank's tokens of the
-        patch.
+        """Return the attention output of ``call``, whose query ``[B, H, S_local, D]`` holds this rank's patch tokens.
 
         Args:
             attention: The plan entry of the call.
             attend_exactly: Computes the attention of a call that has the keys of all tokens.
 
         Raises:
-            RuntimeError: The lengths do not fit the plan, the call is causal, or the shape of the mask is not
-                supported.
+            RuntimeError: The lengths do not fit the plan, the call is causal, or the mask is not supported.
         """
         executor, module = self._hooks.executor, self._hooks.module
         names = attention.keys or attention.queries
@@ -108,11 +99,7 @@ class StaleKeys:
         return call.with_tensors(call.query, all_keys, all_values, mask).on_one_device()
 
     def _of_all_ranks(self, attention: Attention, call: SdpaCall) -> tuple[int, Tensor, Tensor, Tensor | None]:
-        """Return the number of queries of all sequence ranks, and their keys, values and mask, gathered in one
-        exchange.
-
-        If the sequence is not sharded, return the number of queries, keys, values and mask of ``call``.
-        """
+        """Return the number of queries of all sequence ranks, and their keys, values and mask after one exchange."""
         query, key, value, mask = call[:4]
         current = segments_under_way(self._hooks.module)
         if current is None:
@@ -137,11 +124,9 @@ def _mask_of_patch(
     """Return the rows of ``mask`` for the queries of a patch; None if ``mask`` and ``stored`` are None.
 
     Args:
-        mask: The mask of the patch's call. Its columns are the keys of all patches, or only the keys of this patch.
+        mask: The mask of the patch's call. Its columns are the ``total`` keys, or the ``num_keys`` of this patch.
         queries: First index and length of each run of queries in the patch.
         stored: The mask of the first call, which computed all tokens.
-        num_keys: Number of keys of the patch.
-        total: Number of keys of all patches.
 
     Raises:
         RuntimeError: The masks are not of a supported shape.

@@ -1,8 +1,8 @@
 """Tensor parallelism: shard linear layers by columns (output channels) or by rows (input channels), as a plan says.
 
-The sharding is that of Megatron-LM (arXiv:1909.08053). Each rank holds and computes some heads of each block. Two
-all-reduces per block and token stream sum the results. The output equals the single-device output up to the order of
-sums. The sequence may also be sharded, over other mesh dims.
+As in Megatron-LM (arXiv:1909.08053), each rank holds and computes some heads of each block, and two all-reduces per
+block and token stream sum the results. The output equals the single-device output up to the order of sums. The sequence
+may also be sharded, over other mesh dims.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from para_core.instance_patching import (
+    Around,
     WrapperPriority,
     unwrap,
     unwrapped_class,
@@ -28,11 +29,10 @@ from para_core.instance_patching import (
 )
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import parameter_slots
-from para_core.weights.gradients import Gradients
-from para_core.weights.instance_forward import ForwardOfInstance
-from para_core.weights.subclasses import consists_of_tensors, map_plain_tensors, plain_tensors
-from para_core.weights.tensor_layers import (
-    attention_modules,
+from para_core.weights.parameters import Gradients, consists_of_tensors, map_plain_tensors, plain_tensors
+from para_core.weights.tensor_plan import (
+    Linear,
+    TensorPlan,
     base_linear,
     lora_matrices,
     parts_of,
@@ -40,11 +40,34 @@ from para_core.weights.tensor_layers import (
     require_plain_lora,
     require_tensor_plan_fits,
 )
-from para_core.weights.tensor_plan import Linear, TensorPlan
 
 _KEY = "tensor"
 # Name of the attribute of a sharded module that holds its _Record.
 _RECORD = "_para_core_tensor"
+
+
+class _ForwardOfInstance:
+    """A wrapper of the ``forward`` that a hook, such as one of accelerate, has set on an instance.
+
+    Other code may keep a reference to the wrapper and wrap it again. After :meth:`remove`, such a leftover wrapper only
+    calls the original ``forward``.
+    """
+
+    def __init__(self, instance: Any, around: Around) -> None:
+        self._instance, self._around, self._removed = instance, around, False
+        self._before: Callable[..., Any] = vars(instance)["forward"]
+        instance.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._removed:
+            return self._before(*args, **kwargs)
+        return self._around(lambda _, *rest, **named: self._before(*rest, **named), self._instance, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Restore the ``forward`` attribute of the instance, unless other code has replaced it."""
+        self._removed = True
+        if vars(self._instance).get("forward") is self:
+            self._instance.forward = self._before
 
 
 @dataclass
@@ -62,19 +85,17 @@ class _Record:
     # Linear layers that are sharded but not wrapped yet, by columns (key True) and by rows (key False).
     sharded: dict[bool, list[nn.Module]] = field(default_factory=lambda: {False: [], True: []})
     wrapped: list[nn.Module] = field(default_factory=list)
-    forwards: list[ForwardOfInstance] = field(default_factory=list)
+    forwards: list[_ForwardOfInstance] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # All layers share these two wrapper functions, so that layers of one class also share one wrapped class. The
         # functions get the mesh as an argument, because Dynamo cannot read the mesh of a DTensor inside a quantized
         # weight.
-        self.columns = partial(_linear_by_columns, self.mesh)
-        self.rows = partial(_linear_by_rows, self.mesh)
+        self.arounds = {True: partial(_linear_by_columns, self.mesh), False: partial(_linear_by_rows, self.mesh)}
 
 
 def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Shard the linear layers of ``module`` in place over the one-dim ``mesh``. All ranks must call this function, with
-    equal weights.
+    """Shard the linear layers of ``module`` in place over the one-dim ``mesh``, on all ranks, which hold equal weights.
 
     Raises:
         ValueError: If ``plan`` does not fit the module, for example because the number of ranks does not divide the
@@ -88,26 +109,21 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
     for layer, style in layers:
         _shard_linear(base_linear(layer), style, record)
         _shard_lora(layer, style, record)
-    counting = [(attention, "heads") for attention in attention_modules(module, plan)]
-    counting += [
-        (owner, name) for pattern, name in plan.counts.items() for owner in matching_modules(module, pattern).values()
-    ]
-    for owner, name in counting:
-        number: Any = getattr(owner, name)
-        record.counts.append((owner, name, number))
-        setattr(owner, name, number // mesh.size())
+    for pattern, name in (*((pattern, "heads") for pattern in plan.heads), *plan.counts.items()):
+        for owner in matching_modules(module, pattern).values():
+            number: Any = getattr(owner, name)
+            record.counts.append((owner, name, number))
+            setattr(owner, name, number // mesh.size())
     norms = [norm for pattern in plan.norms for norm in matching_modules(module, pattern).values()]
     for norm in norms:
         _replace(norm, "weight", _distributed(_parameter(norm, "weight"), mesh, 0))
         record.shards.append((norm, "weight", 0, ()))
     _wrap_forward(norms, _norm_over_ranks, record)
     _wrap_linears(record)
-    positions = [
-        (rope, dim) for pattern, dim in plan.positions.items() for rope in matching_modules(module, pattern).values()
-    ]
-    for rope, dim in positions:
-        wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=WrapperPriority.PLAN)
-    record.wrapped += [rope for rope, _ in positions]
+    for pattern, dim in plan.positions.items():
+        for rope in matching_modules(module, pattern).values():
+            wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=WrapperPriority.PLAN)
+            record.wrapped.append(rope)
     if mesh.device_type != "cpu":
         module.to(mesh.device_type)
 
@@ -129,27 +145,25 @@ def gather_tensors(module: nn.Module) -> None:
     _forget_removed(module, record)
     for owner, name, *_ in record.shards:
         weight = _parameter(owner, name)
-        kind = type(weight)
         if not all(isinstance(inner, DTensor) for inner in plain_tensors(weight)):
-            at = next(at for at, part in module.named_modules() if part is owner)
+            at, kind = next(at for at, part in module.named_modules() if part is owner), type(weight).__name__
             raise RuntimeError(
-                f"{at}.{name} of this {unwrapped_class(module).__name__} is a {kind.__name__}, which PyTorch cannot "
-                "gather again. Load the pipeline anew."
+                f"{at}.{name} of this {unwrapped_class(module).__name__} is a {kind}, which PyTorch cannot gather "
+                "again. Load the pipeline anew."
             )
     whole_weights = []
     for owner, name, dim, parts in record.shards:
         weight = _parameter(owner, name)
 
         def gathered(inner: Any, length: int = weight.shape[dim], dim: int = dim, parts: Any = parts) -> Tensor:
-            # The tensors inside a quantized weight are gathered too, but only those with one entry per channel of the
-            # sharded dim (such as scales) must be reordered.
+            # Of the tensors inside a quantized weight, only those with one entry per channel of the sharded dim (such
+            # as scales) must be reordered.
             whole = _whole(inner)
             fits = inner.ndim > dim and inner.shape[dim] == length
             return _ordered(whole, dim, parts, record.mesh.size(), back=True) if fits else whole
 
         whole_weights.append((owner, name, map_plain_tensors(gathered, weight.detach())))
-    # Change the module only after all weights are gathered. If a collective fails, the module is still sharded, and the
-    # function can be called again.
+    # Change the module only now: if a collective fails, it is still sharded, and this function can be called again.
     _compute_whole(record)
     for owner, name, whole in whole_weights:
         _replace(owner, name, whole)
@@ -158,23 +172,13 @@ def gather_tensors(module: nn.Module) -> None:
 
 
 def _whole(part: Any) -> Tensor:
-    """Return the whole tensor of a DTensor. Collective.
-
-    8-bit elements are sent as bytes, because gloo and older GPUs cannot send float8.
-    """
-    if part.dtype.itemsize > 1 or part.dtype == torch.uint8:
-        gathered: Tensor = part.full_tensor()
-        return gathered
-    as_bytes: Any = DTensor.from_local(
-        part.to_local().view(torch.uint8),
-        part.device_mesh,
-        part.placements,
-        run_check=False,
-        shape=part.shape,
-        stride=part.stride(),
-    )
-    whole: Tensor = as_bytes.full_tensor().view(part.dtype)
-    return whole
+    """Return the whole tensor of a DTensor. Collective. Sends 8-bit elements as bytes: gloo cannot send float8."""
+    sent, sizes = part, {"shape": part.shape, "stride": part.stride()}
+    if part.dtype.itemsize == 1:
+        as_bytes = part.to_local().view(torch.uint8)
+        sent = DTensor.from_local(as_bytes, part.device_mesh, part.placements, run_check=False, **sizes)
+    whole: Tensor = sent.full_tensor()
+    return whole if sent is part else whole.view(part.dtype)
 
 
 def discard_tensors(module: nn.Module) -> None:
@@ -198,17 +202,13 @@ def _compute_whole(record: _Record) -> None:
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Make :func:`gather_tensors` leave ``requires_grad`` off for all parameters of ``module``, instead of restoring
-    it.
-    """
+    """Make :func:`gather_tensors` leave ``requires_grad`` off for all parameters of ``module``."""
     if _RECORD in module.__dict__:
         module.__dict__[_RECORD].gradients.forget()
 
 
 def shard_new_loras(module: nn.Module) -> None:
-    """Shard the LoRAs that were added to ``module`` since :func:`shard_tensors`, and drop the state of removed LoRAs.
-
-    Every rank must call this function.
+    """Shard the LoRAs added since :func:`shard_tensors`, and drop the state of removed ones. Every rank must call this.
 
     Raises:
         ValueError: If an added adapter is not a plain LoRA. The module is then unchanged.
@@ -268,10 +268,9 @@ def write_part(sharded: DTensor, whole: Tensor) -> None:
 
 
 def _shard_lora(layer: nn.Module, style: Linear, record: _Record) -> None:
-    """Shard the LoRAs of a layer like the layer itself: matrix B by its outputs (colwise), or matrix A by its inputs
-    (rowwise).
+    """Shard the new LoRAs of a layer like the layer: matrix B by its outputs (colwise), or A by its inputs (rowwise).
 
-    With a rowwise A, the product with A is summed over the ranks. LoRAs that are already sharded are skipped.
+    With a rowwise A, the product with A is summed over the ranks.
     """
     for first, second in lora_matrices(layer):
         matrix = second if style.along == "colwise" else first
@@ -320,10 +319,7 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _distributed(x: Tensor, mesh: DeviceMesh, dim: int | None) -> Tensor:
-    """Return ``x`` as a DTensor that is sharded along ``dim``, or replicated if ``dim`` is None.
-
-    ``x`` must be equal on all ranks.
-    """
+    """Return ``x``, equal on all ranks, as a DTensor sharded along ``dim``, or replicated if ``dim`` is None."""
     # Copy the part, because a view would keep all of ``x`` in memory. Move only the part to the device of the mesh,
     # which may not have enough memory for all of ``x``.
     own = x if dim is None else x.chunk(mesh.size(), dim)[mesh.get_local_rank()]
@@ -340,11 +336,9 @@ def _own_part(
 
 
 def _wrap_linears(record: _Record) -> None:
-    """Wrap the layers in ``record.sharded`` so that each layer computes with this rank's part of its weight, and clear
-    ``record.sharded``.
-    """
+    """Wrap the layers in ``record.sharded``, so that each computes with its part of the weight, and clear it."""
     for colwise, linears in record.sharded.items():
-        _wrap_forward(linears, record.columns if colwise else record.rows, record)
+        _wrap_forward(linears, record.arounds[colwise], record)
         linears.clear()
 
 
@@ -352,7 +346,7 @@ def _wrap_forward(modules: list[nn.Module], around: Callable[..., Any], record: 
     wrap_alike(modules, "forward", _KEY, around, order=WrapperPriority.PLAN)
     # A hook (offload, casting) may have set a forward on the instance, which hides the forward of the class, so wrap
     # both.
-    record.forwards += [ForwardOfInstance.put_on(module, around) for module in modules if "forward" in vars(module)]
+    record.forwards += [_ForwardOfInstance(module, around) for module in modules if "forward" in vars(module)]
     record.wrapped += modules
 
 
@@ -389,10 +383,7 @@ def _linear_by_rows(mesh: DeviceMesh, call: Callable[..., Any], linear: Any, /, 
 
 
 def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tensor:
-    """Return the RMS norm over the channels of all ranks, with the shape and dtype of ``x``: ``[B, S, C / n]``.
-
-    The norm is computed in float32, as PyTorch does.
-    """
+    """Return the RMS norm of ``x``, ``[B, S, C / n]``, over the channels of all ranks, computed in float32."""
     weight: DTensor = norm.weight
     mesh, channels = weight.device_mesh, weight.shape[0]
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps

@@ -10,7 +10,7 @@ from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, shard_weights, unshard_weights
-from para_core.weights.subclasses import plain_tensors
+from para_core.weights.parameters import plain_tensors
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
 

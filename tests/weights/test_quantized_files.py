@@ -12,9 +12,9 @@ from para_core.adapters.components import stack_of
 from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.weights.fsdp import require_shardable
+from para_core.weights.parameters import plain_tensors
 from para_core.weights.stages import require_sendable
-from para_core.weights.subclasses import plain_tensors
-from para_core.weights.tensor_layers import require_tensor_plan_fits
+from para_core.weights.tensor_plan import require_tensor_plan_fits
 from tests.rank_pool import heartbeat
 from tests.tiny import flux_pipe, relative_error
 from tests.weights.pipes import generate

@@ -32,7 +32,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.components import cost_of, stack_of
 from para_core.distributed.mesh import guided_mesh
-from para_core.weights.stages import StagedBlock, balanced, gather_stages, hold_stages, stages_of
+from para_core.weights.stages import StagedBlock, Stages, balanced, free_others, gather_stages, stages_of
 from tests.tiny import flux_pipe, flux_transformer
 from tests.weights.pipes import generate, make
 
@@ -174,7 +174,9 @@ def stages_without_weights():
     expected = model(x), blocks[0].weight.detach().clone()
     mesh = guided_mesh(init_context_parallel_mesh("cpu", max_pipe_dim_size=2))
     with torch.no_grad():
-        hold_stages(model, [StagedBlock(block, ("input",), 1.0) for block in blocks], mesh.pipe)
+        stages = Stages(model, [StagedBlock(block, ("input",), 1.0) for block in blocks], mesh.pipe, None)
+        stages.install()
+        free_others(stages)
         out = model(x)
     gather_stages(model)
     return torch.equal(out, expected[0]) and torch.equal(blocks[0].weight, expected[1])
