@@ -9,7 +9,7 @@ from torch import nn
 
 from para_core.adapters.registry import supported
 from para_core.adapters.weights.sharded_component import mesh_of_diffusers
-from para_core.cache.diffusers_caches import foreign_cache
+from para_core.cache.attachment import foreign_cache
 from para_core.instance_patching import has_compiled_parts, original_class
 
 # Functions by which a processor computes attention scores without SDPA, as in diffusers before PyTorch 2.

@@ -1,12 +1,12 @@
-"""The hooks on a model and on its blocks through which caches run or skip the blocks."""
+"""The hooks on a model and its blocks through which caches run or skip the blocks, and those of diffusers' caches."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from threading import get_ident
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -15,6 +15,9 @@ from torch import nn
 from para_core.cache.blocks import BlockRole
 from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike, wrap_method, wrapper
 
+if TYPE_CHECKING:
+    from para_core.cache.block_cache import BlockCache
+
 _KEY = "cache"
 # Hooks that were removed from a model after a graph was compiled with them. The next cache of the model reuses these
 # hooks, because a graph is valid only for the classes that it was compiled with, and hooks change the class of a block.
@@ -22,41 +25,34 @@ _KEY = "cache"
 # weakly, so an entry disappears with its model.
 _COMPILED: WeakKeyDictionary[nn.Module, BlockHookHost] = WeakKeyDictionary()
 
+# The names of the diffusers modules that define the hooks of its caches.
+_DIFFUSERS_CACHES = (
+    "faster_cache",
+    "first_block_cache",
+    "mag_cache",
+    "pyramid_attention_broadcast",
+    "sea_cache",
+    "taylorseer_cache",
+    "text_kv_cache",
+)
+
 # Roles are the blocks that need a hook, in the order in which they run, each with its role for the cache.
 Roles = list[tuple[nn.Module, BlockRole]]
-
-
-class BlockRunner(Protocol):
-    """The methods of a cache that the hooks on a model's blocks call."""
-
-    def run_block(
-        self,
-        role: BlockRole,
-        block: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run ``block`` with ``call(block, *args, **kwargs)``, or skip it, and return its output."""
-
-    def in_branch(self, name: str) -> AbstractContextManager[None]:
-        """Return a context manager, inside which the cache uses the residuals of the CFG branch ``name``."""
 
 
 class BlockHookHost:
     """All cache hooks on one model, and the cache that currently uses them.
 
-    A compiled graph is valid only for the classes that it was compiled with, and hooks change the class of a block. If
-    a graph was compiled, this object is therefore kept when the last cache is removed, so that the next cache gets the
-    same hooks.
+    If a graph was compiled, this object is kept when the last cache is removed, so that the next one gets the same
+    hooks.
     """
 
     def __init__(self) -> None:
         # The cache of the model call that is running, and the thread of this call.
-        self.running: BlockRunner | None = None
+        self.running: BlockCache | None = None
         self.thread = 0
         # The cache that handles calls of the model outside a pipeline.
-        self.resident: BlockRunner | None = None
+        self.resident: BlockCache | None = None
         self._local = threading.local()
         # All caches that use these hooks. The hooks are removed with the last one.
         self.owners: WeakSet[Any] = WeakSet()
@@ -66,7 +62,6 @@ class BlockHookHost:
         # Keep classes of compiled graphs alive. The keys are ids, because a patched class compares equal to its
         # original, so the two would be the same key of a dict or set.
         self._classes: dict[int, type] = {}
-        self.named = self._make_named()
 
     @property
     def branch(self) -> str | None:
@@ -75,10 +70,7 @@ class BlockHookHost:
         return name
 
     def caller(self, key: str) -> ModelCallHook:
-        """Return an unused hook around the model's call.
-
-        Create a hook, whose key begins with ``key``, if all are in use.
-        """
+        """Return an unused hook around the model's call, whose key begins with ``key``; create it if all are in use."""
         hooks = [caller for caller in self.callers if caller.key.startswith(key)]
         free = next((hook for hook in hooks if hook.run is None), None)
         if free is None:
@@ -90,21 +82,17 @@ class BlockHookHost:
         """Keep the class that a hook gave ``instance`` alive, because compiled graphs are valid only for this class."""
         self._classes[id(type(instance))] = type(instance)
 
-    def _make_named(self) -> Around:
-        @contextmanager
-        def named(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
-            before, name = self.branch, str(args[0] if args else kwargs["name"])
-            self._local.branch = name
-            try:
-                with (
-                    nullcontext() if self.resident is None else self.resident.in_branch(name),
-                    call(module, *args, **kwargs),
-                ):
-                    yield
-            finally:
-                self._local.branch = before
-
-        return named
+    @contextmanager
+    def named(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Run diffusers' ``cache_context(name)``, and record the name of the CFG branch."""
+        before, name = self.branch, str(args[0] if args else kwargs["name"])
+        self._local.branch = name
+        in_branch = nullcontext() if self.resident is None else self.resident.in_branch(name)
+        try:
+            with in_branch, call(module, *args, **kwargs):
+                yield
+        finally:
+            self._local.branch = before
 
 
 class ModelCallHook:
@@ -152,8 +140,7 @@ class BlockHooks:
 
         def run_block(call: Callable[..., Any], block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             cache = host.running or host.resident
-            # If the cache is running in another thread, do not use it for this call, which may come from a pipeline
-            # without a cache that shares the model.
+            # A cache that runs in another thread is not for this call, which may come from a pipeline without a cache.
             in_other_thread = (
                 not torch.compiler.is_compiling() and host.running is not None and host.thread != get_ident()
             )
@@ -181,7 +168,7 @@ class BlockHooks:
                 unwrap(module, _KEY)
 
 
-def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost:
+def attach(module: nn.Module, roles: Roles, cache: BlockCache) -> BlockHookHost:
     """Install hooks on the blocks in ``roles`` for ``cache``, and return the object that holds them.
 
     If the same blocks already have hooks for the same roles, these are shared.
@@ -201,11 +188,10 @@ def attach(module: nn.Module, roles: Roles, cache: BlockRunner) -> BlockHookHost
     return host
 
 
-def detach(module: nn.Module, roles: Roles, cache: BlockRunner, *, traced: bool) -> None:
+def detach(module: nn.Module, roles: Roles, cache: BlockCache, *, traced: bool) -> None:
     """Undo :func:`attach`. The hooks are removed from the model unless another cache uses them.
 
-    Args:
-        traced: Whether a graph was compiled with ``cache``. The next cache of the model then gets the same hooks again.
+    If ``traced``, a graph was compiled with ``cache``, and the next cache of the model gets the same hooks again.
     """
     installed = _hooks_of(roles[0][0])
     if installed is None:
@@ -224,3 +210,29 @@ def detach(module: nn.Module, roles: Roles, cache: BlockRunner, *, traced: bool)
 def _hooks_of(block: nn.Module) -> BlockHooks | None:
     hooks = getattr(wrapper(block, "__call__", _KEY), "attachment", None)
     return hooks if isinstance(hooks, BlockHooks) else None
+
+
+def foreign_cache(module: nn.Module) -> str | None:
+    """Return the config or hook class name of diffusers' cache on ``module``; None if no such cache is enabled."""
+    config: Any = getattr(module, "_cache_config", None)
+    if config is not None:
+        return type(config).__name__
+    for part in module.modules():
+        registry: Any = part.__dict__.get("_diffusers_hook")
+        for hook in () if registry is None else registry.hooks.values():
+            # Look for hooks too, because apply_first_block_cache(transformer, ...) and similar functions set no
+            # _cache_config.
+            if type(hook).__module__.rsplit(".", maxsplit=1)[-1] in _DIFFUSERS_CACHES:
+                return type(hook).__name__
+    return None
+
+
+def require_no_foreign_cache(module: nn.Module) -> None:
+    """Raise ``ValueError`` if one of diffusers' own caches is enabled on ``module``."""
+    cache = foreign_cache(module)
+    if cache is not None:
+        raise ValueError(
+            f"this {type(module).__name__} has a cache of diffusers ({cache}), and two caches would skip the same "
+            "blocks. Call disable_cache() of the transformer first; apply_cache_on_pipe(pipe, ...) then is its only "
+            "cache."
+        )

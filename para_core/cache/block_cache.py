@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.cache.attachment import BlockHookHost, attach, detach
+from para_core.cache.attachment import BlockHookHost, attach, detach, require_no_foreign_cache
 from para_core.cache.blocks import BlockRole, CachedBlocks, as_tuple, roles_of
 from para_core.cache.branches import MOST_BRANCHES, Branches, conditions_of
-from para_core.cache.cond import cond
+from para_core.cache.cond import GroupBlocks, Streams, cond
 from para_core.cache.decision import (
     DecisionInput,
     DecisionOutcome,
@@ -33,13 +33,10 @@ from para_core.cache.decision import (
     TensorDecider,
     Verdict,
     blocks_before_deciding,
-    policy_cannot_be_compiled,
 )
-from para_core.cache.diffusers_caches import require_no_foreign_cache
 from para_core.cache.options import CacheOptions
-from para_core.cache.plain_weights import GroupBlocks
 from para_core.cache.report import Readings, StepRecord, Stopwatch
-from para_core.cache.residuals import CacheState, Streams
+from para_core.cache.residuals import CacheState
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_data_dependent
 from para_core.instance_patching import original_class
@@ -88,8 +85,6 @@ class BlockCache:
         # The name of the argument that made the last call run without the cache; None if the cache was used.
         self.uncached_by: str | None = None
         self._branches = Branches(conditions_of(module, blocks))
-        self.states: dict[str, CacheState] = {}
-        self.state = self._empty_state()
         self.readings = Readings()
         self.step = Step()
         parameter = next(module.parameters(), None)
@@ -103,14 +98,8 @@ class BlockCache:
             GroupBlocks([block for block, role in self.roles if role.skipped and role.group == index])
             for index in range(len(blocks.groups))
         ]
-        # The attributes below hold the state of the current call. Two are lists whose items are set, because Dynamo
-        # 2.13 loses the new value of an attribute that is set after torch.cond.
-        self._group_outputs: list[Streams | None] = [None] * len(blocks.groups)
-        self._before: Tensor | None = None
-        self._entries: list[Streams | None] = [None] * len(blocks.groups)
-        self._skip: bool | Tensor | None = None
-        self._skip_on_device: Any = None
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
+        self._forget_states()
 
     def attach(self) -> BlockHookHost:
         """Install the hooks if they are not installed, and return the object that holds them."""
@@ -179,13 +168,18 @@ class BlockCache:
         try:
             output = call()
             if isinstance(state.decider, TensorDecider):
-                self.outcome = self.outcome.outside_graph()
+                # Clone tensors, because the next replay of a CUDA graph overwrites them.
+                values: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.outcome]
+                self.outcome = DecisionOutcome(*values)
                 if state.decider is not decider:
                     state.leave_graph()
         except BaseException as error:
             self.reset()
             if self.options.policy is not None and is_data_dependent(error):
-                raise policy_cannot_be_compiled(self.options) from error
+                raise RuntimeError(
+                    f"policy={self.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation "
+                    "are 0-dim tensors: write & and | in place of `and` and `or`, and torch.where in place of `if`."
+                ) from error
             raise
         finally:
             host.running = None
@@ -268,10 +262,18 @@ class BlockCache:
         for state in (*self.states.values(), self.state):
             self.traced = self.traced or isinstance(state.decider, TensorDecider)
             state.clear()
-        self.states, self.state = {}, self._empty_state()
-        self._before, self._skip, self._skip_on_device = None, None, None
-        self._group_outputs = [None] * len(self.blocks.groups)
-        self._entries = [None] * len(self.blocks.groups)
+        self._forget_states()
+
+    def _forget_states(self) -> None:
+        self.states: dict[str, CacheState] = {}
+        self.state = self._empty_state()
+        # The state of the current call. Two attributes are lists whose items are set, because Dynamo 2.13 loses the new
+        # value of an attribute that is set after torch.cond.
+        self._group_outputs: list[Streams | None] = [None] * len(self.blocks.groups)
+        self._entries: list[Streams | None] = [None] * len(self.blocks.groups)
+        self._before: Tensor | None = None
+        self._skip: bool | Tensor | None = None
+        self._skip_on_device: Any = None
 
     def run_block(
         self,
@@ -343,13 +345,11 @@ class BlockCache:
             state.drop_residuals()
             state.decider = TensorDecider(inputs) if traced else NumberDecider(inputs)
             return
-        skip, self.outcome = decider.decide(inputs)
-        if traced:
-            self._skip_on_device = skip
-            # Copy the decision to the host once, because otherwise every torch.cond that reads it would wait for the
-            # device.
-            skip = skip.to("cpu")
-        self._skip = skip
+        self._skip, self.outcome = decider.decide(inputs)
+        if isinstance(self._skip, Tensor):
+            self._skip_on_device = self._skip
+            # Copy the decision to the host once, because otherwise every torch.cond would wait for the device.
+            self._skip = self._skip.to("cpu")
 
     def _forecast(self, role: BlockRole) -> Streams:
         """Return the forecast output of the block group of ``role``: its input plus weighted stored residuals."""

@@ -1,14 +1,31 @@
-"""A ``torch.cond`` whose branches may return None, and tensors of symbolic shapes."""
+"""``torch.cond`` over transformer blocks: branches that return None or symbolic shapes, and quantized weights in them.
+
+The branches of ``torch.cond`` only support plain tensors (torch 2.13 and 2.15). A weight that is a tensor wrapper
+subclass, as torchao's are, fails with "There was no rule registered for HOP cond". Inside a branch, ``F.linear`` is
+therefore replaced by a function that takes the plain tensors inside such a weight, and rebuilds the weight from them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
+from para_core.instance_patching import original_class
+from para_core.modes.interceptor import call_original, inside_branch
+from para_core.torch_internals import no_frame_of_its_own
+
+# Streams are the inputs or outputs of a block group, in the order of BlockGroup.streams. If the blocks return None for
+# a stream, its item is None.
 Streams = tuple[Tensor | None, ...]
+# A path is the names of the attributes that lead from a weight to one of the plain tensors inside it.
+Path = tuple[str, ...]
 
 
 def cond(
@@ -23,14 +40,17 @@ def cond(
         inputs: Tensors with the shapes that the outputs have.
     """
 
-    def flattened(make: Callable[[], Streams]) -> Callable[[], tuple[Tensor, ...]]:
-        def flat_outputs() -> tuple[Tensor, ...]:
-            values = make()
-            return tuple([_flat_copy(values[i]) for i in present])
+    def flattened(make: Callable[[], Streams]) -> tuple[Tensor, ...]:
+        # torch.cond requires that its outputs are not views, and that both branches return equal strides. If a size is
+        # symbolic, it derives the strides of the result from the sizes, and fails if a dim has size 1 or if the
+        # branches have different expressions for a size. A tensor with one dim always has stride 1.
+        values = make()
+        tensors = [x for x in [values[i] for i in present] if x is not None]
+        if len(tensors) < len(present):
+            raise RuntimeError("a block returned None where it returned a tensor before; call it without the cache.")
+        return tuple([x.clone(memory_format=torch.contiguous_format).view(-1) for x in tensors])
 
-        return flat_outputs
-
-    flat = torch.cond(condition, flattened(if_true), flattened(if_false), ())
+    flat = torch.cond(condition, lambda: flattened(if_true), lambda: flattened(if_false), ())
     outputs: list[Tensor | None] = [None] * len(inputs)
     for i, x in zip(present, flat, strict=True):
         shape: Any = inputs[i]
@@ -38,13 +58,141 @@ def cond(
     return tuple(outputs)
 
 
-def _flat_copy(x: Tensor | None) -> Tensor:
-    """Return a contiguous copy of ``x`` with one dim.
+class WrappedLinear(NamedTuple):
+    """A linear layer whose weight is a tensor wrapper subclass.
 
-    ``torch.cond`` requires that its outputs are not views, and that both branches return equal strides. If a size is
-    symbolic, ``torch.cond`` derives the strides of the result from the sizes, and fails if a dim has size 1 or if the
-    branches have different expressions for the same size. A tensor with one dim always has stride 1.
+    Args:
+        module: The layer.
+        paths: The attribute paths from its weight to the plain tensors inside.
+        structure: The class, sizes and context of the weight, to detect that it was replaced.
+        linear: The function ``linear(input, bias, *tensors)`` that computes the layer from the plain tensors. Dynamo
+            puts it into a graph without tracing it.
     """
-    if x is None:
-        raise RuntimeError("a block returned None where it returned a tensor before; call it without the cache.")
-    return x.clone(memory_format=torch.contiguous_format).view(-1)
+
+    module: nn.Module
+    paths: list[Path]
+    structure: object
+    linear: Callable[..., Tensor]
+
+
+def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
+    """Return the linear layers of ``block`` whose weights are tensor wrapper subclasses, such as torchao's.
+
+    Entries of the previous result ``before`` that are still valid are returned again: graphs guard on these objects.
+    """
+    earlier = {id(layer.module): layer for layer in before}
+    layers = []
+    for module in block.modules():
+        weight: Any = getattr(module, "weight", None)
+        if not hasattr(weight, "__tensor_flatten__") or isinstance(weight, DTensor):
+            continue
+        paths, structure = _flatten(weight)
+        layer = earlier.get(id(module))
+        if layer is None or layer.structure != structure:
+            layer = WrappedLinear(module, paths, structure, _linear_of(structure))
+        layers.append(layer)
+    return layers
+
+
+class GroupBlocks:
+    """The skippable blocks of one group, in a form that can be called in a branch of ``torch.cond``.
+
+    Iterating yields one function per block, which calls the block without the cache's hooks.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self._blocks = [(block, original_class(block).__call__) for block in blocks]
+        self._layers: list[list[WrappedLinear]] = [[] for _ in self._blocks]
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Search the blocks again for quantized weights, because the user may have quantized some in the meantime."""
+        self._layers = [
+            wrapped_linears(block, before) for (block, _), before in zip(self._blocks, self._layers, strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[Callable[..., Any]]:
+        for (block, call), layers in zip(self._blocks, self._layers, strict=True):
+            yield partial(_call_in_branch, layers, call, block)
+
+    def call(self, block: nn.Module, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Return ``call(block, *args, **kwargs)``. Linear layers with quantized weights compute with plain tensors."""
+        layers = next(layers for (other, _), layers in zip(self._blocks, self._layers, strict=True) if other is block)
+        return _call_in_branch(layers, call, block, *args, **kwargs)
+
+
+def _call_in_branch(layers: Sequence[WrappedLinear], call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    if not layers:
+        return call(*args, **kwargs)
+
+    def run(*args: Any) -> Any:
+        with _PlainWeights(layers):
+            return call(*args, **kwargs)
+
+    return inside_branch(run, *args)
+
+
+class _PlainWeights(TorchFunctionMode):
+    def __init__(self, layers: Sequence[WrappedLinear]) -> None:
+        super().__init__()
+        self._layers = layers
+
+    @no_frame_of_its_own
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.linear and len(args) > 1:
+            for layer in self._layers:
+                weight = layer.module.weight
+                if args[1] is weight:
+                    bias = args[2] if len(args) > 2 else None
+                    return layer.linear(args[0], bias, *[_at(weight, path) for path in layer.paths])
+        return call_original(func, args, kwargs or {})
+
+
+def _at(weight: Any, path: Path) -> Any:
+    for name in path:
+        weight = getattr(weight, name)
+    return weight
+
+
+class _WeightStructure(NamedTuple):
+    """The structure of a weight that is a tensor wrapper subclass, from which :func:`_build` rebuilds it."""
+
+    cls: type
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+    # Each tensor inside has a name and a structure; the structure of a plain tensor is None.
+    inner: tuple[tuple[str, _WeightStructure | None], ...]
+
+
+def _flatten(weight: Any) -> tuple[list[Path], _WeightStructure]:
+    names, context = weight.__tensor_flatten__()
+    paths: list[Path] = []
+    inner: list[tuple[str, _WeightStructure | None]] = []
+    for name in names:
+        x = getattr(weight, name)
+        if hasattr(x, "__tensor_flatten__"):
+            paths_inside, structure = _flatten(x)
+            paths += [(name, *path) for path in paths_inside]
+            inner.append((name, structure))
+        else:
+            paths.append((name,))
+            inner.append((name, None))
+    return paths, _WeightStructure(type(weight), context, weight.size(), weight.stride(), tuple(inner))
+
+
+def _build(structure: _WeightStructure, tensors: list[Tensor]) -> Any:
+    """Rebuild a weight of this ``structure`` from the first plain ``tensors``, which are removed from the list."""
+    inner = {name: tensors.pop(0) if inside is None else _build(inside, tensors) for name, inside in structure.inner}
+    cls: Any = structure.cls
+    return cls.__tensor_unflatten__(inner, structure.context, structure.size, structure.stride)
+
+
+def _linear_of(structure: _WeightStructure) -> Callable[..., Tensor]:
+    def linear(x: Tensor, bias: Tensor | None, *tensors: Tensor) -> Tensor:
+        return F.linear(x, _build(structure, list(tensors)), bias)
+
+    allowed: Callable[..., Tensor] = torch.compiler.allow_in_graph(linear)
+    return allowed

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,10 +61,7 @@ class Step:
 
 
 def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
-    """Return the :class:`Step` with this index, number of steps and timestep.
-
-    ``forced`` of the result is the verdict if ``options`` determine it without a comparison, otherwise None.
-    """
+    """Return the :class:`Step` with this index, number of steps and timestep, forced if ``options`` determine it."""
     if options.compute_steps is not None:
         return Step(index, total, time, Verdict.SCHEDULE if options.computes(index, total) else Verdict.MASKED)
     outside = not options.start <= index / total < options.end
@@ -94,7 +91,7 @@ class DecisionParams(NamedTuple):
         return DecisionParams(forced, step.time, step.index, step.total, threshold, options.warmup_steps, *limits)
 
     def tensor(self, device: torch.device) -> Tensor:
-        """Return the fields as a float64 tensor ``[8]`` on ``device``. The host does not wait for the device."""
+        """Return the fields as a float64 tensor ``[8]`` on ``device``, for which the host does not wait."""
         return torch.tensor(self, dtype=torch.float64).to(device, non_blocking=True)
 
 
@@ -158,11 +155,6 @@ class DecisionOutcome(NamedTuple):
     computed: Any
     samples: int
 
-    def outside_graph(self) -> DecisionOutcome:
-        """Return a copy of this outcome with cloned tensors. The next CUDA graph replay overwrites the originals."""
-        values: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self]
-        return DecisionOutcome(*values)
-
 
 @dataclass(frozen=True)
 class DecisionInput:
@@ -191,8 +183,7 @@ class DecisionInput:
         return self.sample.shape[0] * (1 if self.sharing is None else self.sharing.size)
 
     def differences(self, first: Tensor) -> Tensor:
-        """Return how much each sample differs from its values ``first`` in the last computed step, measured by the
-        rule.
+        """Return by the rule how much each sample differs from its values ``first`` in the last computed step.
 
         The result, ``[samples]``, is equal on all ranks that decide together. This is a collective call.
         """
@@ -209,11 +200,7 @@ class DecisionInput:
         return differences
 
     def may_skip(self, largest: Number, params: DecisionParams, counts: BranchCounters) -> Any:
-        """Return whether the step may be skipped, according to the user's policy or, without a policy, to the
-        threshold.
-
-        ``largest`` is the largest difference of all samples.
-        """
+        """Return whether the policy, or without one the threshold, permits to skip a step of this difference."""
         if self.options.policy is None:
             return largest < params.threshold
         return self.options.ask_policy(
@@ -221,32 +208,14 @@ class DecisionInput:
         )
 
 
-class Decider(Protocol):
-    """The interface of an object that decides the steps of one CFG branch. The first call of the branch creates it.
+class NumberDecider:
+    """The object that decides the steps of one CFG branch in eager code, with Python numbers.
+
+    The first call of the branch creates it. The host waits for the device at most once per call, and only if the
+    difference decides.
 
     Attributes:
         first: The compared values of the last computed step (of its first-block residual or modulated input).
-    """
-
-    first: Tensor
-
-    def decide(self, inputs: DecisionInput) -> tuple[Any, DecisionOutcome]:
-        """Return whether to skip the step, and the outcome for the report. Update the counters and ``first``."""
-
-    def weights(self, options: CacheOptions, params: Any) -> list[Any]:
-        """Return the weights of the stored residuals in the forecast for this call, newest first.
-
-        Call :meth:`decide` first, because it updates the counters on which the weights depend.
-        """
-
-    def leave_graph(self) -> None:
-        """Clone the stored tensors that a graph returned, because the next replay of a CUDA graph overwrites them."""
-
-
-class NumberDecider:
-    """The decider of eager code, which computes with Python numbers.
-
-    The host waits for the device at most once per call, and only if the difference decides.
     """
 
     def __init__(self, inputs: DecisionInput) -> None:
@@ -256,6 +225,7 @@ class NumberDecider:
         self._counts = BranchCounters(1, 0, 0, (params.time, *later))
 
     def decide(self, inputs: DecisionInput) -> tuple[bool, DecisionOutcome]:
+        """Return whether to skip the step, and the outcome for the report. Update the counters and ``first``."""
         params: Any = inputs.params
         counts = self._counts
         verdict = Verdict(int(_verdict_without_difference(params, counts, _where)))
@@ -271,10 +241,11 @@ class NumberDecider:
             self.first = inputs.sample.contiguous()
         return skip, DecisionOutcome(differences, verdict, counts.computed, inputs.samples)
 
-    def leave_graph(self) -> None:
-        """Do nothing, because the stored tensors were created in eager code."""
-
     def weights(self, options: CacheOptions, params: Any) -> list[float]:
+        """Return the weights of the stored residuals in the forecast for this call, newest first.
+
+        Call :meth:`decide` first, because it updates the counters on which the weights depend.
+        """
         if options.num_residuals == 1:
             return [1.0]
         numbers = self._counts.times, params.time, self._counts.computed
@@ -284,7 +255,7 @@ class NumberDecider:
 
 
 class TensorDecider:
-    """The decider of a graph, which computes with tensors and changes its state in place."""
+    """A :class:`NumberDecider` for graphs, which computes with tensors and changes its state in place."""
 
     def __init__(self, inputs: DecisionInput) -> None:
         self.first = inputs.sample.contiguous()
@@ -315,6 +286,7 @@ class TensorDecider:
         return skip, DecisionOutcome(differences, verdict, counts.computed, inputs.samples)
 
     def leave_graph(self) -> None:
+        """Clone the stored tensors that a graph returned, because the next replay of a CUDA graph overwrites them."""
         self.first, self._numbers = self.first.clone(), self._numbers.clone()
 
     def weights(self, options: CacheOptions, params: Any) -> list[Any]:
@@ -327,11 +299,9 @@ class TensorDecider:
 def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptions) -> int:
     """Return the number of blocks that run before a step is decided: 0 if the rule compares the input of block 0.
 
-    Args:
-        model: The name of the model class, for error messages.
-
     Raises:
-        ValueError: The rule decides before block 0, but ``blocks.modulated`` is missing or ``first_blocks`` is set.
+        ValueError: The rule decides before block 0, but ``blocks`` of the class ``model`` has no ``modulated``, or
+            ``first_blocks`` is set.
     """
     if not options.decides_before_blocks:
         return options.first_blocks
@@ -347,11 +317,3 @@ def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptio
             "it out."
         )
     return 0
-
-
-def policy_cannot_be_compiled(options: CacheOptions) -> RuntimeError:
-    """Return the error for a policy that Dynamo could not trace, because it branches on values of tensors."""
-    return RuntimeError(
-        f"policy={options.as_text()['policy']} cannot be compiled. In a graph the numbers of an Observation are 0-dim "
-        "tensors: write & and | in place of `and` and `or`, and torch.where in place of `if`."
-    )

@@ -6,8 +6,8 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,22 +64,22 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._events: tuple[Any, Any] | None = None
+        self._events: list[Any] = []
         self._seconds = 0.0
         if device.type == "cuda":
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events = [torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)]
             self._events[0].record()
         self._start = time.perf_counter()
 
     def stop(self) -> Stopwatch:
         self._seconds = time.perf_counter() - self._start
-        if self._events is not None:
+        if self._events:
             self._events[1].record()
         return self
 
     @property
     def seconds(self) -> float:
-        if self._events is None:
+        if not self._events:
             return self._seconds
         begin, end = self._events
         end.synchronize()
@@ -88,14 +88,11 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The record of one model call, for the report. Reading its tensors or seconds may wait for the device.
+    """The record of one model call, for :class:`CachedStep`. Reading its tensors or seconds may wait for the device.
 
     Args:
-        step: Index of the step in the schedule.
         branch: The name of the branch, or one name for all branches in the batch.
         num_branches, batch: Number of branches and number of samples in the whole batch; ``batch`` is 0 if unknown.
-        threshold: The threshold during the call.
-        outcome: The verdict of the call, and the differences it was decided by.
         room: Maximum number of stored residuals, and therefore of residuals in a forecast.
         stopwatch: The stopped timer of the call.
     """
@@ -116,29 +113,23 @@ class StepRecord:
 MOST_READINGS = 4096
 
 
-class Readings:
+class Readings(deque[StepRecord]):
     """The records of the model calls since :meth:`clear`, at most of the last ``MOST_READINGS``.
 
     ``dropped`` counts the calls whose records were dropped because of this limit.
     """
 
     def __init__(self) -> None:
-        self._last: deque[StepRecord] = deque(maxlen=MOST_READINGS)
+        super().__init__(maxlen=MOST_READINGS)
         self.dropped = 0
 
     def append(self, reading: StepRecord) -> None:
-        self.dropped += len(self._last) == self._last.maxlen
-        self._last.append(reading)
+        self.dropped += len(self) == self.maxlen
+        super().append(reading)
 
     def clear(self) -> None:
-        self._last.clear()
+        super().clear()
         self.dropped = 0
-
-    def __iter__(self) -> Iterator[StepRecord]:
-        return iter(self._last)
-
-    def __len__(self) -> int:
-        return len(self._last)
 
 
 def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
@@ -149,42 +140,28 @@ def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
 def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
     outcome: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in reading.outcome]
     differences, verdict, computed, samples = outcome
-    branches = _branches_of(reading, samples)
     verdict = Verdict(int(verdict))
     if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
         # The differences did not decide this step, but a graph computes them anyway. Leave them out of the report.
         differences = [None] * samples
-    each = len(differences) // len(branches)
-    of_branches = {name: differences[i * each : (i + 1) * each] for i, name in enumerate(branches)}
-    held_back_by = _held_back_by(of_branches, reading.threshold) if verdict is Verdict.MISS else ()
-    return [
-        CachedStep(
-            reading.step,
-            name,
-            _largest(of_branch),
-            reading.threshold,
-            verdict,
-            reading.stopwatch.seconds,
-            call,
-            tuple(of_branch),
-            held_back_by,
-            min(int(computed), reading.room) if verdict.skips else 0,
-        )
-        for name, of_branch in of_branches.items()
-    ]
-
-
-def _branches_of(reading: StepRecord, samples: int) -> list[str]:
-    """Return the names under which the report lists the CFG branches of one model call.
-
-    A call of n branches in one batch gives ``name/0`` to ``name/n-1``, each for an equal part of the ``samples``
-    samples, in order. A call of one branch gives its own name.
-    """
-    # A plan may give this rank only a part of the batch, so compute the number of branches in this part.
+    # The branches in the batch have equal parts of the samples, in order. A plan may give this rank only a part of the
+    # batch, so compute the number of branches in this part.
     held = reading.num_branches if reading.batch == 0 else reading.num_branches * samples // reading.batch
-    if held <= 1 or samples % held != 0:
-        return [reading.branch]
-    return [f"{reading.branch}/{i}" for i in range(held)]
+    of_branches = {reading.branch: differences}
+    if held > 1 and samples % held == 0:
+        each = len(differences) // held
+        of_branches = {f"{reading.branch}/{i}": differences[i * each : (i + 1) * each] for i in range(held)}
+    held_back_by = _held_back_by(of_branches, reading.threshold) if verdict is Verdict.MISS else ()
+    seconds, num_used = reading.stopwatch.seconds, min(int(computed), reading.room) if verdict.skips else 0
+    rows = []
+    for name, part in of_branches.items():
+        measured = [x for x in part if x is not None]
+        largest = next((x for x in measured if math.isnan(x)), max(measured, default=None))
+        row = CachedStep(
+            reading.step, name, largest, reading.threshold, verdict, seconds, call, tuple(part), held_back_by, num_used
+        )
+        rows.append(row)
+    return rows
 
 
 def _held_back_by(of_branches: dict[str, list[float]], threshold: float) -> tuple[str, ...]:
@@ -195,11 +172,6 @@ def _held_back_by(of_branches: dict[str, list[float]], threshold: float) -> tupl
     ]
     above = tuple(name for name, difference in names if difference >= threshold)
     return above if len(above) < len(names) else ()
-
-
-def _largest(differences: Sequence[float | None]) -> float | None:
-    measured = [x for x in differences if x is not None]
-    return next((x for x in measured if math.isnan(x)), max(measured)) if measured else None
 
 
 @dataclass(frozen=True)
@@ -250,40 +222,28 @@ class CacheReport:
         lines.append(
             f"{self.computed} of {len(self.rows)} computed, {self.hits} skipped ({self.hits / len(self.rows):.0%}), "
             f"{self.seconds:.3f} s in the model; forecast {self.forecast}, rule {self.rule}"
-            + (
-                f"; {self.dropped} earlier calls are not listed: call reset_cache(model) before each generation"
-                if self.dropped
-                else ""
-            )
         )
+        if self.dropped:
+            lines[-1] += (
+                f"; {self.dropped} earlier calls are not listed: call reset_cache(model) before each generation"
+            )
         return "\n".join(lines)
 
     def to_json(self, path: str | Path) -> None:
         """Write all rows and the totals to a JSON file."""
-        rows = [
-            {
-                "step": row.step,
-                "branch": row.branch,
-                # Write null for infinity, which JSON does not have.
-                "difference": row.difference if row.difference is None or math.isfinite(row.difference) else None,
-                "threshold": row.threshold if math.isfinite(row.threshold) else None,
+        rows = []
+        for row in self.rows:
+            # Write null for infinity, which JSON does not have.
+            values = {
+                "difference": _finite(row.difference),
+                "threshold": _finite(row.threshold),
                 "verdict": row.verdict.name.lower(),
-                "seconds": row.seconds,
-                "samples": [x if x is None or math.isfinite(x) else None for x in row.samples],
-                "held_back_by": list(row.held_back_by),
-                "forecast_from": row.forecast_from,
+                "samples": list(map(_finite, row.samples)),
             }
-            for row in self.rows
-        ]
-        names = {"rule": self.rule, "forecast": self.forecast}
-        totals = {
-            **names,
-            "computed": self.computed,
-            "hits": self.hits,
-            "seconds": self.seconds,
-            "dropped": self.dropped,
-        }
-        Path(path).write_text(json.dumps({**totals, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+            rows.append({**asdict(row), **values})
+        report: dict[str, Any] = {"rule": self.rule, "forecast": self.forecast, "computed": self.computed}
+        report |= {"hits": self.hits, "seconds": self.seconds, "dropped": self.dropped, "rows": rows}
+        Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
         """Plot the differences of each branch over the steps, and the threshold, to an image file.
@@ -308,19 +268,14 @@ class CacheReport:
         for index, branch in enumerate(branches):
             axes = figure.add_subplot(len(branches), 1, index + 1)
             rows = [row for row in self.rows if row.branch == branch]
-            measured = [
-                (row.step, row.difference, row.hit)
-                for row in rows
-                if row.difference is not None and math.isfinite(row.difference)
-            ]
+            finite = [(row.step, _finite(row.difference), row.hit) for row in rows]
+            measured = [(step, y, hit) for step, y, hit in finite if y is not None]
             axes.plot([step for step, _, _ in measured], [y for _, y, _ in measured], color="0.6", zorder=1)
             for hit, color, label in ((True, "tab:green", "skipped"), (False, "tab:red", "computed")):
                 chosen = [(step, y) for step, y, was_hit in measured if was_hit is hit]
                 axes.scatter([step for step, _ in chosen], [y for _, y in chosen], color=color, label=label)
-            unmeasured = [row.step for row in rows if row.difference is None]
-            axes.scatter(
-                unmeasured, [0.0] * len(unmeasured), color="tab:blue", marker="x", label="computed without comparison"
-            )
+            others = [row.step for row in rows if row.difference is None]
+            axes.scatter(others, [0] * len(others), color="tab:blue", marker="x", label="computed without comparison")
             if rows and math.isfinite(rows[0].threshold):
                 axes.axhline(rows[0].threshold, color="0.3", linestyle="--", label="threshold")
             axes.set(title=f"Branch {branch!r}: change since the last computed step", xlabel="step", ylabel=self.rule)
@@ -330,3 +285,7 @@ class CacheReport:
         # Place the legend below all plots, because inside a plot it would hide points.
         figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=len(shown), fontsize="small")
         return figure
+
+
+def _finite(x: float | None) -> float | None:
+    return x if x is not None and math.isfinite(x) else None

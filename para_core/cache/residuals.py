@@ -7,12 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.cache.decision import Decider
+from para_core.cache.cond import Streams
+from para_core.cache.decision import NumberDecider, TensorDecider
 from para_core.cache.operators import forecast
-
-# Streams are the inputs or outputs of a block group, in the order of BlockGroup.streams. If the blocks return None for
-# a stream, its item is None.
-Streams = tuple[Tensor | None, ...]
 
 
 class Residuals:
@@ -41,10 +38,8 @@ class Residuals:
         """
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
         if not self.histories:
-            zeros = self.room - 1 if in_graph else 0
-            self.histories.extend(
-                [None if x is None else [x, *[torch.zeros_like(x) for _ in range(zeros)]] for x in new]
-            )
+            later = range(self.room - 1 if in_graph else 0)
+            self.histories.extend([None if x is None else [x, *[torch.zeros_like(x) for _ in later]] for x in new])
             return
         for history, residual in zip(self.histories, new, strict=True):
             if history is not None and residual is not None:
@@ -78,15 +73,14 @@ class CacheState:
 
     Attributes:
         groups: The residuals of each block group.
-        decider: The object that decides whether steps are skipped; a ``TensorDecider`` if a graph created it. None
-            before the first step.
+        decider: The object that decides whether steps are skipped. None before the first step.
         signature: The shapes, dtypes and devices of the model's arguments, for which the residuals are valid.
     """
 
     def __init__(self, num_groups: int, room: int) -> None:
         self.room = room
         self.groups = [Residuals(room) for _ in range(num_groups)]
-        self.decider: Decider | None = None
+        self.decider: NumberDecider | TensorDecider | None = None
         self.signature: object = None
 
     def leave_graph(self) -> None:
@@ -94,7 +88,7 @@ class CacheState:
 
         This is needed once per branch and generation, because later calls of the graph change the clones in place.
         """
-        if self.decider is not None:
+        if isinstance(self.decider, TensorDecider):
             self.decider.leave_graph()
         for group in self.groups:
             group.histories = [None if history is None else [x.clone() for x in history] for history in group.histories]
