@@ -142,7 +142,7 @@ class PipelineCache:
         for name, cache in self.caches.items():
             check_cached_call(CheckedModel(pipe, cache.module, name), cache.options)
         with ExitStack() as stack:
-            stack.enter_context(self._tracker.following(pipe, self._begin_schedule, with_copies=self._with_copies))
+            stack.enter_context(self._tracker.following(pipe, self._reset, with_copies=self._with_copies))
             stack.enter_context(self._generation(pipe))
             self._thread = get_ident()
             kwargs = stack.enter_context(around_callbacks(kwargs, KEY, self._apart, order=WrapperPriority.CACHE))
@@ -176,13 +176,14 @@ class PipelineCache:
         self._pipe = pipe
         try:
             yield
-            self._warn_of_generation(type(pipe).__name__)
+            for component, cache in self.caches.items():
+                owner = type(pipe).__name__
+                self._warn_of_transformer(owner if len(self.caches) == 1 else f"{owner}'s {component}", cache)
         finally:
             self._pipe = None
-            for cache in self.caches.values():
-                cache.reset()
+            self._reset()
 
-    def _begin_schedule(self) -> None:
+    def _reset(self) -> None:
         for cache in self.caches.values():
             cache.reset()
 
@@ -266,15 +267,11 @@ class PipelineCache:
         dropped = sum(cache.readings.dropped for cache in self.caches.values())
         return CacheReport(rows_of(readings), rules, forecasts, dropped)
 
-    def _warn_of_generation(self, name: str) -> None:
+    def _warn_of_transformer(self, name: str, cache: BlockCache) -> None:
         """Warn if the ended generation skipped no step or every step, or had residuals that are zero or not finite.
 
         Each kind of warning appears once until the caches or thresholds change.
         """
-        for component, cache in self.caches.items():
-            self._warn_of_transformer(name if len(self.caches) == 1 else f"{name}'s {component}", cache)
-
-    def _warn_of_transformer(self, name: str, cache: BlockCache) -> None:
         rows, threshold = rows_of(cache.readings), cache.threshold
         decisions = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
         if any(row.verdict is Verdict.NOT_FINITE for row in rows):
