@@ -122,16 +122,15 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     # A pipeline that is an nn.Module keeps its components in ``_modules``. Components that are properties are found by
     # their usual names only.
     attributes = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
-    others = [name for name, part in attributes.items() if name not in USUAL_NAMES and _is_transformer(part)]
+    others = [
+        name
+        for name, part in attributes.items()
+        if name not in USUAL_NAMES
+        and isinstance(part, nn.Module)
+        and (is_transformer_class(type(uncompiled(part))) or getattr(uncompiled(part), "_cp_plan", None) is not None)
+    ]
     components = {name: uncompiled(getattr(pipe, name, None)) for name in (*USUAL_NAMES, *sorted(others))}
     return {name: module for name, module in components.items() if isinstance(module, nn.Module)}
-
-
-def _is_transformer(part: Any) -> bool:
-    if not isinstance(part, nn.Module):
-        return False
-    module = uncompiled(part)
-    return is_transformer_class(type(module)) or getattr(module, "_cp_plan", None) is not None
 
 
 def is_transformer_class(cls: Any) -> bool:

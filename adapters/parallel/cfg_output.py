@@ -62,12 +62,15 @@ def _is_as_configured(module: Any) -> bool:
         return False
     # accelerate and diffusers install hooks by setting ``forward`` on the instance, but these do not change the output.
     own_forward = "forward" in vars(module) and not (hasattr(module, "_hf_hook") or hasattr(module, "_diffusers_hook"))
-    return hasattr(module, "config") and not own_forward and all(map(_is_fsdp, forward_hooks(module)))
-
-
-def _is_fsdp(hook: Any) -> bool:
-    # FSDP2 gathers weights before a call and frees them after it, which does not change the output.
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+    return (
+        hasattr(module, "config")
+        and not own_forward
+        and all(
+            # FSDP2 gathers weights before a call and frees them after it, which does not change the output.
+            str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+            for hook in forward_hooks(module)
+        )
+    )
 
 
 def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

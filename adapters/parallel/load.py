@@ -101,7 +101,10 @@ def from_pretrained_sharded(
     parallelize_pipe(pipe, mesh=mesh)
     if quantize is not None and weights == "fsdp":
         with raising_on_all(guided, "weights could not be quantized"):
-            _quantize_before_fsdp(pipe, quantize, dtype)
+            if dtype is not None:
+                for module in transformers_of(pipe).values():
+                    cast_linears(module, dtype, _kept_in_float32(module, dtype))
+            quantize_transformers(pipe, quantize, before_fsdp=True)
     if weights != "stages":
         with raising_on_all(guided, "weights could not be sharded"):
             shard_components(pipe, guided, weights, from_files=True)
@@ -115,13 +118,6 @@ def from_pretrained_sharded(
         if quantize is not None and weights != "fsdp":
             quantize_transformers(pipe, quantize)
     return pipe
-
-
-def _quantize_before_fsdp(pipe: Any, quantize: Quantize, dtype: torch.dtype | None) -> None:
-    if dtype is not None:
-        for module in transformers_of(pipe).values():
-            cast_linears(module, dtype, _kept_in_float32(module, dtype))
-    quantize_transformers(pipe, quantize, before_fsdp=True)
 
 
 def _copy_from_files(pipe: Any, weights: str) -> None:

@@ -42,7 +42,6 @@ from para_core.adapters.weights.shard import (
 )
 from para_core.adapters.weights.sharded_component import METHODS
 from para_core.attention.attention_options import AttnOptions, KeptKeys
-from para_core.attention.attention_schedule import AttentionSchedule
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
@@ -69,22 +68,15 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
         # The default mesh is chosen for the model, so check first that the model is supported.
         check_parallelize(models_to_parallelize(pipe, options.adapter))
     guided, predicted_method = mesh_and_method(mesh, pipe, options.weights)
-    ranks = _global_ranks(guided) if guided.ranks > 1 and _needs_ranks(options) else set()
+    # The options that need the global ranks, which takes an exchange. All ranks decide the same.
+    needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"
+    ranks = _global_ranks(guided) if guided.ranks > 1 and needs_ranks else set()
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided, unshards=unshards)
         autoencoders = _parallel_vaes_of(pipe) if options.vae else list(decoders_of(pipe).values())
-        if options.vae_placement is not None and not vaes_of(pipe):
-            raise ValueError(
-                f"vae_placement={options.vae_placement!r}: this {original_class(pipe).__name__} has no autoencoder. "
-                "Leave it out."
-            )
-        _require_transformer(pipe, options)
         _require_weights_fit(guided, options)
         placement = _placement_of_text_encoders(pipe, guided, options)
-        if placement is not None and not text_encoders_of(pipe):
-            raise ValueError(
-                f"text_encoders={placement!r}: this {original_class(pipe).__name__} has no text encoder. Leave it out."
-            )
+        _require_components(pipe, options, placement)
         transformers, unets = _parts_of_models(pipe, guided, options, options.attention(predicted_method))
         if options.pipefusion is not None:
             for module in transformers_of(pipe).values():
@@ -110,14 +102,6 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
             _require_blocks_offload(pipe, guided, options)
             session.parts.append(BlocksPart(pipe, guided, options.resident_blocks))
     return session
-
-
-def _needs_ranks(options: ParallelOptions) -> bool:
-    """Whether an option needs the global ranks of the mesh, which takes an exchange.
-
-    Depends on the options alone, so all ranks decide the same.
-    """
-    return options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"
 
 
 def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:
@@ -159,19 +143,14 @@ def _parts_of_pipe(
     if options.pipefusion is not None:
         parts.append(PipeFusionPart(call, transformers_of(pipe), options.pipefusion, options.adapter))
     if options.schedule is not None:
-        _refuse_kept_keys_of_flex_attention(pipe, options.schedule)
+        for name, module in transformers_of(pipe).items():
+            if isinstance(options.schedule.middle, KeptKeys) and uses_flex_attention(module):
+                raise ValueError(
+                    f"backend= is an AttentionSchedule with {options.schedule.middle}, and pipe.{name} attends by "
+                    "flex_attention, whose mask selects the keys. Use a schedule with a backend in the middle."
+                )
         parts.append(SchedulePart(pipe, call, options.schedule, transformers[0].attention, options.adapter))
     return parts
-
-
-def _refuse_kept_keys_of_flex_attention(pipe: Any, schedule: AttentionSchedule) -> None:
-    """Raise ``ValueError`` if the schedule selects keys and a transformer's own block masks do so too."""
-    for name, module in transformers_of(pipe).items():
-        if isinstance(schedule.middle, KeptKeys) and uses_flex_attention(module):
-            raise ValueError(
-                f"backend= is an AttentionSchedule with {schedule.middle}, and pipe.{name} attends by flex_attention, "
-                "whose mask selects the keys. Use a schedule with a backend in the middle."
-            )
 
 
 def _parts_of_models(
@@ -211,13 +190,22 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
     return TimeoutPart(list(groups), as_timedelta(timeout), ranks)
 
 
-def _require_transformer(pipe: Any, options: ParallelOptions) -> None:
-    """Raise ``ValueError`` if ``pipe`` has no transformer but the user gave an option for transformers."""
+def _require_components(pipe: Any, options: ParallelOptions, text_encoders: TextEncoders | None) -> None:
+    """Raise ``ValueError`` if ``pipe`` has no component of a kind for which the user gave an option."""
+    if options.vae_placement is not None and not vaes_of(pipe):
+        raise ValueError(
+            f"vae_placement={options.vae_placement!r}: this {original_class(pipe).__name__} has no autoencoder. "
+            "Leave it out."
+        )
     if options.of_transformers and not transformers_of(pipe):
         named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
         raise ValueError(
-            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks shard rows of images. Leave these "
-            "options out. weights='fsdp' shards its text encoders."
+            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks shard rows of images. Leave "
+            "these options out. weights='fsdp' shards its text encoders."
+        )
+    if text_encoders is not None and not text_encoders_of(pipe):
+        raise ValueError(
+            f"text_encoders={text_encoders!r}: this {original_class(pipe).__name__} has no text encoder. Leave it out."
         )
 
 

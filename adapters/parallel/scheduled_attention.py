@@ -93,15 +93,15 @@ class ScheduledAttention:
 
     def _around_model(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and self._tracker.active and not self._in_callback:
-            step, num_steps, _ = self._tracker.position(self._branch(uncompiled(module), args, kwargs))
+            plain = uncompiled(module)
+            branches = self._branches.get(id(plain))
+            branch = ""
+            if branches is not None:
+                arguments = {**dict(zip(self._parameters[id(plain)], args, strict=False)), **kwargs}
+                branch = branches.name_of(arguments) or ""
+            step, num_steps, _ = self._tracker.position(branch)
             self._use(self._middle if self.schedule.is_middle(step, num_steps) else self._exact)
         return call(module, *args, **kwargs)
-
-    def _branch(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        branches = self._branches.get(id(module))
-        if branches is None:
-            return ""
-        return branches.name_of({**dict(zip(self._parameters[id(module)], args, strict=False)), **kwargs}) or ""
 
     def _use(self, options: AttnOptions) -> None:
         for module in self._transformers.values():
