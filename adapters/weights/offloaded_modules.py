@@ -77,7 +77,8 @@ class OffloadedModules:
         device = execution_device(self.mesh)
         with ExitStack() as rollback:
             for name, module in self.modules.items():
-                rollback.callback(_remove_offload, module, next(module.parameters()).device, _attributes(module))
+                before = {part: {name for name in _LEFT_BY_HOOKS if name in vars(part)} for part in module.modules()}
+                rollback.callback(_remove_offload, module, next(module.parameters()).device, before)
                 apply_group_offloading(
                     module,
                     onload_device=device,
@@ -113,18 +114,13 @@ def execution_device(mesh: GuidedMesh) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _attributes(module: nn.Module) -> dict[nn.Module, set[str]]:
-    """Return, for each submodule, which of the attributes in ``_LEFT_BY_HOOKS`` it has before an offload."""
-    return {part: {name for name in _LEFT_BY_HOOKS if name in vars(part)} for part in module.modules()}
-
-
 def _remove_offload(module: nn.Module, device: torch.device, before: Mapping[nn.Module, set[str]]) -> None:
     """Remove diffusers' group offload from ``module``, and move it to ``device``.
 
     Args:
         module: The component.
         device: The device on which it was.
-        before: Result of :func:`_attributes` before the offload. These attributes are kept.
+        before: The attributes in ``_LEFT_BY_HOOKS`` that each submodule had before the offload. These are kept.
     """
     for part in module.modules():
         registry: Any = getattr(part, "_diffusers_hook", None)
