@@ -115,7 +115,10 @@ class SchedulerTracker:
             self._times = self._times_of_call()
         index, times = self._num_taken, self._times
         if self._with_copies and index == 0:
-            times = self._times_of_copies()
+            # Spread the steps of a section of the video evenly over the schedule. Their timesteps are approximate,
+            # because in diffusion forcing each frame has its own.
+            total = getattr(self._pipe, "_num_timesteps", None) or len(times)
+            times = [times[i * len(times) // total] for i in range(total)]
             index = self._count_call(branch, len(times))
         total = max(len(times), 1)
         index = min(index, total - 1)
@@ -135,14 +138,6 @@ class SchedulerTracker:
         if begin is None and num_steps is not None and 0 < num_steps <= len(times):
             begin = len(times) - num_steps
         return times[begin or 0 :]
-
-    def _times_of_copies(self) -> list[float]:
-        """Return one timestep per step of a section of the video, spread evenly over the schedule.
-
-        The timesteps are approximate, because in diffusion forcing each frame has its own timestep.
-        """
-        total = getattr(self._pipe, "_num_timesteps", None) or len(self._times)
-        return [self._times[i * len(self._times) // total] for i in range(total)]
 
     def _count_call(self, branch: str, total: int) -> int:
         """Count this model call and return its step, assuming one call per step for each branch.

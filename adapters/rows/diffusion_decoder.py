@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,8 +72,8 @@ class DecoderRows:
         """
         for name, around in (
             ("__call__", self._decode),
-            ("forward_stages_1_to_3", self._first_stages),
-            ("forward_stage_4", self._last_stage),
+            ("forward_stages_1_to_3", partial(self._stage, 0)),
+            ("forward_stage_4", partial(self._stage, 1)),
             ("denoise", self._denoise),
         ):
             wrap_method(vae.decoder, name, key, around, order=_ORDER)
@@ -128,25 +128,17 @@ class DecoderRows:
 
     # -- The following methods run on the tiles of a tiled decode. Each takes and returns all rows of a tile.
 
-    def _first_stages(self, call: Callable[..., Any], decoder: Any, z: Tensor, /) -> Tensor:
-        return self._stage(lambda x: call(decoder, x), z, 0)
-
-    def _last_stage(self, call: Callable[..., Any], decoder: Any, x: Tensor, /, **options: Any) -> Tensor:
-        return self._stage(lambda x: call(decoder, x, **options), x, 1)
-
-    def _stage(self, call: Callable[[Tensor], Tensor], x: Tensor, before: int) -> Tensor:
-        """Return ``call(x)``, computed with sharded rows and gathered.
+    def _stage(self, before: int, call: Callable[..., Tensor], decoder: Any, x: Tensor, /, **options: Any) -> Tensor:
+        """Return ``call(decoder, x)``, tokens ``[B, T, H, W, C]``, computed with sharded rows and gathered.
 
         Args:
-            call: Returns tokens ``[B, T, H, W, C]``.
-            x: Latents, or tokens.
             before: Row dim of a video minus row dim of ``x``: 0 for latents, 1 for tokens.
         """
         if self._dim is None or self._layout is not None or x.shape[self._dim - before] < self.ranks.size:
-            return call(x)
+            return call(decoder, x, **options)
         rows = RowTag(self._dim - before, even(x.shape[self._dim - before], self.ranks.size))
         with self._sharded(rows.layout):
-            tokens = call(part_of(x, rows, self.ranks))
+            tokens = call(decoder, part_of(x, rows, self.ranks), **options)
         scale = tokens.shape[self._dim - 1] // rows.layout[self.ranks.index]
         return gather(tokens, RowTag(self._dim - 1, _times(rows.layout, scale)), self.ranks)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -160,12 +160,6 @@ def unparallelize_vae(vae: Vae) -> Vae:
     return vae
 
 
-def _generators_in(values: Iterable[Any]) -> list[torch.Generator]:
-    """Return the random generators among ``values``, and among the entries of lists in them."""
-    flat = [x for value in values for x in (value if isinstance(value, (list, tuple)) else [value])]
-    return [x for x in flat if isinstance(x, torch.Generator)]
-
-
 def _parts(vae: nn.Module) -> list[nn.Module]:
     parts = [getattr(vae, name, None) for name in ("encoder", "decoder")]
     return [*[part for part in parts if isinstance(part, nn.Module)], *window_attentions(vae)]
@@ -242,7 +236,7 @@ class _VaeRun:
             if self.method == "tiled" or self.adapter.only_tiled:
                 raise RuntimeError(_NO_TILES_IN_GRAPHS)
             return self.graphs[way](*args, **kwargs)
-        self.check(vae, args[0], _generators_in([*args[1:], *kwargs.values()]))
+        self.check(vae, args[0], [*args[1:], *kwargs.values()])
         self.places = self.places or places_of_all(self.mesh)
         with torch.no_grad(), random_state_of_first_rank(self.mesh) as token, reasons_shared(token, self.places):
             return self.computed(vae, call, way, *args, **kwargs)
@@ -352,7 +346,7 @@ class _VaeRun:
             self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)
 
-    def check(self, vae: Any, x: Tensor, generators: Sequence[torch.Generator]) -> None:
+    def check(self, vae: Any, x: Tensor, others: Sequence[Any]) -> None:
         """Raise on every rank if a rank cannot run this call, or if inputs or settings differ between ranks."""
         problem: Exception | None = None
         if x.requires_grad and torch.is_grad_enabled():
@@ -369,6 +363,8 @@ class _VaeRun:
         values = x if x.nbytes <= _MAX_COMPARED else x.flatten()[:: -(-x.nbytes // _MAX_COMPARED)]
         tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
         record = {"sample": f"{list(x.shape)} {describe(values)}", "tiling": repr(sorted(tiling.items()))}
+        listed = [item for value in others for item in (value if isinstance(value, (list, tuple)) else [value])]
+        generators = [item for item in listed if isinstance(item, torch.Generator)]
         if generators:
             record["generators"] = describe(generators)
         check_consistent(problem or signature(record), self.mesh, explain=self.explain)

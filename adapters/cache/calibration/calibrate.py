@@ -75,6 +75,8 @@ def calibrate_cache(
         ImportError: A package that the metric needs is not installed.
         RuntimeError: The weights that ``"lpips"`` needs cannot be loaded.
     """
+    from tqdm.auto import tqdm
+
     calls = _calls(prompts, call)
     if (target is None) == (computed_steps is None):
         raise ValueError(f"target is {target} and computed_steps is {computed_steps}; give one of them.")
@@ -98,7 +100,8 @@ def calibrate_cache(
     mesh = mesh_of(pipe) or one_guided_rank("cpu")
     rounds = 2 + (tries if thresholds is None else len(thresholds))
     with ExitStack() as stack:
-        bar = stack.enter_context(_progress_bar(len(calls) * rounds + 2, shown=progress and mesh.rank == 0))
+        hidden = not progress or mesh.rank != 0
+        bar = stack.enter_context(tqdm(total=len(calls) * rounds + 2, desc="calibrating", disable=hidden))
         stack.enter_context(_quiet(pipe))
         trial = Trial(pipe, calls, seed, image_metrics, mesh, bar)
 
@@ -184,12 +187,6 @@ def _calls(prompts: str | Sequence[str | Mapping[str, Any]], call: Mapping[str, 
         if any(name in arguments for arguments in calls):
             raise ValueError(f"{name} was given; calibrate_cache chooses it, to compare images. Leave it out.")
     return calls
-
-
-def _progress_bar(total: int, *, shown: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, desc="calibrating", disable=not shown)
 
 
 @contextmanager
