@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime import _allocation
 
 from para_core.kernels import attention as portable
-from para_core.kernels import attention_configs, attention_hopper, tune, tune_hopper
+from para_core.kernels import attention_configs, attention_hopper, tune
 from para_core.kernels.attention_configs import HOPPER, INTERPRETED, TABLE, ConfigKey, cache_file, keep, tuned
 from para_core.kernels.attention_hopper import takes
 from tests.kernels.attention_cases import by_formula, check_lse, error, make, ranges
@@ -218,16 +218,14 @@ def clock_with(hopper_ms):
 )
 def test_tuning_keeps_hopper_tier_if_exact_and_faster(milliseconds, right, expected):
     case = replace(CASE, tier="portable")
-    fastest = tune_hopper.faster(
-        case, TABLE[case], clock_with(milliseconds), lambda case, config: config.specialized in right
-    )
+    fastest = tune.faster(case, TABLE[case], clock_with(milliseconds), lambda case, config: config.specialized in right)
     assert fastest == (None if expected is None else HOPPER[64][expected])
 
 
 def test_tuning_compares_whole_parts_lengths_and_continuing_calls(on_the_cpu, monkeypatch):
     tensors = tensors_of(4, 20, heads=1, key_heads=1)
     for case in (CASE, replace(CASE, is_causal=True)):
-        assert tune_hopper.computes_the_same(case, INTERPRETED, INTERPRETED, *tensors)
+        assert tune.computes_the_same(case, INTERPRETED, INTERPRETED, *tensors)
     attend = tune.attend
 
     def wrong(index):
@@ -241,8 +239,8 @@ def test_tuning_compares_whole_parts_lengths_and_continuing_calls(on_the_cpu, mo
         return call
 
     for index in range(4):
-        monkeypatch.setattr(tune_hopper, "attend", wrong(index))
-        assert not tune_hopper.computes_the_same(CASE, INTERPRETED, INTERPRETED, *tensors)
+        monkeypatch.setattr(tune, "attend", wrong(index))
+        assert not tune.computes_the_same(CASE, INTERPRETED, INTERPRETED, *tensors)
 
 
 def test_on_another_gpu_tuning_says_so(capsys, monkeypatch):
