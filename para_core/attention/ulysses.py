@@ -84,21 +84,16 @@ class Heads:
         """Split each rank's heads into ``chunks`` parts, and return one :class:`Heads` per part."""
         return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
 
-    def is_grouped(self, rank: int) -> bool:
-        """Whether the query heads of ``rank`` form groups of equal size, and group i uses key head i of the rank."""
-        (start, count), (_, num_keys) = self.of_query[rank], self.of_key[rank]
-        group = self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
-        return start % group == 0 and count == num_keys * group
-
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
         """Return the index of the key head of each query head of ``rank``; None if the heads are grouped evenly.
 
-        Both kinds of heads are counted from 0 on that rank.
+        Both kinds of heads are counted from 0 on that rank. Heads are grouped evenly if query heads form groups of
+        equal size, and group i uses key head i.
         """
-        if self.is_grouped(rank):
+        (start, count), (first_key, num_keys) = self.of_query[rank], self.of_key[rank]
+        group = self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+        if start % group == 0 and count == num_keys * group:
             return None
-        (start, count), (first_key, _) = self.of_query[rank], self.of_key[rank]
-        group = self.num_heads // self.num_kv_heads
         return torch.arange(start, start + count, device=device) // group - first_key
 
 
@@ -132,11 +127,6 @@ class UlyssesPlan:
         """Return the number of tokens in a block, including replicated ones."""
         return sum(self.token_sizes(layout)) + num_replicated(layout)
 
-    def token_runs(self, layout: SequenceLayout) -> tuple[Run, ...]:
-        """Return where the sharded tokens of each Ulysses rank are in a block, as runs ``(start, length)``."""
-        sizes = self.token_sizes(layout)
-        return tuple(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
-
     def transfer(
         self,
         layouts: Sequence[SequenceLayout],
@@ -161,7 +151,8 @@ class UlyssesPlan:
         index, ranks = self.mesh.ulysses.index, self.mesh.ulysses.size
         local, block = [], []
         for layout, of_peers in zip(layouts, heads, strict=True):
-            tokens, own_heads = self.token_runs(layout), ((0, of_peers[index][1]),) * ranks
+            sizes, own_heads = self.token_sizes(layout), ((0, of_peers[index][1]),) * ranks
+            tokens = tuple(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
             local.append(PeerSlices(((0, tokens[index][1]),) * ranks, of_peers))
             block.append(PeerSlices(tokens, own_heads))
         if num_common is not None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 
 
@@ -34,18 +34,11 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
         blocks = [sizes[first : first + width] for first in range(0, layout.ranks, width)]
         ring_block = all_gather(part, blocks[mesh.ring.index], dim, mesh.ulysses)
         rank_by_rank = all_gather(ring_block, [sum(block) for block in blocks], dim, mesh.ring)
-        gathered.append(
-            _in_sequence_order(rank_by_rank, dim, segment, layout.ranks) if segment.balanced else rank_by_rank
-        )
+        if segment.balanced:
+            # The result has the front part and the back part of each rank, rank by rank.
+            runs = [run for rank in range(layout.ranks) for run in segment.runs(rank, layout.ranks)]
+            halves = rank_by_rank.split([length for _, length in runs], dim=dim)
+            rank_by_rank = torch.cat([*halves[0::2], *reversed(halves[1::2])], dim=dim)
+        gathered.append(rank_by_rank)
     # Return a contiguous tensor, as models do, because a loss may call view(-1, C) on the output.
     return (gathered[0] if len(gathered) == 1 else torch.cat(gathered, dim=dim)).contiguous()
-
-
-def _in_sequence_order(x: Tensor, dim: int, segment: Segment, ranks: int) -> Tensor:
-    """Reorder the tokens of a balanced segment to the order of the sequence.
-
-    Along ``dim``, ``x`` contains the front part and the back part of each rank, rank by rank.
-    """
-    lengths = [length for rank in range(ranks) for _, length in segment.runs(rank, ranks)]
-    parts = x.split(lengths, dim=dim)
-    return torch.cat([*parts[0::2], *reversed(parts[1::2])], dim=dim)

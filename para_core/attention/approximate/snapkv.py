@@ -51,7 +51,11 @@ def select_keys(
         rows = _of_all_ranks(mask, observed, plan)
     runs = _counted_runs(plan, plan.dim.index)
     counted = _rows_of(_positions(runs, key.device), _positions(plan.key_runs(0), key.device))
-    logits = _logits(queries, _of_query_heads(key.index_select(2, counted), query, heads), plan.spec.scale)
+    keys = expand(key.index_select(2, counted), heads)
+    if keys.shape[1] != query.shape[1]:  # Equally many consecutive query heads share each key head.
+        keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
+    dtype, scale = lse_dtype(queries), query.shape[-1] ** -0.5 if plan.spec.scale is None else plan.spec.scale
+    logits = (queries.to(dtype) * scale) @ keys.to(dtype).mT
     if rows is not None:
         rows = columns(rows, runs)
         logits = logits.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else logits + rows
@@ -65,33 +69,9 @@ def select_keys(
     votes = all_gather(votes, [sum([length for _, length in of_rank]) for of_rank in runs_of_ranks], 2, dim)
     order = _positions([run for of_rank in runs_of_ranks for run in of_rank], query.device)
     votes = torch.empty_like(votes).index_copy_(2, order, votes)
-    return _most(votes, ceil(kept.share * votes.shape[2]))
-
-
-def _of_query_heads(key: Tensor, query: Tensor, heads: Tensor | None) -> Tensor:
-    """Return ``key``, ``[B, H_k, S, D]``, expanded to one head per query head.
-
-    Query head i gets key head ``heads[i]``. If ``heads`` is None, equally many consecutive query heads share each key
-    head, as in grouped-query attention.
-    """
-    if heads is not None or key.shape[1] == query.shape[1]:
-        return expand(key, heads)
-    return key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-
-
-def _most(votes: Tensor, number: int) -> Tensor:
-    """Return a bool tensor that is True at the ``number`` largest votes along the last dim.
-
-    Of equal votes the first wins.
-    """
-    chosen = votes.sort(dim=-1, descending=True, stable=True).indices[..., :number]
-    return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, chosen, True)
-
-
-def _logits(query: Tensor, key: Tensor, scale: float | None) -> Tensor:
-    dtype = lse_dtype(query)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return (query.to(dtype) * scale) @ key.to(dtype).mT
+    # The sort is stable, so of equal votes the first wins.
+    largest = votes.sort(dim=-1, descending=True, stable=True).indices[..., : ceil(kept.share * votes.shape[2])]
+    return torch.zeros_like(votes, dtype=torch.bool).scatter_(-1, largest, True)
 
 
 def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
