@@ -305,7 +305,11 @@ class BlockGradients:
             piece.grad_query.add_(grad_query)
             for total, grad in zip(grads, grad_block, strict=True):
                 put(total, 2, tile.runs, grad, self._heads)
-            piece.add_to_mask(grad_mask, tile.positions)
+            if piece.grad_mask is not None and grad_mask is not None:
+                if piece.grad_mask.shape[3] == 1:
+                    piece.grad_mask.add_(grad_mask.sum_to_size(piece.grad_mask.shape))
+                else:
+                    put(piece.grad_mask, 3, tile.positions, grad_mask)
         return [order.restore(grad) for grad in grads]
 
     def result(self) -> tuple[Tensor, Tensor | None]:
@@ -331,12 +335,3 @@ class _QueryGroup:
     mask: Tensor | None
     grad_query: Tensor
     grad_mask: Tensor | None
-
-    def add_to_mask(self, grad: Tensor | None, positions: Sequence[Run]) -> None:
-        """Add ``grad``, ``[B, H, S_q, S_k]``, to the columns at ``positions`` of ``grad_mask``, if both exist."""
-        if self.grad_mask is None or grad is None:
-            return
-        if self.grad_mask.shape[3] == 1:
-            self.grad_mask.add_(grad.sum_to_size(self.grad_mask.shape))
-        else:
-            put(self.grad_mask, 3, positions, grad)

@@ -208,14 +208,18 @@ def _choose_packing(
         by_kernel: Whether a Triton kernel may be used.
     """
     out_groups, in_groups = of.groups
-    if of.wire is not None:
+    wire = of.wire
+    if wire is not None:
         if any(slices.may_overlap for slices in of.arriving):
             raise ValueError(
                 "slices of several peers overlap in a result; only what travels unrounded can be added up."
             )
         sizes = _output_sizes(of.arriving, shapes)
         sent, arriving = _regions(of, of.sent, shapes, widths), _regions(of, of.arriving, shapes, widths)
-        return (partial(_pack_rounded, of.wire, sent, numel), partial(_unpack_rounded, of.wire, arriving, sizes, dtype))
+        return (
+            lambda tensors: wire.pack(list(tensors), sent, numel),
+            lambda buffer: wire.unpack(buffer.view(-1), arriving, sizes, dtype),
+        )
     same_width = of.one_table and all(width == widths[0] for width in widths)
     pack: Pack
     if by_kernel and (len(shapes) > 1 or not (same_width and len(out_groups) == 1)):
@@ -341,16 +345,6 @@ def _pack_by_kernel(regions: list[int], numel: int, tensors: Sequence[Tensor]) -
 def _unpack_by_kernel(regions: list[int], sizes: list[int], buffer: Tensor) -> Sequence[Tensor]:
     tensors: Sequence[Tensor] = torch.ops.para_core.unpack.default(buffer.view(-1), regions, sizes)
     return tensors
-
-
-def _pack_rounded(wire: WireFormat, regions: list[int], numel: int, tensors: Sequence[Tensor]) -> Tensor:
-    return wire.pack(list(tensors), regions, numel)
-
-
-def _unpack_rounded(
-    wire: WireFormat, regions: list[int], sizes: list[int], dtype: torch.dtype, buffer: Tensor
-) -> Sequence[Tensor]:
-    return wire.unpack(buffer.view(-1), regions, sizes, dtype)
 
 
 def _output_sizes(arriving: Sequence[PeerSlices], shapes: Sequence[Sequence[int]]) -> list[int]:
