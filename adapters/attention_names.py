@@ -8,7 +8,7 @@ with its own equivalent of the chosen backend. Written for diffusers 0.42.1, ``m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import nn
 from para_core.adapters.registry import plan_for
 from para_core.attention.backend_selection import Backend
 from para_core.attention.libraries import require_library
+from para_core.instance_patching import submodules_of
 from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import AttentionByHeads
 from para_core.plans.region import region_of
@@ -42,7 +43,7 @@ TRANSLATED: Mapping[str, Backend | None] = {
 }
 
 
-class _Setting(NamedTuple):
+class ProcessorBackend(NamedTuple):
     """The backend of diffusers that one attention processor uses."""
 
     path: str
@@ -57,9 +58,9 @@ class _Setting(NamedTuple):
         return TRANSLATED.get(self.name)
 
 
-def refuse_unseen_attention(module: nn.Module, name: str, sequence_ranks: int) -> None:
+def refuse_unseen_attention(settings: Sequence[ProcessorBackend], name: str, sequence_ranks: int) -> None:
     """Refuse an attention backend of diffusers that has no equivalent in para_core."""
-    for setting in _settings(module):
+    for setting in settings:
         if setting.name not in (*_SEEN, *TRANSLATED):
             raise RuntimeError(
                 f"{name} attends with diffusers' backend {setting.name!r} in {setting.path!r}, which does not call "
@@ -70,9 +71,9 @@ def refuse_unseen_attention(module: nn.Module, name: str, sequence_ranks: int) -
         require_library(setting.backend)
 
 
-def refuse_mixed_attention(module: nn.Module, name: str) -> None:
+def refuse_mixed_attention(settings: Sequence[ProcessorBackend], name: str) -> None:
     """Refuse several attention backends of diffusers in one transformer."""
-    for kind in _by_kind(module):
+    for kind in _by_kind(settings):
         other = next((setting for setting in kind if setting.name not in _SEEN), None)
         odd = next((setting for setting in kind if other is not None and setting.backend != other.backend), None)
         if other is not None and odd is not None:
@@ -83,10 +84,10 @@ def refuse_mixed_attention(module: nn.Module, name: str) -> None:
             )
 
 
-def refuse_attention_named_twice(module: nn.Module, name: str) -> None:
+def refuse_attention_named_twice(settings: Sequence[ProcessorBackend], module: nn.Module, name: str) -> None:
     """Refuse an attention backend of diffusers that contradicts the backend= or cross_backend= of para_core."""
     region = region_of(module)
-    for kind in _by_kind(module):
+    for kind in _by_kind(settings):
         other = next((setting for setting in kind if setting.name not in _SEEN), None)
         if region is None or other is None:
             continue
@@ -101,7 +102,7 @@ def refuse_attention_named_twice(module: nn.Module, name: str) -> None:
 
 def require_native_attention(module: nn.Module, name: str) -> None:
     """Raise ``ValueError`` if ``module`` follows an attention schedule and diffusers names a backend for it as well."""
-    other = next((setting for setting in _settings(module) if setting.name not in _SEEN), None)
+    other = next((setting for setting in processor_backends(module) if setting.name not in _SEEN), None)
     if other is not None:
         raise ValueError(
             f"{name} attends with diffusers' backend {other.name!r} in {other.path!r}, and backend= is an "
@@ -109,9 +110,8 @@ def require_native_attention(module: nn.Module, name: str) -> None:
         )
 
 
-def _by_kind(module: nn.Module) -> list[list[_Setting]]:
+def _by_kind(settings: Sequence[ProcessorBackend]) -> list[list[ProcessorBackend]]:
     """Return two lists: the settings of the self-attention and of the cross-attention processors."""
-    settings = _settings(module)
     return [[setting for setting in settings if setting.crosses == crosses] for crosses in (False, True)]
 
 
@@ -122,7 +122,8 @@ def attention_by_name(module: nn.Module) -> dict[str, str]:
         return {}
     options = {**region.options.by_name, "cross_backend": str(region.cross_backend)}
     if region.mesh.ranks > 1:
-        options["diffusers' attention backend"] = ", ".join(sorted({x.name for x in _settings(module)})) or "native"
+        names = sorted({backend.name for backend in processor_backends(module)})
+        options["diffusers' attention backend"] = ", ".join(names) or "native"
     return options
 
 
@@ -134,7 +135,8 @@ def translated_attention(module: nn.Module) -> Iterator[None]:
     rank, where diffusers' own backends run.
     """
     region = region_of(module)
-    others = [] if region is None or region.mesh.ranks == 1 else [x for x in _settings(module) if x.name not in _SEEN]
+    backends = [] if region is None or region.mesh.ranks == 1 else processor_backends(module)
+    others = [backend for backend in backends if backend.name not in _SEEN]
     if region is None or not others:
         yield
         return
@@ -154,15 +156,23 @@ def translated_attention(module: nn.Module) -> Iterator[None]:
         region.use(options, cross)
 
 
-def _settings(module: nn.Module) -> list[_Setting]:
+def processor_backends(module: nn.Module) -> list[ProcessorBackend]:
     """Return the backend of each processor; empty if all processors call scaled_dot_product_attention."""
+    backends = {x._attention_backend for x in processors_of(module) if hasattr(x, "_attention_backend")}
+    return [] if set(map(_name_of, backends)) <= set(_SEEN) else _backends_by_path(module)
+
+
+def processors_of(module: nn.Module) -> list[Any]:
+    """Return the attention processors of ``module`` and of all modules inside it.
+
+    Called several times per call of a model, so it makes no Python call per module.
+    """
     # Read the dicts directly: getattr() is slow on the many modules that have no processor.
-    processors: list[Any] = [vars(x).get("processor") or x._modules.get("processor") for x in module.modules()]
-    names = {_name_of(x._attention_backend) for x in processors if hasattr(x, "_attention_backend")}
-    return [] if names <= set(_SEEN) else _settings_by_path(module)
+    processors: list[Any] = [x.__dict__.get("processor") or x._modules.get("processor") for x in submodules_of(module)]
+    return [processor for processor in processors if processor is not None]
 
 
-def _settings_by_path(module: nn.Module) -> list[_Setting]:
+def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
     settings, by_heads, crossing = [], set(), set()
     plan = plan_for(module)
     for pattern, attention in () if plan is None else plan.attention.items():
@@ -175,7 +185,7 @@ def _settings_by_path(module: nn.Module) -> list[_Setting]:
     for path, submodule in module.named_modules():
         processor: Any = getattr(submodule, "processor", None)
         if path not in by_heads and hasattr(processor, "_attention_backend"):
-            settings.append(_Setting(path, processor, _name_of(processor._attention_backend), path in crossing))
+            settings.append(ProcessorBackend(path, processor, _name_of(processor._attention_backend), path in crossing))
     return settings
 
 

@@ -191,6 +191,19 @@ def has_compiled_parts(module: Any) -> bool:
     return ModuleTree(module).has_compiled_parts()
 
 
+def submodules_of(module: nn.Module) -> list[nn.Module]:
+    """Return ``module`` and all modules inside it, without a Python call per module. Parents come first.
+
+    A module that two parents share is listed twice.
+    """
+    modules: list[nn.Module] = [module]
+    # The loop appends to the list that it iterates over, which is faster than module.modules().
+    for submodule in modules:
+        children = submodule.__dict__[SUBMODULES].values()
+        modules.extend(children if None not in children else [child for child in children if child is not None])
+    return modules
+
+
 class ModuleTree:
     """A snapshot of ``module`` and all modules inside it, which can detect changes at every call of the model.
 
@@ -198,14 +211,10 @@ class ModuleTree:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        modules: list[nn.Module] = [module]
-        # The loop appends to the list that it iterates over, which is faster than module.modules().
-        for submodule in modules:
-            modules.extend([child for child in submodule.__dict__[SUBMODULES].values() if child is not None])
-        self._states = [submodule.__dict__ for submodule in modules]
+        self._states = [submodule.__dict__ for submodule in submodules_of(module)]
         self._child_dicts = [state[SUBMODULES] for state in self._states]
         self._children = self._children_now()
-        self._holds_compiled_module = any(ORIGINAL_MODULE in children for children in self._child_dicts)
+        self._holds_compiled_module = any(map(dict.__contains__, self._child_dicts, repeat(ORIGINAL_MODULE)))
 
     def _children_now(self) -> list[nn.Module | None]:
         return list(chain.from_iterable(map(dict.values, self._child_dicts)))

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from para_core.adapters.attention_names import processors_of
 from para_core.adapters.registry import supported
 from para_core.adapters.weights.sharded_component import mesh_of_diffusers
 from para_core.cache.attachment import foreign_cache
-from para_core.instance_patching import has_compiled_parts, original_class
+from para_core.instance_patching import has_compiled_parts, original_class, submodules_of
 
 # Functions by which a processor computes attention scores without SDPA, as in diffusers before PyTorch 2.
 _OWN_SCORES = {"get_attention_scores", "memory_efficient_attention", "baddbmm", "bmm"}
@@ -20,17 +21,24 @@ _SDPA = {"scaled_dot_product_attention", "dispatch_attention_fn"}
 def refuse_scores_of_processor(module: nn.Module, name: str, sequence_ranks: int) -> None:
     """Refuse an attention processor that computes scores itself."""
     # Check all processors, because one that computes scores may stand among others that call SDPA.
-    for path, submodule in module.named_modules():
-        cls: Any = type(getattr(submodule, "processor", None))
-        call = next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
-        names = set(getattr(getattr(call, "__code__", None), "co_names", ()))
-        if names & _OWN_SCORES and not names & _SDPA:
-            raise RuntimeError(
-                f"{name} attends with the processor {cls.__name__} in {path!r}, which does not call "
-                f"scaled_dot_product_attention: each of {sequence_ranks} ranks would attend to its own tokens only. "
-                f"Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), from "
-                "diffusers.models.attention_processor."
-            )
+    refused = {cls for cls in set(map(type, processors_of(module))) if _computes_scores(cls)}
+    if not refused:
+        return
+    processors = ((path, type(getattr(part, "processor", None))) for path, part in module.named_modules())
+    path, cls = next((path, cls) for path, cls in processors if cls in refused)
+    raise RuntimeError(
+        f"{name} attends with the processor {cls.__name__} in {path!r}, which does not call "
+        f"scaled_dot_product_attention: each of {sequence_ranks} ranks would attend to its own tokens only. "
+        f"Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), from "
+        "diffusers.models.attention_processor."
+    )
+
+
+def _computes_scores(processor: type) -> bool:
+    """Return whether a class of processors computes attention scores itself, by the names that its code uses."""
+    call = next((vars(base)["__call__"] for base in processor.__mro__ if "__call__" in vars(base)), None)
+    names = set(getattr(getattr(call, "__code__", None), "co_names", ()))
+    return bool(names & _OWN_SCORES) and not names & _SDPA
 
 
 def refuse_cache_of_diffusers(module: nn.Module, name: str) -> None:
@@ -83,6 +91,9 @@ _UNKNOWN = "it may need tokens of other ranks. Remove it, or unparallelize_pipe(
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield every hook that diffusers registered on ``module`` or a submodule, with the path of that submodule."""
+    # Few models have hooks, and named_modules() makes several Python calls per module.
+    if not [part for part in submodules_of(module) if "_diffusers_hook" in part.__dict__]:
+        return
     for path, submodule in module.named_modules():
         registry: Any = submodule.__dict__.get("_diffusers_hook")
         for hook in () if registry is None else registry.hooks.values():

@@ -14,6 +14,7 @@ from typing import Any
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.attention_names import (
+    processor_backends,
     refuse_attention_named_twice,
     refuse_mixed_attention,
     refuse_unseen_attention,
@@ -167,9 +168,10 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
             refuse_compiled_unet(module, name, model.called)
         if mesh.sequence.ranks > 1:
             refuse_compiled_weights_of_diffusers(module, name, model.called)
-            refuse_unseen_attention(module, name, mesh.sequence.ranks)
-            refuse_mixed_attention(module, name)
-            refuse_attention_named_twice(module, name)
+            backends = processor_backends(module)
+            refuse_unseen_attention(backends, name, mesh.sequence.ranks)
+            refuse_mixed_attention(backends, name)
+            refuse_attention_named_twice(backends, module, name)
             # UNets need no check of processors: their matrix products of sharded rows are intercepted too, so any
             # processor works.
             if not model.is_unet:

@@ -13,7 +13,15 @@ import torch
 from torch import nn
 
 from para_core.cache.blocks import BlockRole
-from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike, wrap_method, wrapper
+from para_core.instance_patching import (
+    Around,
+    WrapperPriority,
+    submodules_of,
+    unwrap,
+    wrap_alike,
+    wrap_method,
+    wrapper,
+)
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
@@ -217,7 +225,7 @@ def foreign_cache(module: nn.Module) -> str | None:
     config: Any = getattr(module, "_cache_config", None)
     if config is not None:
         return type(config).__name__
-    for part in module.modules():
+    for part in submodules_of(module):
         registry: Any = part.__dict__.get("_diffusers_hook")
         for hook in () if registry is None else registry.hooks.values():
             # Look for hooks too, because apply_first_block_cache(transformer, ...) and similar functions set no
