@@ -110,18 +110,16 @@ _SHORT = {
 
 AUDIO_PIPELINES: dict[str, TinyPipeline] = {
     "stable audio": TinyPipeline(
-        stable_audio, {**TEXT, **dict.fromkeys(("attention_mask", "negative_attention_mask"), torch.ones(1, 9).long())}
+        stable_audio, TEXT, dict.fromkeys(("attention_mask", "negative_attention_mask"), torch.ones(1, 9).long())
     ),
-    "longcat-audio": TinyPipeline(longcat_audio, {"audio_duration_s": 13.5, "negative_prompt": "a blue square"}),
-    "ace-step": TinyPipeline(ace_step, {"audio_duration": 13.5, "lyrics": "a small green square"}),
+    "longcat-audio": TinyPipeline(longcat_audio, audio_duration_s=13.5, negative_prompt="a blue square"),
+    "ace-step": TinyPipeline(ace_step, audio_duration=13.5, lyrics="a small green square"),
     "stable audio 3": TinyPipeline(
         stable_audio3,
-        {
-            **_SHORT,
-            "guidance_scale": 3.0,
-            "negative_prompt_embeds": TEXT["negative_prompt_embeds"],
-            "negative_encoder_attention_mask": _MASKS["negative_prompt_mask"],
-        },
+        _SHORT,
+        guidance_scale=3.0,
+        negative_prompt_embeds=TEXT["negative_prompt_embeds"],
+        negative_encoder_attention_mask=_MASKS["negative_prompt_mask"],
     ),
     "stable audio 3, sound": TinyPipeline(
         lambda: stable_audio3("StableAudio3AudioToAudioPipeline"),

@@ -88,8 +88,7 @@ _COSMOS3 = {**VIDEO, "use_system_prompt": False}
 
 COSMOS_PIPELINES: dict[str, TinyPipeline] = {
     "cosmos": TinyPipeline(
-        lambda: cosmos("CosmosTextToWorldPipeline", vae=None, scheduler=EDMEulerScheduler()),
-        {**VIDEO, "num_frames": 17, **TEXT},
+        lambda: cosmos("CosmosTextToWorldPipeline", vae=None, scheduler=EDMEulerScheduler()), VIDEO, TEXT, num_frames=17
     ),
     # Each CFG branch has its own noise in the given frames.
     "cosmos, video": TinyPipeline(
@@ -118,14 +117,13 @@ COSMOS_PIPELINES: dict[str, TinyPipeline] = {
         ),
         {**VIDEO, **TEXT, "image": IMAGE},
     ),
-    "cosmos 2.5": TinyPipeline(cosmos25, {**VIDEO, **TEXT}),
-    "cosmos 2.5, image": TinyPipeline(cosmos25, {**VIDEO, **TEXT, "image": IMAGE}),
-    "cosmos 2.5, video": TinyPipeline(cosmos25, {**VIDEO, **TEXT, "video": FRAMES}),
+    "cosmos 2.5": TinyPipeline(cosmos25, VIDEO, TEXT),
+    "cosmos 2.5, image": TinyPipeline(cosmos25, VIDEO, TEXT, image=IMAGE),
+    "cosmos 2.5, video": TinyPipeline(cosmos25, VIDEO, TEXT, video=FRAMES),
     # Two parts, the second with the end of the first as its condition.
     "cosmos 2.5, transfer": TinyPipeline(
-        cosmos25_transfer,
-        {**VIDEO, **TEXT, "num_frames": 13, "num_frames_per_chunk": 9, "controls": random_video(13, 48, 80)},
+        cosmos25_transfer, VIDEO, TEXT, num_frames=13, num_frames_per_chunk=9, controls=random_video(13, 48, 80)
     ),
     "cosmos 3": TinyPipeline(cosmos3, _COSMOS3),
-    "cosmos 3, video": TinyPipeline(cosmos3, {**_COSMOS3, "video": FRAMES, "condition_frame_indexes_vision": (0,)}),
+    "cosmos 3, video": TinyPipeline(cosmos3, _COSMOS3, video=FRAMES, condition_frame_indexes_vision=(0,)),
 }

@@ -136,26 +136,24 @@ def bria_fibo(cls: str = "BriaFiboPipeline") -> Any:
 _FIBO = {"height": 96, "width": 160, "negative_prompt": "a blue square"}
 
 EDIT_PIPELINES: dict[str, TinyPipeline] = {
-    "z-image omni": TinyPipeline(z_image_omni, {**SMALL, **_parts_of_prompts((9,), (5,))}),
+    "z-image omni": TinyPipeline(z_image_omni, SMALL, _parts_of_prompts((9,), (5,))),
     "z-image omni, image": TinyPipeline(
-        z_image_omni, {**SMALL, **_parts_of_prompts((5, 9, 3), (5, 4, 3)), "image": [random_image(64, 72)]}
+        z_image_omni, SMALL, _parts_of_prompts((5, 9, 3), (5, 4, 3)), image=[random_image(64, 72)]
     ),
-    "joyimage": TinyPipeline(joyimage, {**SIZE, **TEXT, **_MASKS}),
-    "joyimage, image": TinyPipeline(joyimage, {**SIZE, **TEXT, **_MASKS, "image": IMAGE}),
-    "joyimage plus": TinyPipeline(joyimage_plus, {**SIZE, "images": [IMAGE, random_image(48, 80, seed=2)]}),
+    "joyimage": TinyPipeline(joyimage, SIZE, TEXT, _MASKS),
+    "joyimage, image": TinyPipeline(joyimage, SIZE, TEXT, _MASKS, image=IMAGE),
+    "joyimage plus": TinyPipeline(joyimage_plus, SIZE, images=[IMAGE, random_image(48, 80, seed=2)]),
     # Rewriting prompts is Qwen's work alone.
-    "longcat-image": TinyPipeline(longcat_image, {**SMALL, "enable_prompt_rewrite": False}),
-    "longcat-image, editing": TinyPipeline(longcat_image_edit, {"image": IMAGE}),
+    "longcat-image": TinyPipeline(longcat_image, SMALL, enable_prompt_rewrite=False),
+    "longcat-image, editing": TinyPipeline(longcat_image_edit, image=IMAGE),
     "omnigen": TinyPipeline(omnigen, SIZE),
     # Three branches: of text and image, of neither, and of the image.
     "omnigen, image": TinyPipeline(
         omnigen,
-        {
-            **SIZE,
-            "prompt": "<img><|image_1|></img> a large red circle",
-            "input_images": [IMAGE],
-            "max_input_image_size": 128,
-        },
+        SIZE,
+        prompt="<img><|image_1|></img> a large red circle",
+        input_images=[IMAGE],
+        max_input_image_size=128,
     ),
     "bria fibo": TinyPipeline(bria_fibo, _FIBO),
     "bria fibo, editing": TinyPipeline(

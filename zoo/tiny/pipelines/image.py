@@ -166,68 +166,61 @@ def _hidream_embeddings() -> dict[str, Any]:
 
 IMAGE_PIPELINES: dict[str, TinyPipeline] = {
     "qwen-image": TinyPipeline(qwen_image, _QWEN),
-    "qwen-image, image": TinyPipeline(
-        lambda: qwen_image("QwenImageImg2ImgPipeline"), {**_QWEN, **_IMAGE, "strength": 0.9}
-    ),
+    "qwen-image, image": TinyPipeline(lambda: qwen_image("QwenImageImg2ImgPipeline"), _QWEN, _IMAGE, strength=0.9),
     "qwen-image, inpainting": TinyPipeline(
-        lambda: qwen_image("QwenImageInpaintPipeline"), {**_QWEN, **_IMAGE, "mask_image": MASK, "strength": 0.9}
+        lambda: qwen_image("QwenImageInpaintPipeline"), _QWEN, _IMAGE, mask_image=MASK, strength=0.9
     ),
     "qwen-image, controlnet": TinyPipeline(
-        lambda: qwen_controlled("QwenImageControlNetPipeline"), {**_QWEN, "control_image": IMAGE}
+        lambda: qwen_controlled("QwenImageControlNetPipeline"), _QWEN, control_image=IMAGE
     ),
     "qwen-image, controlnet, inpainting": TinyPipeline(
         lambda: qwen_controlled("QwenImageControlNetInpaintPipeline", mask_channels=4),
         {**_QWEN, "control_image": IMAGE, "control_mask": MASK},
     ),
-    "qwen-image, editing": TinyPipeline(lambda: qwen_image_edit("QwenImageEditPipeline"), {**_IMAGE, **_QWEN_EDIT}),
+    "qwen-image, editing": TinyPipeline(lambda: qwen_image_edit("QwenImageEditPipeline"), _IMAGE, _QWEN_EDIT),
     "qwen-image, editing, inpainting": TinyPipeline(
-        lambda: qwen_image_edit("QwenImageEditInpaintPipeline"),
-        {**_IMAGE, **_QWEN_EDIT, "mask_image": MASK, "strength": 0.9},
+        lambda: qwen_image_edit("QwenImageEditInpaintPipeline"), _IMAGE, _QWEN_EDIT, mask_image=MASK, strength=0.9
     ),
     "qwen-image, editing two images": TinyPipeline(
-        lambda: qwen_image_edit("QwenImageEditPlusPipeline"),
-        {"image": [IMAGE, random_image(48, 48, seed=2)], **_QWEN_EDIT},
+        lambda: qwen_image_edit("QwenImageEditPlusPipeline"), _QWEN_EDIT, image=[IMAGE, random_image(48, 48, seed=2)]
     ),
     "qwen-image, layers": TinyPipeline(
         lambda: qwen_image_edit("QwenImageLayeredPipeline", layers=True),
-        {
-            **_QWEN_EDIT,
-            "prompt": PROMPT,
-            "image": IMAGE.convert("RGBA"),
-            "layers": 2,
-            "resolution": 1024,
-            "output_type": "pt",
-        },
+        _QWEN_EDIT,
+        prompt=PROMPT,
+        image=IMAGE.convert("RGBA"),
+        layers=2,
+        resolution=1024,
+        output_type="pt",
     ),
     "flux2": TinyPipeline(
-        lambda: flux2("Flux2Pipeline"),
-        {**SIZE, "prompt": None, "prompt_embeds": embeddings(13, 3 * TEXT_WIDTH)["prompt_embeds"]},
+        lambda: flux2("Flux2Pipeline"), SIZE, prompt=None, prompt_embeds=embeddings(13, 3 * TEXT_WIDTH)["prompt_embeds"]
     ),
     "flux2 klein": TinyPipeline(lambda: flux2("Flux2KleinPipeline"), _KLEIN),
     "flux2 klein, inpainting": TinyPipeline(
-        lambda: flux2("Flux2KleinInpaintPipeline"), {**_KLEIN, **_IMAGE, "mask_image": MASK}
+        lambda: flux2("Flux2KleinInpaintPipeline"), _KLEIN, _IMAGE, mask_image=MASK
     ),
     "stable diffusion 3": TinyPipeline(stable_diffusion_3, _SD3),
     "stable diffusion 3, image": TinyPipeline(
-        lambda: stable_diffusion_3("StableDiffusion3Img2ImgPipeline"), {**_SD3, "image": SMALL_IMAGE, "strength": 0.9}
+        lambda: stable_diffusion_3("StableDiffusion3Img2ImgPipeline"), _SD3, image=SMALL_IMAGE, strength=0.9
     ),
     "stable diffusion 3, inpainting": TinyPipeline(
         lambda: stable_diffusion_3("StableDiffusion3InpaintPipeline"),
         {**_SD3, "image": SMALL_IMAGE, "mask_image": SMALL_MASK, "strength": 0.9},
     ),
     "stable diffusion 3, controlnet": TinyPipeline(
-        lambda: stable_diffusion_3("StableDiffusion3ControlNetPipeline"), {**_SD3, "control_image": SMALL_IMAGE}
+        lambda: stable_diffusion_3("StableDiffusion3ControlNetPipeline"), _SD3, control_image=SMALL_IMAGE
     ),
     "stable diffusion 3, controlnet, inpainting": TinyPipeline(
         lambda: stable_diffusion_3("StableDiffusion3ControlNetInpaintingPipeline", mask_channels=1),
         {**_SD3, "control_image": SMALL_IMAGE, "control_mask": SMALL_MASK},
     ),
-    "hidream": TinyPipeline(hidream, {**SMALL, **pooled(), **_hidream_embeddings()}),
+    "hidream": TinyPipeline(hidream, SMALL, pooled(), _hidream_embeddings()),
     "auraflow": TinyPipeline(lambda: tiny_pipe("AuraFlowPipeline", "auraflow", vae=small_vae()), _MASKED),
     "pixart": TinyPipeline(pixart, _PIXART),
     "pixart alpha": TinyPipeline(lambda: pixart("PixArtAlphaPipeline"), _PIXART),
     "pixart, perturbed": TinyPipeline(lambda: pixart("PixArtSigmaPAGPipeline", pag_applied_layers="blocks.1"), _PIXART),
-    "lumina2": TinyPipeline(lambda: tiny_pipe("Lumina2Pipeline", "lumina2", vae=small_vae()), {**_MASKED, **SIZE}),
+    "lumina2": TinyPipeline(lambda: tiny_pipe("Lumina2Pipeline", "lumina2", vae=small_vae()), _MASKED, SIZE),
     "visual cloze": TinyPipeline(
         lambda: visual_cloze("VisualClozePipeline"),
         {**_EXAMPLES, "upsampling_height": 48, "upsampling_width": 80},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -47,18 +46,19 @@ def build_vae(latent_channels: int = LATENT_CHANNELS) -> AutoencoderKL:
     )
 
 
-@dataclass(frozen=True)
 class TinyPipeline:
     """A function that builds a pipeline, and options of a short call.
 
     Args:
-        options: Arguments of the call in addition to those that most pipelines take.
+        tables, options: Arguments of the call in addition to those that most pipelines take; later ones win.
         without: Arguments that most pipelines take and this one does not.
     """
 
-    build: Callable[[], Any]
-    options: dict[str, Any] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
+    def __init__(
+        self, build: Callable[[], Any], *tables: dict[str, Any], without: tuple[str, ...] = (), **options: Any
+    ) -> None:
+        self.build, self.without = build, without
+        self.options = {name: value for table in (*tables, options) for name, value in table.items()}
 
     def call(self, **options: Any) -> dict[str, Any]:
         """Return the arguments of a short call that gives latents: an odd number of few tokens, three steps, a seed."""

@@ -217,19 +217,19 @@ _FIBO_2 = {
 
 SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "z-image": TinyPipeline(lambda: tiny_pipe("ZImagePipeline", "z-image", vae=small_vae()), _Z_IMAGE),
-    "chroma": TinyPipeline(lambda: tiny_pipe("ChromaPipeline", "chroma", vae=small_vae()), {**SMALL, **_MASKED}),
-    "cogview4": TinyPipeline(lambda: tiny_pipe("CogView4Pipeline", "cogview4"), {**SIZE, **TEXT}),
+    "chroma": TinyPipeline(lambda: tiny_pipe("ChromaPipeline", "chroma", vae=small_vae()), SMALL, _MASKED),
+    "cogview4": TinyPipeline(lambda: tiny_pipe("CogView4Pipeline", "cogview4"), SIZE, TEXT),
     "cogview3+": TinyPipeline(
-        lambda: tiny_pipe("CogView3PlusPipeline", "cogview3+", scheduler=CogVideoXDDIMScheduler()), {**SIZE, **TEXT}
+        lambda: tiny_pipe("CogView3PlusPipeline", "cogview3+", scheduler=CogVideoXDDIMScheduler()), SIZE, TEXT
     ),
-    "hunyuanimage": TinyPipeline(hunyuan_image, {**SIZE, **_HUNYUAN_IMAGE}),
-    "hunyuanimage, guided": TinyPipeline(lambda: hunyuan_image(guided=True), {**SIZE, **_HUNYUAN_IMAGE}),
+    "hunyuanimage": TinyPipeline(hunyuan_image, SIZE, _HUNYUAN_IMAGE),
+    "hunyuanimage, guided": TinyPipeline(lambda: hunyuan_image(guided=True), SIZE, _HUNYUAN_IMAGE),
     "ovis": TinyPipeline(
-        lambda: tiny_pipe("OvisImagePipeline", "ovis", vae=small_vae()), {**SMALL, **TEXT, "negative_prompt": None}
+        lambda: tiny_pipe("OvisImagePipeline", "ovis", vae=small_vae()), SMALL, TEXT, negative_prompt=None
     ),
-    "bria": TinyPipeline(lambda: tiny_pipe("BriaPipeline", "bria", vae=small_vae()), {**SMALL, **TEXT}),
-    "kandinsky 5, one image": TinyPipeline(kandinsky5_image, {**SIZE, **_KANDINSKY}),
-    "kandinsky 5": TinyPipeline(kandinsky5_video, {**VIDEO, **_KANDINSKY}),
+    "bria": TinyPipeline(lambda: tiny_pipe("BriaPipeline", "bria", vae=small_vae()), SMALL, TEXT),
+    "kandinsky 5, one image": TinyPipeline(kandinsky5_image, SIZE, _KANDINSKY),
+    "kandinsky 5": TinyPipeline(kandinsky5_video, VIDEO, _KANDINSKY),
     "krea 2": TinyPipeline(
         lambda: tiny_pipe("Krea2Pipeline", "krea 2", vae=wan_vae("AutoencoderKLQwenImage")),
         {**SIZE, "prompt": None, **_of_both("embeds", 9, 3, TEXT_WIDTH, seeds=(0, 1)), **masks("embeds_mask")},
@@ -241,9 +241,9 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         {**VIDEO, **_MASKED},
     ),
     "ernie-image": TinyPipeline(
-        lambda: tiny_pipe("ErnieImagePipeline", "ernie-image", vae=None, config={"patch_size": 1}), {**_Z_IMAGE, **SIZE}
+        lambda: tiny_pipe("ErnieImagePipeline", "ernie-image", vae=None, config={"patch_size": 1}), _Z_IMAGE, SIZE
     ),
-    "prx": TinyPipeline(prx, {**SIZE, **_MASKED, "use_resolution_binning": False}),
+    "prx": TinyPipeline(prx, SIZE, _MASKED, use_resolution_binning=False),
     "dit": TinyPipeline(
         lambda: tiny_pipe(
             "DiTPipeline", "dit", scheduler=DDIMScheduler(), config={"sample_size": 10, "num_embeds_ada_norm": 1000}
@@ -272,16 +272,16 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         {**VIDEO, **_MASKED, "negative_prompt": None},
     ),
     "z-image, image": TinyPipeline(
-        lambda: tiny_pipe("ZImageImg2ImgPipeline", "z-image", vae=small_vae()), {**_Z_IMAGE, **_FROM_IMAGE}
+        lambda: tiny_pipe("ZImageImg2ImgPipeline", "z-image", vae=small_vae()), _Z_IMAGE, _FROM_IMAGE
     ),
     "chroma, image": TinyPipeline(
-        lambda: tiny_pipe("ChromaImg2ImgPipeline", "chroma", vae=small_vae()), {**SMALL, **_MASKED, **_FROM_IMAGE}
+        lambda: tiny_pipe("ChromaImg2ImgPipeline", "chroma", vae=small_vae()), SMALL, _MASKED, _FROM_IMAGE
     ),
     "z-image, inpainting": TinyPipeline(
         lambda: tiny_pipe("ZImageInpaintPipeline", "z-image", vae=small_vae()),
         {**_Z_IMAGE, **_FROM_IMAGE, "mask_image": SMALL_MASK},
     ),
-    "z-image, controlnet": TinyPipeline(z_image_controlled, {**_Z_IMAGE, "control_image": SMALL_IMAGE}),
+    "z-image, controlnet": TinyPipeline(z_image_controlled, _Z_IMAGE, control_image=SMALL_IMAGE),
     "cogview4, control": TinyPipeline(
         lambda: tiny_pipe("CogView4ControlPipeline", "cogview4", config={"in_channels": 8}),
         {**SIZE, **TEXT, "control_image": IMAGE},
@@ -291,25 +291,23 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         {**_MEDIUM, **TEXT, "prior_token_ids": torch.arange(24)[None] % 16},
     ),
     "kandinsky 5, image": TinyPipeline(
-        lambda: kandinsky5_video("Kandinsky5I2VPipeline"), {**VIDEO, **_KANDINSKY, "num_frames": 17, "image": IMAGE}
+        lambda: kandinsky5_video("Kandinsky5I2VPipeline"), VIDEO, _KANDINSKY, num_frames=17, image=IMAGE
     ),
-    "ideogram 4": TinyPipeline(
-        ideogram, {**SIZE, "max_sequence_length": 9, "guidance_schedule": None, "guidance_scale": 3.0}
-    ),
+    "ideogram 4": TinyPipeline(ideogram, SIZE, max_sequence_length=9, guidance_schedule=None, guidance_scale=3.0),
     "hunyuandit": TinyPipeline(hunyuan_dit, _HUNYUAN_DIT),
     "hunyuandit, perturbed": TinyPipeline(
         lambda: hunyuan_dit("HunyuanDiTPAGPipeline", pag_applied_layers="blocks.1"), _HUNYUAN_DIT
     ),
-    "hunyuandit, controlnet": TinyPipeline(hunyuan_dit_controlled, {**_HUNYUAN_DIT, "control_image": IMAGE}),
+    "hunyuandit, controlnet": TinyPipeline(hunyuan_dit_controlled, _HUNYUAN_DIT, control_image=IMAGE),
     "hunyuanimage, refined": TinyPipeline(
-        hunyuan_image_refiner, {**_LARGE, **TEXT, **masks("embeds_mask", torch.int64), "image": random_image(96, 160)}
+        hunyuan_image_refiner, _LARGE, TEXT, masks("embeds_mask", torch.int64), image=random_image(96, 160)
     ),
     "z-image, controlnet, inpainting": TinyPipeline(
         lambda: z_image_controlled("ZImageControlNetInpaintPipeline", channels=9),
         {**_Z_IMAGE, "image": SMALL_IMAGE, "mask_image": SMALL_MASK, "control_image": random_image(24, 40, seed=2)},
     ),
     "kandinsky 5, one image, image": TinyPipeline(
-        lambda: kandinsky5_image("Kandinsky5I2IPipeline", visual_cond=True), {**SIZE, **_KANDINSKY, "image": IMAGE}
+        lambda: kandinsky5_image("Kandinsky5I2IPipeline", visual_cond=True), SIZE, _KANDINSKY, image=IMAGE
     ),
     "bria fibo 2": TinyPipeline(
         lambda: tiny_pipe("BriaFibo2Pipeline", "bria fibo 2", vae=kl_vae("AutoencoderKLFlux2")), _FIBO_2
@@ -319,7 +317,7 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         {**SIZE, **TEXT, "negative_prompt": None, "video_length": 3},
     ),
     "qwen-image 2.1": TinyPipeline(qwen_image_21, _QWEN_21),
-    "qwen-image 2.1, no cached keys": TinyPipeline(qwen_image_21, {**_QWEN_21, "use_kv_cache": False}),
+    "qwen-image 2.1, no cached keys": TinyPipeline(qwen_image_21, _QWEN_21, use_kv_cache=False),
     "sana": TinyPipeline(lambda: tiny_pipe("SanaPipeline", "sana", vae=None), _SANA),
     "sana, perturbed": TinyPipeline(
         lambda: tiny_pipe("SanaPAGPipeline", "sana", vae=None, pag_applied_layers="transformer_blocks.1"), _SANA

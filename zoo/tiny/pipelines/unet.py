@@ -204,7 +204,7 @@ _PIX2PIX = {"image": _IMAGE, **_GUIDED, "image_guidance_scale": 1.5}
 UNET_PIPELINES: dict[str, TinyPipeline] = {
     "sd": TinyPipeline(stable_diffusion, _TEXT),
     "sd, image": TinyPipeline(
-        lambda: stable_diffusion("StableDiffusionImg2ImgPipeline"), {"image": _IMAGE, **_GUIDED, "strength": 0.9}
+        lambda: stable_diffusion("StableDiffusionImg2ImgPipeline"), _GUIDED, image=_IMAGE, strength=0.9
     ),
     "sd, inpaint": TinyPipeline(
         lambda: stable_diffusion("StableDiffusionInpaintPipeline", unet={"in_channels": 9}),
@@ -214,31 +214,29 @@ UNET_PIPELINES: dict[str, TinyPipeline] = {
         lambda: stable_diffusion("StableDiffusionInstructPix2PixPipeline", unet={"in_channels": 8}), _PIX2PIX
     ),
     "sd, perturbed": TinyPipeline(
-        lambda: stable_diffusion("StableDiffusionPAGPipeline", pag_applied_layers=["down"]), {**_TEXT, "pag_scale": 2.0}
+        lambda: stable_diffusion("StableDiffusionPAGPipeline", pag_applied_layers=["down"]), _TEXT, pag_scale=2.0
     ),
-    "sd, control": TinyPipeline(controlled, {**_TEXT, "image": _IMAGE}),
+    "sd, control": TinyPipeline(controlled, _TEXT, image=_IMAGE),
     "sd, controls": TinyPipeline(
         lambda: controlled(several=True),
-        {
-            **_TEXT,
-            "image": [_IMAGE, random_image(_HEIGHT, _WIDTH, seed=2)],
-            "controlnet_conditioning_scale": [0.7, 1.2],
-        },
+        _TEXT,
+        image=[_IMAGE, random_image(_HEIGHT, _WIDTH, seed=2)],
+        controlnet_conditioning_scale=[0.7, 1.2],
     ),
-    "sd, control guesses": TinyPipeline(controlled, {**_TEXT, "image": _IMAGE, "guess_mode": True}),
-    "sd, image prompt": TinyPipeline(with_ip_adapter, {**_TEXT, **_IP_ADAPTER}),
+    "sd, control guesses": TinyPipeline(controlled, _TEXT, image=_IMAGE, guess_mode=True),
+    "sd, image prompt": TinyPipeline(with_ip_adapter, _TEXT, _IP_ADAPTER),
     "sd, image prompt in places": TinyPipeline(
-        with_ip_adapter, {**_TEXT, **_IP_ADAPTER, "cross_attention_kwargs": {"ip_adapter_masks": [_WHERE]}}
+        with_ip_adapter, _TEXT, _IP_ADAPTER, cross_attention_kwargs={"ip_adapter_masks": [_WHERE]}
     ),
-    "sd, t2i adapter": TinyPipeline(with_t2i_adapter, {**_TEXT, "image": _IMAGE}),
+    "sd, t2i adapter": TinyPipeline(with_t2i_adapter, _TEXT, image=_IMAGE),
     "xl": TinyPipeline(stable_diffusion_xl, _TEXT),
     "xl, image": TinyPipeline(
-        lambda: stable_diffusion_xl("StableDiffusionXLImg2ImgPipeline"), {"image": _IMAGE, **_GUIDED, "strength": 0.9}
+        lambda: stable_diffusion_xl("StableDiffusionXLImg2ImgPipeline"), _GUIDED, image=_IMAGE, strength=0.9
     ),
     "xl, inpaint": TinyPipeline(
         lambda: stable_diffusion_xl("StableDiffusionXLInpaintPipeline"),
         {"image": _IMAGE, "mask_image": _MASK, **_TEXT, "strength": 0.9},
     ),
-    "xl, control": TinyPipeline(controlled_xl, {**_TEXT, "image": _IMAGE}),
-    "svd": TinyPipeline(stable_video_diffusion, {"image": _IMAGE, **_SIZE, "num_frames": 3}, without=("prompt",)),
+    "xl, control": TinyPipeline(controlled_xl, _TEXT, image=_IMAGE),
+    "svd": TinyPipeline(stable_video_diffusion, _SIZE, image=_IMAGE, num_frames=3, without=("prompt",)),
 }

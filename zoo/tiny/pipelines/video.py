@@ -217,12 +217,12 @@ _LTX2_CONDITIONS = [
 VIDEO_PIPELINES: dict[str, TinyPipeline] = {
     # 3 × 3 × 5 video tokens.
     "hunyuan": TinyPipeline(hunyuan_video, _TEXT),
-    "mochi": TinyPipeline(mochi, {**VIDEO, "num_frames": 13, "max_sequence_length": 16}),
+    "mochi": TinyPipeline(mochi, VIDEO, num_frames=13, max_sequence_length=16),
     "cogvideox": TinyPipeline(cogvideox, _TEXT),
     "cogvideox, rotary": TinyPipeline(lambda: cogvideox(model="cogvideox, rotary"), _TEXT),
     "cogvideox 1.5": TinyPipeline(lambda: cogvideox(model="cogvideox, rotary", **_COGVIDEOX15), _TEXT),
     "cogvideox, image": TinyPipeline(
-        lambda: cogvideox("CogVideoXImageToVideoPipeline", "cogvideox, rotary", in_channels=8), {**_TEXT, **_IMAGE}
+        lambda: cogvideox("CogVideoXImageToVideoPipeline", "cogvideox, rotary", in_channels=8), _TEXT, _IMAGE
     ),
     "cogvideox 1.5, image": TinyPipeline(
         lambda: cogvideox(
@@ -231,58 +231,51 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
         {**_TEXT, **_IMAGE},
     ),
     "cogvideox, video": TinyPipeline(
-        lambda: cogvideox("CogVideoXVideoToVideoPipeline"), {**SIZE, **_SHORT_TEXT, "video": FRAMES, "strength": 0.9}
+        lambda: cogvideox("CogVideoXVideoToVideoPipeline"), SIZE, _SHORT_TEXT, video=FRAMES, strength=0.9
     ),
     "cogvideox, control": TinyPipeline(
-        lambda: cogvideox("CogVideoXFunControlPipeline", in_channels=8),
-        {**SIZE, **_SHORT_TEXT, "control_video": FRAMES},
+        lambda: cogvideox("CogVideoXFunControlPipeline", in_channels=8), SIZE, _SHORT_TEXT, control_video=FRAMES
     ),
     "wan": TinyPipeline(wan, _TEXT),
     "wan 2.2": TinyPipeline(lambda: wan(two=True), _TEXT),
     "wan, a time step for each token": TinyPipeline(lambda: wan(expand_timesteps=True), _TEXT),
-    "wan, image": TinyPipeline(_WAN_IMAGE, {**VIDEO, **_IMAGE, **_CONTEXT}),
+    "wan, image": TinyPipeline(_WAN_IMAGE, VIDEO, _IMAGE, _CONTEXT),
     "wan, first and last image": TinyPipeline(
         lambda: _WAN_IMAGE(pos_embed_seq_len=2 * IMAGE_TOKENS),
         {**VIDEO, **_IMAGE, "last_image": random_image(48, 80, seed=3), **_CONTEXT},
     ),
     "wan 2.2, image": TinyPipeline(
-        lambda: wan("WanImageToVideoPipeline", two=True, in_channels=36), {**VIDEO, **_IMAGE, **_EMBEDDINGS}
+        lambda: wan("WanImageToVideoPipeline", two=True, in_channels=36), VIDEO, _IMAGE, _EMBEDDINGS
     ),
     "wan, image by time steps": TinyPipeline(
-        lambda: wan("WanImageToVideoPipeline", expand_timesteps=True), {**VIDEO, **_IMAGE, **_EMBEDDINGS}
+        lambda: wan("WanImageToVideoPipeline", expand_timesteps=True), VIDEO, _IMAGE, _EMBEDDINGS
     ),
     "chronoedit": TinyPipeline(
-        lambda: wan("ChronoEditPipeline", "chronoedit", **_IMAGE_CONTEXT), {**VIDEO, **_IMAGE, **_CONTEXT}
+        lambda: wan("ChronoEditPipeline", "chronoedit", **_IMAGE_CONTEXT), VIDEO, _IMAGE, _CONTEXT
     ),
-    "lucy": TinyPipeline(lambda: wan("LucyEditPipeline", in_channels=32), {**VIDEO, "video": FRAMES, **_EMBEDDINGS}),
-    "wan, video": TinyPipeline(
-        lambda: wan("WanVideoToVideoPipeline"), {**SIZE, "video": FRAMES, "strength": 0.9, **_EMBEDDINGS}
-    ),
+    "lucy": TinyPipeline(lambda: wan("LucyEditPipeline", in_channels=32), VIDEO, _EMBEDDINGS, video=FRAMES),
+    "wan, video": TinyPipeline(lambda: wan("WanVideoToVideoPipeline"), SIZE, _EMBEDDINGS, video=FRAMES, strength=0.9),
     "wan vace": TinyPipeline(
-        lambda: wan("WanVACEPipeline", "wan vace", vace_in_channels=96), {**VIDEO, "video": FRAMES, **_EMBEDDINGS}
+        lambda: wan("WanVACEPipeline", "wan vace", vace_in_channels=96), VIDEO, _EMBEDDINGS, video=FRAMES
     ),
     # Two segments, the second with the end of the first as its condition.
     "wan animate": TinyPipeline(
         wan_animate,
-        {
-            **_ANIMATE,
-            "pose_video": random_video(12, 48, 80),
-            "face_video": random_video(12, 16, 16),
-            "guidance_scale": 3.0,
-        },
+        _ANIMATE,
+        pose_video=random_video(12, 48, 80),
+        face_video=random_video(12, 16, 16),
+        guidance_scale=3.0,
     ),
     "wan animate, replacing": TinyPipeline(
         wan_animate,
-        {
-            **_ANIMATE,
-            **dict.fromkeys(("pose_video", "background_video", "mask_video"), FRAMES),
-            "face_video": random_video(9, 16, 16),
-            "mode": "replace",
-        },
+        _ANIMATE,
+        dict.fromkeys(("pose_video", "background_video", "mask_video"), FRAMES),
+        face_video=random_video(9, 16, 16),
+        mode="replace",
     ),
-    "skyreels v2": TinyPipeline(lambda: skyreels("SkyReelsV2Pipeline"), {**VIDEO, **_EMBEDDINGS}),
+    "skyreels v2": TinyPipeline(lambda: skyreels("SkyReelsV2Pipeline"), VIDEO, _EMBEDDINGS),
     "skyreels v2, image": TinyPipeline(
-        lambda: skyreels("SkyReelsV2ImageToVideoPipeline", **_IMAGE_CONTEXT), {**VIDEO, **_IMAGE, **_CONTEXT}
+        lambda: skyreels("SkyReelsV2ImageToVideoPipeline", **_IMAGE_CONTEXT), VIDEO, _IMAGE, _CONTEXT
     ),
     # Each frame has its own noise level; the pipeline denoises them one after another, in windows.
     "skyreels v2, forcing": TinyPipeline(
@@ -302,44 +295,38 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
     # The tokens of the given image replace the first ones of the noise.
     "hunyuan, image by token replacement": TinyPipeline(lambda: hunyuan_video_image("token_replace", 4), _FROM_IMAGE),
     "skyreels, image": TinyPipeline(
-        lambda: hunyuan_video("HunyuanSkyreelsImageToVideoPipeline", config={"in_channels": 8}), {**_TEXT, **_IMAGE}
+        lambda: hunyuan_video("HunyuanSkyreelsImageToVideoPipeline", config={"in_channels": 8}), _TEXT, _IMAGE
     ),
     "framepack": TinyPipeline(
         lambda: hunyuan_video("HunyuanVideoFramepackPipeline", "framepack", **siglip()),
         {**_TEXT, **_IMAGE, "latent_window_size": 3},
     ),
-    "hunyuan 1.5": TinyPipeline(hunyuan_video_15, {**VIDEO, "prompt": f'{PROMPT}, with the text "red"'}),
+    "hunyuan 1.5": TinyPipeline(hunyuan_video_15, VIDEO, prompt=f'{PROMPT}, with the text "red"'),
     "hunyuan 1.5, image": TinyPipeline(
-        lambda: hunyuan_video_15("HunyuanVideo15ImageToVideoPipeline", **siglip()), {**_IMAGE, "num_frames": 9}
+        lambda: hunyuan_video_15("HunyuanVideo15ImageToVideoPipeline", **siglip()), _IMAGE, num_frames=9
     ),
     "ltx": TinyPipeline(ltx, _LTX_SIZE),
-    "ltx, image": TinyPipeline(lambda: ltx("LTXImageToVideoPipeline"), {**_LTX_SIZE, "image": _LTX_IMAGE}),
-    "ltx, condition": TinyPipeline(lambda: ltx("LTXConditionPipeline"), {**_LTX_SIZE, "image": _LTX_IMAGE}),
+    "ltx, image": TinyPipeline(lambda: ltx("LTXImageToVideoPipeline"), _LTX_SIZE, image=_LTX_IMAGE),
+    "ltx, condition": TinyPipeline(lambda: ltx("LTXConditionPipeline"), _LTX_SIZE, image=_LTX_IMAGE),
     "ltx, long": TinyPipeline(
         lambda: ltx("LTXI2VLongMultiPromptPipeline", scheduler=diffusers.LTXEulerAncestralRFScheduler()),
-        {
-            **_LTX_SIZE,
-            "num_frames": 25,
-            "prompt": "a red circle|a green square",
-            "guidance_scale": 3.0,
-            "cond_image": _LTX_IMAGE,
-            "temporal_tile_size": 16,
-            "temporal_overlap": 8,
-        },
+        _LTX_SIZE,
+        num_frames=25,
+        prompt="a red circle|a green square",
+        guidance_scale=3.0,
+        cond_image=_LTX_IMAGE,
+        temporal_tile_size=16,
+        temporal_overlap=8,
     ),
     "ltx2": TinyPipeline(ltx2, _LTX2),
-    "ltx2, image": TinyPipeline(
-        lambda: ltx2("LTX2ImageToVideoPipeline"), {**_LTX2, "image": _LTX_IMAGE, "image_crf": 0}
-    ),
-    "ltx2, condition": TinyPipeline(lambda: ltx2("LTX2ConditionPipeline"), {**_LTX2, "conditions": _LTX2_CONDITIONS}),
+    "ltx2, image": TinyPipeline(lambda: ltx2("LTX2ImageToVideoPipeline"), _LTX2, image=_LTX_IMAGE, image_crf=0),
+    "ltx2, condition": TinyPipeline(lambda: ltx2("LTX2ConditionPipeline"), _LTX2, conditions=_LTX2_CONDITIONS),
     "ltx2, in context": TinyPipeline(
         lambda: ltx2("LTX2InContextPipeline"),
-        {
-            **_LTX2,
-            "conditions": _LTX2_CONDITIONS[:1],
-            "reference_conditions": LTX2ReferenceCondition(random_video(9, 96, 160)),
-            "conditioning_attention_strength": 0.7,
-        },
+        _LTX2,
+        conditions=_LTX2_CONDITIONS[:1],
+        reference_conditions=LTX2ReferenceCondition(random_video(9, 96, 160)),
+        conditioning_attention_strength=0.7,
     ),
     "ltx2, dfr": TinyPipeline(
         lambda: ltx2("LTX2DFRPipeline", use_keyframes_abs_pos_embedding=True),
@@ -351,7 +338,7 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
         {**_LTX_SIZE, "frame_rate": 25.0, "reference_conditions": LTX2HDRReferenceCondition(random_video(9, 96, 160))},
     ),
     # Two chunks of frames, the second with the first as its history.
-    "helios": TinyPipeline(lambda: helios(stages=1, stage_range=[0, 1]), {**VIDEO, **_HELIOS}),
+    "helios": TinyPipeline(lambda: helios(stages=1, stage_range=[0, 1]), VIDEO, _HELIOS),
     "helios, pyramid": TinyPipeline(
         lambda: helios("HeliosPyramidPipeline", stages=2, stage_range=[0, 0.5, 1], gamma=0.3),
         {**_HELIOS, "height": 64, "width": 96, "num_frames": 9, "pyramid_num_inference_steps_list": [2, 2]},
