@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from para_core.adapters import parallelize_transformer
 from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
-from zoo.tiny.transformers.video import wan_animate_2_step
+from zoo.tiny.transformers.video import wan_animate_2_inputs
 
 SIZE = (3, 6, 10)
 
@@ -54,6 +54,20 @@ def without_compilation(*args, _compile, **kwargs):
     return create_block_mask(*args, **kwargs)
 
 
+def animation_step(kv_cache):
+    """Return the inputs of a step after the reference pass. Its additional frame has no reference frame."""
+    frames, height, width = SIZE
+    step = wan_animate_2_inputs(frames + 1, height, width)
+    step.pop("offset_grid_sizes")
+    return step | {
+        "kv_cache": kv_cache,
+        "kv_cache_mode": "cached",
+        "reference_grid_sizes": torch.tensor([[frames, height // 2, width // 2]]),
+        "origin_len": 4 * frames - 3,
+        "origin_area": [8 * height, 8 * width],
+    }
+
+
 def generate_from_reference(transformer):
     """Return Wan Animate 2's predictions of two steps that attend to the keys of the reference pass.
 
@@ -62,7 +76,7 @@ def generate_from_reference(transformer):
     reference = MODELS["wan animate 2"].inputs(*SIZE)
     outs = [transformer(**reference, return_dict=False)[0][0]]
     for _ in range(2):
-        step = wan_animate_2_step(*SIZE, kv_cache=reference["kv_cache"])
+        step = animation_step(reference["kv_cache"])
         with mock.patch.object(wan_animate_2, "create_block_mask", without_compilation):
             outs.append(transformer(**step, return_dict=False)[0][0])
     return outs

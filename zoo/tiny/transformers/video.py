@@ -105,22 +105,6 @@ def wan_animate_2_inputs(frames: int, height: int, width: int) -> dict[str, Any]
     }
 
 
-def wan_animate_2_step(frames: int, height: int, width: int, kv_cache: WanAnimate2KVCache) -> dict[str, Any]:
-    """Return the inputs of a denoising step after :func:`wan_animate_2_inputs`. Its additional frame has no reference
-    frame.
-    """
-    inputs = wan_animate_2_inputs(frames + 1, height, width)
-    inputs.pop("offset_grid_sizes")
-    return {
-        **inputs,
-        "kv_cache": kv_cache,
-        "kv_cache_mode": "cached",
-        "reference_grid_sizes": torch.tensor([[frames, height // 2, width // 2]]),
-        "origin_len": 4 * frames - 3,
-        "origin_area": [8 * height, 8 * width],
-    }
-
-
 def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     """Return four times as many tokens as other models get, because the model fails on a single token."""
     height, width = 4 * height, 2 * width
