@@ -261,11 +261,7 @@ TINY_VAES: dict[str, TinyVae] = {
         "AutoencoderKLHunyuanImageRefiner", (1, 4, 2, 7, 4), (1, 3, 5, 112, 64), block_out_channels=(8, 16, 16, 16, 16)
     ),
     "Oobleck": TinyVae(
-        "AutoencoderOobleck",
-        (1, 4, 15),
-        (1, 2, 120),
-        downsampling_ratios=[2, 4],
-        channel_multiples=[1, 2],
+        "AutoencoderOobleck", (1, 4, 15), (1, 2, 120), downsampling_ratios=[2, 4], channel_multiples=[1, 2]
     ),
     "LTX2, sound": TinyVae("AutoencoderKLLTX2Audio", (1, 4, 7, 4), (1, 2, 28, 16), ch_mult=(1, 2, 2), mel_bins=28),
     "LongCatAudioDiT": TinyVae(
@@ -322,20 +318,8 @@ TINY_VAES: dict[str, TinyVae] = {
         resblock_kernel_sizes=(3, 7),
         resblock_dilation_sizes=((1, 3), (1, 5)),
     ),
-    "KVAE": TinyVae(
-        "AutoencoderKLKVAE",
-        (1, 4, 7, 5),
-        (1, 3, 14, 10),
-        channels=32,
-        ch_mult=(1, 2),
-    ),
-    "KVAE, video": TinyVae(
-        "AutoencoderKLKVAEVideo",
-        (1, 4, 3, 7, 4),
-        (1, 3, 5, 28, 16),
-        ch=32,
-        ch_mult=(1, 1, 2),
-    ),
+    "KVAE": TinyVae("AutoencoderKLKVAE", (1, 4, 7, 5), (1, 3, 14, 10), channels=32, ch_mult=(1, 2)),
+    "KVAE, video": TinyVae("AutoencoderKLKVAEVideo", (1, 4, 3, 7, 4), (1, 3, 5, 28, 16), ch=32, ch_mult=(1, 1, 2)),
     "KVAE, sound": TinyVae(
         "AutoencoderKLKVAEAudio",
         (1, 4, 15),

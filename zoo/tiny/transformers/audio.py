@@ -37,11 +37,7 @@ def _half(length: int) -> torch.Tensor:
     return valid((length, (length + 1) // 2), length)
 
 
-STABLE_AUDIO = {
-    "sample_size": 1024,
-    "num_attention_heads": 4,
-    "cross_attention_dim": 32,
-}
+STABLE_AUDIO = {"sample_size": 1024, "num_attention_heads": 4, "cross_attention_dim": 32}
 
 
 def stable_audio3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
@@ -70,31 +66,16 @@ def minimax_music_inputs(frames: int, height: int, width: int) -> dict[str, Any]
     return inputs(noise(2, 4, length), 0.6, encoder_hidden_states=noise(2, length, 24))(frames, height, width)
 
 
-LONGCAT_AUDIO = {
-    "dit_dim": 48,
-}
+LONGCAT_AUDIO = {"dit_dim": 48}
 
 AUDIO_MODELS = {
-    "ace-step": TinyModel(
-        "AceStepTransformer1DModel",
-        ace_step_inputs,
-        num_attention_heads=4,
-        in_channels=12,
-    ),
+    "ace-step": TinyModel("AceStepTransformer1DModel", ace_step_inputs, num_attention_heads=4, in_channels=12),
     "stable audio": TinyModel("StableAudioDiTModel", stable_audio_inputs, **STABLE_AUDIO),
     "stable audio, masked": TinyModel("StableAudioDiTModel", partial(stable_audio_inputs, masked=True), **STABLE_AUDIO),
-    "stable audio 3": TinyModel(
-        "StableAudio3DiTModel",
-        stable_audio3_inputs,
-        local_add_cond_dim=5,
-    ),
+    "stable audio 3": TinyModel("StableAudio3DiTModel", stable_audio3_inputs, local_add_cond_dim=5),
     "longcat-audio": TinyModel("LongCatAudioDiTTransformer", longcat_audio_inputs, **LONGCAT_AUDIO),
     "longcat-audio, masked": TinyModel(
         "LongCatAudioDiTTransformer", partial(longcat_audio_inputs, masked=True), **LONGCAT_AUDIO
     ),
-    "minimax-music": TinyModel(
-        "MiniMaxMusic3Transformer1DModel",
-        minimax_music_inputs,
-        condition_dim=24,
-    ),
+    "minimax-music": TinyModel("MiniMaxMusic3Transformer1DModel", minimax_music_inputs, condition_dim=24),
 }

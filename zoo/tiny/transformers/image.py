@@ -22,9 +22,6 @@ packed_inputs = partial(
 )
 controlled_inputs = partial(packed_inputs, controlnet_block_samples=residuals(2, 48, patch=1))
 PACKED = {"in_channels": 16, "out_channels": 16}
-CHROMA = {
-    **PACKED,
-}
 FLUX3 = {"in_channels": 16, "axes_dims_rope": (4, 4, 4, 4)}
 
 
@@ -158,12 +155,12 @@ IMAGE_MODELS = {
         "ChromaTransformer2DModel",
         # The pipeline gives a mask of numbers, which attention adds.
         packed_inputs(attention_mask=partial(joint_mask, dtype=torch.float32)),
-        **CHROMA,
+        **PACKED,
     ),
     "chroma, controlnet": TinyModel(
         "ChromaTransformer2DModel",
         controlled_inputs(controlnet_single_block_samples=lambda *sizes: residuals(2, 48, patch=1)(*sizes)[::-1]),
-        **CHROMA,
+        **PACKED,
     ),
     "ovis": TinyModel("OvisImageTransformer2DModel", packed_inputs(), **PACKED),
     "longcat-image": TinyModel("LongCatImageTransformer2DModel", packed_inputs(), in_channels=16),

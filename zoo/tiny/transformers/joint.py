@@ -41,11 +41,7 @@ Z_IMAGE = {"axes_dims": [4, 6, 6], "axes_lens": [160, 64, 64]}
 fibo2_inputs = partial(
     inputs, image, 0.6, encoder_hidden_states=noise(2, 2, 9, 24), encoder_attention_mask=valid((9, 4))
 )
-FIBO2 = {
-    "injection_layer_ids": (1,),
-    "max_num_gist_tokens": 7,
-    "axes_lens": (16, 64, 64),
-}
+FIBO2 = {"injection_layer_ids": (1,), "max_num_gist_tokens": 7, "axes_lens": (16, 64, 64)}
 
 
 def ideogram_inputs(frames: int, height: int, width: int, *, by_token: bool = False) -> dict[str, Any]:

@@ -123,9 +123,6 @@ ltx2_inputs = partial(
     audio_num_frames=7,
 )
 LTX = {"in_channels": 8, "out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 24}
-LTX2 = {
-    **LTX,
-}
 
 
 # -- video models that see earlier frames
@@ -287,19 +284,15 @@ MODELS = {
     "qwen-image, editing": TinyModel("QwenImageTransformer2DModel", qwen_inputs(), **QWEN, zero_cond_t=True),
     "flux": TinyModel("FluxTransformer2DModel", flux_inputs, in_channels=16, out_channels=16, guidance_embeds=True),
     "flux2": TinyModel(
-        "Flux2Transformer2DModel",
-        flux2_inputs,
-        in_channels=16,
-        out_channels=16,
-        axes_dims_rope=(4, 4, 4, 4),
+        "Flux2Transformer2DModel", flux2_inputs, in_channels=16, out_channels=16, axes_dims_rope=(4, 4, 4, 4)
     ),
     "ltx": TinyModel("LTXVideoTransformer3DModel", ltx_inputs(600.0), **LTX),
     "ltx, a time step for each token": TinyModel("LTXVideoTransformer3DModel", ltx_inputs(ltx_timestep), **LTX),
-    "ltx2": TinyModel("LTX2VideoTransformer3DModel", ltx2_inputs(), **LTX2),
+    "ltx2": TinyModel("LTX2VideoTransformer3DModel", ltx2_inputs(), **LTX),
     "ltx2, masked, split rope": TinyModel(
         "LTX2VideoTransformer3DModel",
         ltx2_inputs(video_self_attention_mask=lambda f, h, w: noise(2, f * h * w, f * h * w).sigmoid()),
-        **LTX2,
+        **LTX,
         rope_type="split",
     ),
     "helios": TinyModel("HeliosTransformer3DModel", history_inputs, **HELIOS),
@@ -307,12 +300,7 @@ MODELS = {
         "HeliosTransformer3DModel", history_inputs, **HELIOS, guidance_cross_attn=False
     ),
     "minimax-h3": TinyModel(
-        "MiniMaxH3Transformer3DModel",
-        h3_inputs,
-        hidden_size=32,
-        ffn_dim=32,
-        freq_dim=16,
-        time_embed_dim=16,
+        "MiniMaxH3Transformer3DModel", h3_inputs, hidden_size=32, ffn_dim=32, freq_dim=16, time_embed_dim=16
     ),
     "hunyuan": TinyModel("HunyuanVideoTransformer3DModel", hunyuan_inputs, **HUNYUAN),
     "hunyuan, image by token replacement": TinyModel(
@@ -352,11 +340,7 @@ MODELS = {
         dual_attention_layers=(0, 1),
         qk_norm="rms_norm",
     ),
-    "auraflow": TinyModel(
-        "AuraFlowTransformer2DModel",
-        inputs(image, 0.6),
-        sample_size=16,
-    ),
+    "auraflow": TinyModel("AuraFlowTransformer2DModel", inputs(image, 0.6), sample_size=16),
     "pixart": TinyModel(
         "PixArtTransformer2DModel",
         inputs(

@@ -29,10 +29,7 @@ def kandinsky6_sr_inputs(frames: int, height: int, width: int) -> dict[str, Any]
 
 
 kandinsky6_inputs = partial(inputs, channels_last, 600.0, pooled_projections=noise(2, 20))
-KANDINSKY6 = {
-    "axes_dims": (4, 4, 4),
-    "visual_cond": False,
-}
+KANDINSKY6 = {"axes_dims": (4, 4, 4), "visual_cond": False}
 
 # -- Cosmos
 
