@@ -73,11 +73,8 @@ def on_rows(
 ) -> Any:
     """Return ``call(*args, **kwargs)`` under ``mode``, with this rank's rows of the arguments in ``sharded``.
 
-    Args:
-        mode: The mode that lets the model compute on sharded rows.
-        call: The function to call.
-        args, kwargs: Its arguments, with all rows.
-        sharded: The arguments to shard, by position or name, each with its dim and layout.
+    ``args`` and ``kwargs`` have all rows; ``sharded`` has the dim and layout of the arguments to shard, by position or
+    name.
     """
     positional, named = list(args), dict(kwargs)
     for key, (dim, layout) in sharded.items():

@@ -95,11 +95,8 @@ def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and others).
 
     While a LoRA is added to a module whose weights are sharded or in stages, zeros replace the weights that this rank
-    lacks, so these methods would compute wrong values.
-
-    Args:
-        module: The model.
-        args, kwargs: Arguments of the call that adds the LoRA. Those that are LoRA configs are checked.
+    lacks, so these methods would compute wrong values. The LoRA configs among ``args`` and ``kwargs``, the arguments
+    of the call that adds the LoRA, are checked.
     """
     for config in (*args, *kwargs.values()):
         start = getattr(config, "init_lora_weights", None)
