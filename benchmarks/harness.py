@@ -1,6 +1,4 @@
-"""Shared parts of all benchmarks: the environment of a measurement, its JSON, rank processes, timing, meters, and
-tables of Markdown.
-"""
+"""Shared parts of all benchmarks: environment, JSON, rank processes, timing, meters, and tables of Markdown."""
 
 from __future__ import annotations
 
@@ -136,9 +134,7 @@ def in_turns(
     clock: Callable[[], float],
     before: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Return the seconds of each way in each round. The order is reversed every round; ``before`` is called before each
-    way.
-    """
+    """Return the seconds of each way in each round, in alternating order. ``before`` is called before each way."""
     for way in ways.values():
         way()
         way()
@@ -175,9 +171,7 @@ def calls_in_python(way: Callable[[], Any]) -> int:
 
 
 class TrafficCounter(TorchDispatchMode):
-    """A counter of the collectives that para_core starts in this process, and of the bytes that they send to
-    other ranks.
-    """
+    """A counter of the collectives that para_core starts in this process, and of the bytes they send."""
 
     def __init__(self) -> None:
         super().__init__()

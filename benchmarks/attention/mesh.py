@@ -103,9 +103,7 @@ def shift(x: Tensor, group: ProcessGroup, calls: Calls) -> Callable[[], Tensor]:
 
 
 def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, calls: Calls) -> Tensor:
-    """Pass keys and values from neighbour to neighbour while a block is computed, and merge results in float32. CPU
-    only.
-    """
+    """Pass keys and values around the ring while a block is computed, and merge in float32. CPU only."""
     held = torch.stack([key, value])
     out, lse = torch.empty(0), torch.empty(0)
     for step in range(group.size()):
@@ -167,9 +165,7 @@ def measure(
 
 
 def attention_ways(ranks: int, *, agreement: bool) -> dict[str, Way]:
-    """Return a chain of attention calls over all ranks in each way; with ``agreement`` also with the exchange before
-    each call.
-    """
+    """Return a chain of attention calls in each way; ``agreement``: also with the exchange before each call."""
     group = dist.group.WORLD
     assert group is not None
     query, key, value = (torch.randn(1, 8, 8, 16).transpose(1, 2) for _ in range(3))

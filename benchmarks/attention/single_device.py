@@ -182,9 +182,7 @@ def _of_pytorch(tensors: list[Tensor], size: Size) -> Ways:
 
 
 def in_four(tensors: list[Tensor], *, is_causal: bool) -> Tensor:
-    """Compute attention over four blocks of keys, each continuing from the ones before, as a rank of a ring of 4
-    does.
-    """
+    """Compute attention over four blocks of keys, each merged with those before, as a rank of a ring of 4."""
     from para_core.kernels.attention import attention
 
     query, key, value = tensors

@@ -48,9 +48,7 @@ class Generator:
     def generate(
         self, steps: int, options: Callable[[int], dict[str, Any]] | None
     ) -> tuple[np.ndarray, list[list[int]]]:
-        """Return images and the computed steps of each caption. ``options`` gives the cache of a caption; None: no
-        cache.
-        """
+        """Return images and the computed steps of each caption. ``options``: the cache of a caption, or None."""
         latents, computed = [], []
         for i, caption in enumerate(self.captions):
             if options is not None:
@@ -123,9 +121,7 @@ COSTS = ("seconds", "share of 57 blocks")
 
 
 def hit_costs(generator: Generator, rounds: int = 9) -> dict[str, float]:
-    """Return the CPU seconds of a skipped step relative to a computed one, by rule, in this model of 8 blocks. Medians
-    of rounds.
-    """
+    """Return, by rule, the median CPU seconds of a skipped step relative to a computed one (8 blocks)."""
     options: dict[str, dict[str, Any]] = {"all": {"compute_steps": range(28)}}
     options |= {name: {"compute_steps": [0], "rule": name} for name in RULES}
     seconds: dict[str, list[float]] = {name: [] for name in options}
@@ -140,9 +136,7 @@ def hit_costs(generator: Generator, rounds: int = 9) -> dict[str, float]:
 
 
 def rules(generator: Generator) -> list[dict[str, Any]]:
-    """Return a curve over thresholds for each rule: PSNR, the seconds of its steps, and the share of 57 blocks that it
-    computes.
-    """
+    """Return a curve over thresholds for each rule: PSNR, seconds of steps, and the share of 57 blocks computed."""
     costs, rows = hit_costs(generator), []
     for name, thresholds in RULES.items():
         for threshold in thresholds:
@@ -164,9 +158,7 @@ def with_costs(
 
 
 def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
-    """Return the PSNR of the second rule relative to the first, which is interpolated between two thresholds to the
-    same cost.
-    """
+    """Return the PSNR of the second rule relative to the first, interpolated to the same cost."""
     first, second = (sorted([row for row in rows if row["name"] == name], key=lambda row: row[cost]) for name in RULES)
     comparisons = []
     for row in second:
@@ -195,9 +187,7 @@ FEW = {
 
 
 def few(generator: Generator) -> list[dict[str, Any]]:
-    """Return rows of skipped steps, compared with generations without a cache that take as many steps as were
-    computed.
-    """
+    """Return rows of skipped steps, compared with as many steps as were computed, without a cache."""
     rows = []
     for steps, masks in FEW.items():
         for mask in masks:

@@ -41,9 +41,7 @@ class Computed:
 
 
 def images_of(way: Way, steps: int, count: int) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return images ``[count, 128, 128, 3]`` in 0 … 1, one call per caption, and the computed steps and CPU seconds of
-    each call.
-    """
+    """Return images ``[count, 128, 128, 3]`` in 0 … 1, and the computed steps and CPU seconds of each call."""
     pipe = load()
     counter = Computed(pipe)
     again = way.put(pipe, steps)
@@ -68,9 +66,7 @@ def decode(pipe: FluxPipeline, tokens: torch.Tensor) -> np.ndarray:
 
 
 def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
-    """Return for each image: similarity to its reference, whether it shows the caption, and whether it shows the same
-    as the reference.
-    """
+    """Return for each image: likeness to its reference, whether it shows the caption, and the same as the reference."""
     scenes = scenes_of(len(images))
     verdicts = [check(_to_8_bit(x), scene) for x, scene in zip(images, scenes, strict=True)]
     expected = [check(_to_8_bit(x), scene) for x, scene in zip(references, scenes, strict=True)]

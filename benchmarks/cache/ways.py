@@ -1,6 +1,4 @@
-"""Ways to cache: para_core's, diffusers', cache-dit's, and a rule written from its paper. Each is put on a pipeline of
-its own.
-"""
+"""Ways to cache: para_core's, diffusers', cache-dit's, and EasyCache. Each is put on a pipeline of its own."""
 
 from __future__ import annotations
 
@@ -106,9 +104,7 @@ def load_wan() -> WanPipeline:
 
 
 def generate(pipe: FluxPipeline, caption: str, *, steps: int, seed: int) -> torch.Tensor:
-    """Return packed latents ``[1, 256, 16]``. Their noise depends on ``seed`` alone, not on the dtype of the
-    pipeline.
-    """
+    """Return packed latents ``[1, 256, 16]``. Their noise depends on ``seed`` alone, not on the dtype."""
     channels, noise_of = pipe.transformer.config.in_channels // 4, torch.Generator().manual_seed(seed)
     noise, _ = pipe.prepare_latents(1, channels, SIDE, SIDE, torch.float32, torch.device("cpu"), noise_of)
     return pipe(
@@ -211,9 +207,7 @@ def _mag_ratios(steps: int) -> tuple[float, ...]:
 
 
 def taylor_seer(interval: int, order: int = 1) -> Way:
-    """Return TaylorSeer in lite mode, which skips all blocks and forecasts the last layer; the full mode skips
-    attention only.
-    """
+    """Return TaylorSeer in lite mode, which skips all blocks; the full mode skips attention only."""
 
     def config(pipe: FluxPipeline, steps: int) -> TaylorSeerCacheConfig:
         return TaylorSeerCacheConfig(
@@ -224,9 +218,7 @@ def taylor_seer(interval: int, order: int = 1) -> Way:
 
 
 def sea_cache(threshold: float, order: int = 1, skips: int = 2) -> Way:
-    """Return SeaCache with what FLUX's pipeline does not tell it: latents as ``[C, T, H, W]``, and the step of the
-    schedule.
-    """
+    """Return SeaCache with what FLUX's pipeline does not pass: latents as ``[C, T, H, W]``, and the step."""
 
     def put(pipe: FluxPipeline, steps: int) -> None:
         config = SeaCacheConfig(
@@ -262,9 +254,7 @@ def _tell_where(pipe: FluxPipeline) -> None:
 
 
 def cache_dit(threshold: float, warmup: int = 0, taylor: int = 0) -> Way:
-    """Return DBCache of cache-dit with one block that always runs, as in First Block Cache. ``taylor`` is the order of
-    TaylorSeer.
-    """
+    """Return DBCache of cache-dit with one block that always runs. ``taylor`` is the order of TaylorSeer."""
 
     def put(pipe: FluxPipeline, steps: int) -> None:
         # An optional peer.

@@ -112,9 +112,7 @@ def sheet(rows: list[list[tuple[str, np.ndarray]]], frame: int, scale: int) -> I
 
 
 def measured(outputs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each model and way the largest difference from one rank, and the number of 8-bit values that
-    differ.
-    """
+    """Return for each model and way the largest difference from one rank, and how many 8-bit values differ."""
     rows = []
     for model, captions in CAPTIONS.items():
         alone = np.stack(outputs["1 rank"][model])

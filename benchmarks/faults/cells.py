@@ -72,9 +72,7 @@ class Cell:
 
 
 def all_cells() -> Iterator[Cell]:
-    """Yield the cells: both pipelines on the mesh that para_core chooses, and FLUX also where Ulysses crosses
-    the link.
-    """
+    """Yield the cells: both pipelines on the default mesh, and FLUX also where Ulysses crosses the link."""
     for mesh, pipelines in MESHES.items():
         for pipeline in pipelines:
             for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):

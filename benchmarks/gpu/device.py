@@ -1,6 +1,4 @@
-"""Facts about the machine, and the first use of PyTorch's CUDA libraries, so that no later section pays for loading
-them.
-"""
+"""Facts about the machine, and the first use of the CUDA libraries, which later sections then do not pay for."""
 
 from __future__ import annotations
 

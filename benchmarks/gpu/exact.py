@@ -128,9 +128,7 @@ def sdpa(inputs: Inputs) -> Results:
 
 
 def slack(dtype: torch.dtype) -> float:
-    """Return what is allowed in addition to twice SDPA's own error, because another order of summation counts where
-    that is nearly 0.
-    """
+    """Return what is allowed in addition to twice SDPA's own error, which may be nearly 0."""
     return max(torch.finfo(dtype).eps / 16, 1e-6)
 
 

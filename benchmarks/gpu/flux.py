@@ -336,9 +336,7 @@ def small_flux(device: torch.device, *, blocks: tuple[int, int] = (3, 3)) -> Sma
 
 
 def small_call(device: torch.device, *, steps: int = 8, seed: int = 0) -> dict[str, Any]:
-    """Return the arguments of one generation: 20 image tokens and 5 text tokens, which no even number of ranks divides
-    alike.
-    """
+    """Return the arguments of one generation: 20 image tokens and 5 text tokens, an uneven number."""
     conditions = {name: x.float() for name, x in flux_inputs(device, tiny=True).items()}
     shape = conditions.pop("hidden_states").shape
     del conditions["timestep"]

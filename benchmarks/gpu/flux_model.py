@@ -191,9 +191,7 @@ class _Attention(nn.Module):
 
 
 class _AdaLayerNormZero(nn.Module):
-    """Layer norm, scaled and shifted by the embedding; returns the result and the remaining ``parts - 2``
-    modulations.
-    """
+    """Layer norm, modulated by the embedding; returns the result and the remaining ``parts - 2`` modulations."""
 
     def __init__(self, dim: int, parts: int) -> None:
         super().__init__()

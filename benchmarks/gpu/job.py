@@ -142,7 +142,5 @@ def first_line(error: BaseException, at_most: int = 300) -> str:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the error is one of the device itself, after which nothing that this process computes there can be
-    trusted.
-    """
+    """Whether the error is one of the device, after which nothing that this process computes can be trusted."""
     return "CUDA error" in str(error)

@@ -1,6 +1,4 @@
-"""Attention on one device, by backend: forward, lse and backward against float64, beside SDPA's own on the same
-backend.
-"""
+"""Attention on one device, by backend: forward, lse and backward against float64, next to SDPA's own."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ def run(job: Job) -> None:
 
 
 def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str, Any]:
-    """Return a verdict, both errors, and what was refused. If SDPA refuses, the reference is SDPA's math backend, if
-    that computes.
-    """
+    """Return a verdict, both errors, and what was refused. If SDPA refuses, its math backend is the reference."""
     with sdpa_kernel(backend):
         own, sdpa_refused = _errors(sdpa, inputs, expected)
         errors, refused = _errors(ours, inputs, expected)
@@ -81,9 +77,7 @@ def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str,
 def _errors(
     attend: Callable[[Inputs], Results], inputs: Inputs, expected: Results
 ) -> tuple[dict[str, float] | None, str | None]:
-    """Return the errors, or the reason why there are none: the exception, and the warnings in which SDPA gives its
-    reasons.
-    """
+    """Return the errors, or why there are none: the exception, and SDPA's reasons, which are warnings."""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:

@@ -1,6 +1,4 @@
-"""The steps of the section ``two_ranks`` on NCCL with ``device_id``: one process per visible GPU; with one GPU, a world
-of one.
-"""
+"""The steps of the section ``two_ranks`` on NCCL with ``device_id``: one process per visible GPU."""
 
 from __future__ import annotations
 

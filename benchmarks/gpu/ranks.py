@@ -40,9 +40,7 @@ class Case:
 
 
 def cases(tokens: int) -> list[Case]:
-    """Return the cases, first those that break most often. ``tokens`` is one less than a number that many
-    ranks divide.
-    """
+    """Return the cases, those that break most often first. ``tokens`` + 1 is divisible by many numbers of ranks."""
     return [
         Case("uneven tokens, fewer heads than 8 ranks", tokens, 6),
         Case("even", tokens + 1, 8),

@@ -188,9 +188,7 @@ def run_all(
 
 
 def finished(section: Section, output: Path) -> dict[str, Any] | None:
-    """Return the results of ``section`` in ``output`` if it ended, on this device and these versions, without lack of
-    time.
-    """
+    """Return the results of ``section`` if it ended, on this device and these versions, without lack of time."""
     try:
         content = _read(output, section)
     except (OSError, ValueError):
@@ -220,9 +218,7 @@ def summary(content: dict[str, Any]) -> list[str]:
 
 
 def exit_code(results: dict[str, dict[str, Any]]) -> int:
-    """Return 1 if a number is wrong, else 3 if a section failed or was killed or a row failed, else 0; skipped sections
-    count as well.
-    """
+    """Return 1 if a number is wrong, else 3 if a section or a row failed, else 0. Skipped sections count as failed."""
     if any(content["verdicts"].get(WRONG) for content in results.values()):
         return 1
     ended = all(content["status"] in ("done", "skipped") for content in results.values())

@@ -69,9 +69,7 @@ def run(job: Job) -> None:
 
 
 def _measure(device: torch.device, size: ModelSize, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Return the times of one call. Without a mesh it is SDPA over all tokens of an eighth of the heads, the same share
-    of the work.
-    """
+    """Return the times of one call; without a mesh, of SDPA over all tokens of an eighth of the heads."""
     if size.tokens % RANKS or size.heads % RANKS:
         raise ValueError(
             f"{size.tokens} tokens, {size.heads} heads; expected multiples of {RANKS}: all shares are equal."

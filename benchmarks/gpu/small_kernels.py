@@ -199,9 +199,7 @@ def _rounded_exchange(
 
 
 def _regions(tensors: Sequence[Tensor], more: int = 0) -> list[CopyRegion]:
-    """Return the regions of all ranks: all tokens of some heads, as columns of one table, with ``more`` elements after
-    each head.
-    """
+    """Return the regions of all ranks: columns of one table, with ``more`` elements after each head."""
     regions, offset = [], 0
     (_, heads, tokens, width), number = tensors[0].shape, len(tensors)
     for rank in range(RANKS):

@@ -1,6 +1,4 @@
-"""Milliseconds on the device, on the host, and by kind of kernel. On a CPU a clock stands in for the device's
-events.
-"""
+"""Milliseconds on the device, on the host, and by kind of kernel. On a CPU a clock replaces events."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, *, repeats: int) -> dict[str, float]:
-    """Return the medians of one call, until the device is done and until Python has control again. ``call`` has run
-    before.
-    """
+    """Return the medians of a call until the device is done, and until it returns. ``call`` has run before."""
     on_device, on_host = [], []
     for _ in range(repeats):
         start, end = _event(device), _event(device)

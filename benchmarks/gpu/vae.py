@@ -116,9 +116,7 @@ def decode_on_ranks(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]
 
 
 def _both(vae: Any, z: Tensor, device: torch.device) -> tuple[Tensor | None, Tensor, dict[str, Any]]:
-    """Decode on rank 0 alone, while the others wait, and on all ranks; measure the second call of either, and its peak
-    memory.
-    """
+    """Decode on rank 0 alone, then on all ranks; measure the second call of either, and its peak memory."""
     from para_core.adapters import parallelize_vae
 
     row: dict[str, Any] = {}

@@ -92,9 +92,7 @@ def _prepare_diffusers(*, stand_ins: bool) -> None:
 
 
 def _settings_diffusers(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return masks as its plans shard them, then all other forms; then both with ``ulysses_anything`` or
-    ``ring_anything``.
-    """
+    """Return masks as its plans shard them, then all other forms; then both with ``…_anything``."""
     # Its `_cp_plan`s shard masks of keys like the keys, and its Ulysses gathers them.
     forms = mask_forms(row, ulysses, first="columns" if row.mask == "padding" else "whole")
     backend = "_native_cudnn" if ring > 1 and stand_ins else "native"
@@ -280,9 +278,7 @@ def _prepare_torch(*, stand_ins: bool) -> None:
 
 
 def _settings_torch(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return each operator that it distributes, then the math backend, whose products and softmax DTensor
-    distributes.
-    """
+    """Return each operator that it distributes, then the math backend, which DTensor distributes."""
     if not stand_ins:
         return [{**form, "operator": None} for form in mask_forms(row, ulysses)]
     operators = ("efficient", "flash", "math")

@@ -88,9 +88,7 @@ def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
 
 
 def own(results: dict[str, Any]) -> list[str]:
-    """Return what some libraries were asked alone, and the row of tokens that do not divide as they compute it by
-    default.
-    """
+    """Return what some libraries were asked alone, and how they compute the uneven row by default."""
     rows = []
     uneven = SUMMARY_ROWS["any length (101 tokens)"]
     for peer in ("xDiT", "SGLang", "vLLM-Omni"):

@@ -117,9 +117,7 @@ def _set_up_sglang(call: Call) -> None:
 
 
 def frames() -> dict[str, Any]:
-    """Return the number of frames that SGLang makes of 81, of a family that shards frames and of one that shards
-    tokens.
-    """
+    """Return how many of 81 frames SGLang makes, for a family that shards frames and one that shards tokens."""
     from sglang.multimodal_gen.configs.pipeline_configs.hunyuan import HunyuanConfig
     from sglang.multimodal_gen.configs.pipeline_configs.wan import WanT2V480PConfig
     from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams

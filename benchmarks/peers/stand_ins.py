@@ -23,9 +23,7 @@ _LIBRARIES: list[torch.library.Library] = []  # an implementation is gone as soo
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``out`` in the query's dtype and memory layout, and ``lse`` ``[B, H, S_q]`` in float32. Key heads may be
-    shared.
-    """
+    """Return ``out`` like the query, and ``lse`` ``[B, H, S_q]`` in float32. Key heads may be shared."""
     lse = _scores(q, k, bias, causal, scale).logsumexp(-1)
     out = _weights(q, k, bias, causal, scale, lse) @ _for_all_heads(v, q).float()
     return _lie_like(out.to(q.dtype), q), lse
@@ -42,9 +40,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value from the ``out`` and ``lse`` of the whole row, as FlashAttention
-    does.
-    """
+    """Return the gradients of query, key and value from ``out`` and ``lse`` of the whole row."""
     weights = _weights(q, k, bias, causal, scale, lse)
     grad = grad.float()
     rowsum = (grad * out.float()).sum(-1, keepdim=True)

@@ -16,9 +16,7 @@ from benchmarks.peers.call import Call, RankOutput, Row, Setting, mask_forms
 
 @dataclass(frozen=True)
 class Cosmos3(Row):
-    """Generated tokens in a layer of diffusers' Cosmos 3, random weights. Every rank holds the text, whose keys they
-    see.
-    """
+    """Generated tokens in a layer of diffusers' Cosmos 3, random weights. Every rank holds the text."""
 
     keys: int = 0  # of the text
     copies: int = 1  # of each key of the text, on one device

@@ -64,9 +64,7 @@ EXACT = 1e-5
 
 
 def tiny(name: str, size: str) -> tuple[Build, dict[str, Any]]:
-    """Return a function that builds a model with heads that two ranks share evenly, and inputs with 9 text tokens (even
-    sizes: 8).
-    """
+    """Return a builder of a model with heads that two ranks share, and inputs with 9 text tokens (even: 8)."""
     model = MODELS[name]
     heads = {"num_attention_heads": 4}
     if name.startswith("ltx"):
@@ -167,9 +165,7 @@ def is_exact(outcome: dict[str, Any]) -> bool:
 
 
 def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, Any]:
-    """Return the error of each way on the large model, and its seconds and CPU seconds in each round; also of one rank
-    alone.
-    """
+    """Return the error of each way on the large model, and its seconds in each round; also of one rank alone."""
     build, inputs = large(name, size)
     alone = build()
     transformers, outcomes = applied(build, inputs, alone(**inputs)[0], ways, uneven=size == "odd")
@@ -270,9 +266,7 @@ def flux_table(row: dict[str, Any]) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/measured/peers.md on diffusers' context parallelism, and the table of README.md
-    (``speed``). The JSON has the cell of each model.
-    """
+    """Return the parts of docs/measured/peers.md on diffusers, and the table of README.md (``speed``)."""
     results = read_results("beside_diffusers")
     heads = ["model", "1 rank, s", "para_core, s", "diffusers, s", "para_core, ring, s"]
     rows = [speed_row(row) for row in results["large"]]

@@ -246,9 +246,7 @@ def paper_table() -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/stages.md, without that of `benchmarks.pipelines.lossy`. The JSON has the cell of
-    each model.
-    """
+    """Return the parts of docs/stages.md, without that of `benchmarks.pipelines.lossy`."""
     results = read_results("stages")
     cells = [
         cell

@@ -129,9 +129,7 @@ def transformer_classes() -> tuple[str, ...]:
 
 @cache
 def _constructors() -> dict[str, str]:
-    """Return the source of the ``__init__`` of each pipeline of diffusers. Classes cannot be imported if a library is
-    missing.
-    """
+    """Return the source of each pipeline's ``__init__``. Importing classes may need missing libraries."""
     sources = {}
     for path in sorted((Path(diffusers.__file__).parent / "pipelines").rglob("pipeline*.py")):
         text = path.read_text()
@@ -149,9 +147,7 @@ def pipelines_of(transformer: str) -> list[str]:
 
 
 def row(transformer: str) -> list[str]:
-    """Return class, pipelines, sharded segments, guidance, errors without and with a cache, and whether it is one
-    graph; or why not.
-    """
+    """Return class, pipelines, sharded segments, guidance, errors, and whether it is one graph; or why not."""
     names = pipelines_of(transformer)
     listed = ", ".join(names[:_MOST_PIPELINES]) + (
         f" and {len(names) - _MOST_PIPELINES} more" if len(names) > 4 else ""

@@ -46,9 +46,7 @@ SHOWN = 256  # pixels of the image that are shown, from its middle
 
 
 class AllTraffic(TrafficCounter):
-    """A traffic counter that also counts point-to-point sends, gathered lists, and all-reduces (by the ring's
-    formula).
-    """
+    """A traffic counter that also counts point-to-point sends, gathered lists, and all-reduces (of a ring)."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -136,9 +136,7 @@ def shard(transformer: nn.Module, method: str, mesh: DeviceMesh) -> None:
 
 
 def bytes_of(name: str, method: str, mesh: DeviceMesh) -> dict[str, int]:
-    """Return the bytes on the rank that holds most, between calls and at most during one, for a model of more
-    blocks.
-    """
+    """Return the bytes on the rank that holds most, between calls and at most during one, of more blocks."""
     single, layers = "num_single_layers" in MODELS[name].config, "n_layers" if name == "z-image" else "num_layers"
     transformer = build(name, **{layers: BLOCKS}, **({"num_single_layers": BLOCKS} if single else {}))
     whole = held(transformer)

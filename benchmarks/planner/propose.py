@@ -36,9 +36,7 @@ def inputs_of(name: str, size: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def error_unseen(name: str, module: nn.Module, proposal: Proposal) -> float:
-    """Return the largest error at sizes and on meshes that the search has not seen; if text is sharded, also with
-    replicated text.
-    """
+    """Return the largest error at unseen sizes and meshes, also with replicated text if text is sharded."""
     errors = []
     assert proposal.plan is not None
     plans = [proposal.plan] + ([proposal.plan.with_replicated("text")] if proposal.plan.cuts("text") else [])

@@ -51,9 +51,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/measured/exactness.md on traffic: models of real size, and how many cells were
-    counted.
-    """
+    """Return the parts of docs/measured/exactness.md on traffic: models of real size, and counted cells."""
     table, counted = read_results("real_sizes")["gigabytes per step"], read_results("pipelines")["pipelines"]
     headings = [heading for heading in table[0] if heading not in ("model", "ranks")]
     real = [

@@ -138,9 +138,7 @@ def load(port: int, body: dict[str, Any], requests: int, interval: float) -> dic
 
 
 def measure(port: int, body: dict[str, Any], requests: int, running: int) -> dict[str, Any]:
-    """Measure one round: requests one at a time, then as many as the server runs at once (``running``), then
-    the loads.
-    """
+    """Measure one round: requests one at a time, then as many as the server runs at once, then the loads."""
     alone = [ask(port, body) for _ in range(4)][1:]
     with ThreadPoolExecutor(running) as threads:
         start = time.perf_counter()
@@ -182,9 +180,7 @@ def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def times_of(results: dict[str, Any]) -> float:
-    """Return the capacity of the replicas relative to the plain pipeline: the median over rounds, each of which
-    measures both.
-    """
+    """Return the median over rounds of the replicas' capacity relative to the plain pipeline's."""
     pairs = zip(results["replicas"]["capacity_per_second"], results["plain"]["capacity_per_second"], strict=True)
     return statistics.median(replicas / plain for replicas, plain in pairs)
 
