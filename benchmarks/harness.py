@@ -45,10 +45,11 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def write_results(name: str, results: Mapping[str, Any], *packages: str) -> Path:
-    """Write ``results`` with its environment to ``benchmarks/results/<name>.json``."""
+    """Write ``results`` with its environment, in place of any in ``results``, to ``benchmarks/results/<name>.json``."""
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(*packages), **results}, indent=2) + "\n")
+    now = {"environment": environment(*packages)}
+    path.write_text(json.dumps({**now, **results, **now}, indent=2) + "\n")
     return path
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 
@@ -255,12 +255,6 @@ def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) 
         """Return another instance on the same weights."""
         return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
-    def around_each_attention() -> Way:
-        module = twin()
-        for attention in attention_modules(module):
-            attention.forward = partial(under_empty_mode, attention.forward)
-        return lambda: module(**local)
-
     def by_hand_at_each_call(attend: Attend) -> Way:
         """Put where diffusers calls attention, so that nothing is intercepted."""
         module = twin()
@@ -283,22 +277,20 @@ def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) 
 
         return step
 
-    first, second, third, under_mode = twin(), twin(), twin(), twin()
+    first, second, third, under_mode, under_modes = (twin() for _ in range(5))
+    for block in (*under_modes.transformer_blocks, *under_modes.single_transformer_blocks):
+        block.attn.forward = partial(under_empty_mode, block.attn.forward)
     return {
         "unmodified": lambda: first(**local),
         "unmodified, again": lambda: second(**local),
         "unmodified, the tokens of all ranks": lambda: third(**whole),
         "an empty mode around it": lambda: under_empty_mode(under_mode, **local),
-        "an empty mode around each attention": around_each_attention(),
+        "an empty mode around each attention": lambda: under_modes(**local),
         "ulysses, by hand": by_hand_at_each_call(partial(ulysses_by_hand, group=group, calls="in place")),
         "ring, by hand": by_hand_at_each_call(partial(ring_by_hand, group=group, calls="in place")),
         "ulysses": parallel(1),
         "ring": parallel(ranks),
     }
-
-
-def attention_modules(model: FluxTransformer2DModel) -> list[nn.Module]:
-    return [block.attn for block in [*model.transformer_blocks, *model.single_transformer_blocks]]
 
 
 def under_empty_mode(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -362,9 +354,7 @@ def main(arguments: list[str] | None = None) -> None:
         table = run()
         show(title, table)
         if not options.no_record:
-            results = {**read_results("host_cost"), title: table}
-            results.pop("environment")
-            print(write_results("host_cost", results, "diffusers"))
+            print(write_results("host_cost", {**read_results("host_cost"), title: table}, "diffusers"))
 
 
 if __name__ == "__main__":

@@ -288,7 +288,6 @@ def main(arguments: list[str] | None = None) -> None:
     generator = Generator(args.captions)
     measured = {"forecasts": forecasts, "rules": rules, "few": few, "few by rule": few_by_rule}
     results = read_results("cache_forecasts")
-    results.pop("environment")
     for name in args.parts:
         results[name] = {"captions": args.captions, "rows": measured[name](generator)}
     print(write_results("cache_forecasts", results, "diffusers"))

@@ -163,7 +163,6 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results = read_results("cache_quality")
-    results.pop("environment")
     if "quality" in args.parts:
         results |= {"captions": args.prompts, "quality": summaries(sweep(args.prompts))}
     for name in ("eager", "compiled"):

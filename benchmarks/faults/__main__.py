@@ -22,6 +22,7 @@ import os
 import signal
 import tempfile
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from benchmarks.faults.cells import (
     NUM_HOSTS,
     PIPELINES,
     RANKS_PER_HOST,
+    SLOW_LINK,
     Cell,
     all_cells,
     build,
@@ -73,13 +75,15 @@ def run_cell(cell: Cell, hosts: Hosts, expected: Any) -> dict[str, Any]:
             agent.join()
             if cell.of_link:
                 hosts.heal(FAULTY_HOST)
+        # torch names its files in shared memory after the process.
+        shared = {name for name in _files(Path("/dev/shm")) if any(f"_{process.pid}_" in name for process in ranks)}
         return {
-            **cell.as_json(),
+            **asdict(cell),
             **_reported(folder, ended),
             "left": {
                 "processes": left,
                 "sockets": sum(_sockets(hosts, host) for host in range(NUM_HOSTS)),
-                "files": sorted(_files(work) | _shared_memory([process.pid for process in ranks])),
+                "files": sorted(_files(work) | shared),
             },
         }
 
@@ -113,11 +117,14 @@ def _in_rank(cell: Cell, rank: int, hosts: Hosts, folder: Path, store: tuple[str
 
 def _watch(cell: Cell, ranks: list[Any], hosts: Hosts, folder: Path) -> dict[int, float]:
     """Return when each rank ended. Disturb the link when the faulty rank asks for it."""
-    deadline = time.monotonic() + (_LONGEST_ON_SLOW_LINK if cell.fault == "link delayed by 2 s" else _LONGEST)
+    deadline = time.monotonic() + (_LONGEST_ON_SLOW_LINK if cell.fault == SLOW_LINK else _LONGEST)
     ended: dict[int, float] = {}
     while len(ended) < _RANKS and time.monotonic() < deadline:
         if cell.of_link and (folder / "strike").exists() and not (folder / "struck").exists():
-            _disturb(cell, hosts)
+            if cell.fault == "link cut":
+                hosts.cut(FAULTY_HOST)
+            else:
+                hosts.disturb(FAULTY_HOST, **({"delay": 2.0} if cell.fault == SLOW_LINK else {"loss": 0.05}))
             (folder / "struck").touch()
         for rank, process in enumerate(ranks):
             if rank not in ended and not process.is_alive():
@@ -126,15 +133,6 @@ def _watch(cell: Cell, ranks: list[Any], hosts: Hosts, folder: Path) -> dict[int
             break
         time.sleep(0.02)
     return ended
-
-
-def _disturb(cell: Cell, hosts: Hosts) -> None:
-    if cell.fault == "link cut":
-        hosts.cut(FAULTY_HOST)
-    elif cell.fault == "link delayed by 2 s":
-        hosts.disturb(FAULTY_HOST, delay=2.0)
-    else:
-        hosts.disturb(FAULTY_HOST, loss=0.05)
 
 
 def _end(ranks: list[Any], cell: Cell) -> list[int]:
@@ -156,7 +154,6 @@ def _reported(folder: Path, ended: dict[int, float]) -> dict[str, Any]:
     for rank in range(_RANKS):
         path = folder / f"rank{rank}.json"
         report = json.loads(path.read_text()) if path.exists() else {}
-        report.pop("seconds to the end of the call", None)
         if struck is not None and rank in ended:
             report["seconds"] = round(ended[rank] - struck, 2)
         if not path.exists():
@@ -178,11 +175,6 @@ def _sockets(hosts: Hosts, host: int) -> int:
 
 def _files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")} if folder.is_dir() else set()
-
-
-def _shared_memory(pids: list[int]) -> set[str]:
-    """Return the files that these processes made in /dev/shm. torch names them after the process."""
-    return {name for name in _files(Path("/dev/shm")) if any(f"_{pid}_" in name for pid in pids)}
 
 
 def expected_image(pipeline: str) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchmarks.pipelines.generation import PIPELINES as TINY_PIPELINES
 
@@ -28,7 +27,8 @@ MOMENTS = (BEFORE, ATTENTION, STEPS, VAE, END)
 
 # Faults of a rank's process, or of the link of its host, at any moment.
 PROCESS_FAULTS = ("killed", "stopped", "raises", "sleeps", "out of memory")
-LINK_FAULTS = ("link cut", "link delayed by 2 s", "link drops 5 %")
+SLOW_LINK = "link delayed by 2 s"
+LINK_FAULTS = ("link cut", SLOW_LINK, "link drops 5 %")
 # Inputs of the faulty rank that differ from those of the others, and the moments: in the arguments of the call, by a
 # callback, before the VAE, or before the next call after a successful one.
 GIVEN_FAULTS = {
@@ -67,9 +67,6 @@ class Cell:
         """Whether the call itself is another on the faulty rank."""
         return self.fault in GIVEN_FAULTS
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def all_cells() -> Iterator[Cell]:
     """Yield the cells: both pipelines on the default mesh, and FLUX also where Ulysses crosses the link."""
@@ -101,13 +98,9 @@ def fill_lora(pipe: Any, seed: int) -> None:
     """Give the LoRA other weights, by their seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in _lora_weights(pipe.transformer):
-            del name
-            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
-
-
-def _lora_weights(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, weight) for name, weight in module.named_parameters() if "lora_" in name]
+        for name, weight in pipe.transformer.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
 
 
 def call_of(name: str, **options: Any) -> dict[str, Any]:

@@ -6,7 +6,16 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.faults.cells import FAULTY_RANK, GIVEN_FAULTS, LINK_FAULTS, MOMENTS, PROCESS_FAULTS, Cell, all_cells
+from benchmarks.faults.cells import (
+    FAULTY_RANK,
+    GIVEN_FAULTS,
+    LINK_FAULTS,
+    MOMENTS,
+    PROCESS_FAULTS,
+    SLOW_LINK,
+    Cell,
+    all_cells,
+)
 from benchmarks.harness import markdown_table, read_results
 
 # Relative norm of an image's error against one process.
@@ -19,7 +28,7 @@ SIGNS = {
     "sleeps": ["rank 3 (process"],
     "out of memory": ["can't allocate memory"],
     "link cut": ["no answer from", "does not answer"],
-    "link delayed by 2 s": ["slow or loses packets", "or very slow"],
+    SLOW_LINK: ["slow or loses packets", "or very slow"],
     "link drops 5 %": ["slow or loses packets", "or very slow"],
     "another prompt": ["prompt"],
     "another seed": ["generator", "latents"],
@@ -41,8 +50,10 @@ def verdict(result: dict[str, Any]) -> str:
     if any(rank.get("error", 0.0) > EXACT for rank in result["ranks"]):
         bad.append("wrong image")
     # If every living rank has its image, no rank has an error to raise.
-    if not all("error" in rank for rank in survivors) and not _named(result):
-        bad.append("cause not named")
+    if not all("error" in rank for rank in survivors):
+        messages, signs = [rank.get("message", "") for rank in result["ranks"]], SIGNS[result["fault"]]
+        if not any(sign in message for message in messages for sign in signs):
+            bad.append("cause not named")
     if result["left"]["sockets"] or result["left"]["files"]:
         bad.append("something left")
     return ", ".join(bad) or "good"
@@ -51,10 +62,6 @@ def verdict(result: dict[str, Any]) -> str:
 def _survivors(result: dict[str, Any]) -> list[dict[str, Any]]:
     gone = result["fault"] in ("killed", "stopped")
     return [rank for index, rank in enumerate(result["ranks"]) if not (gone and index == FAULTY_RANK)]
-
-
-def _named(result: dict[str, Any]) -> bool:
-    return any(sign in rank.get("message", "") for rank in result["ranks"] for sign in SIGNS[result["fault"]])
 
 
 # -- the page
@@ -70,7 +77,9 @@ def parts() -> dict[str, list[str]]:
 def _summary(run: dict[str, Any]) -> list[str]:
     results = list(run["cells"].values())
     bad = Counter(part for result in results for part in result["verdict"].split(", ") if part != "good")
-    ends = [(rank.get("seconds", 0.0), cell) for cell in results if not _is_slow(cell) for rank in _survivors(cell)]
+    ends = [
+        (rank.get("seconds", 0.0), cell) for cell in results if cell["fault"] != SLOW_LINK for rank in _survivors(cell)
+    ]
     seconds, slowest = max(ends, key=lambda end: end[0])
     images = sum(all("error" in rank for rank in _survivors(result)) for result in results)
     counts = [f"{bad[kind]} {text}" for kind, text in _BAD.items()]
@@ -89,10 +98,6 @@ _BAD = {
     "cause not named": "causes not named",
     "something left": "with a socket or file left behind",
 }
-
-
-def _is_slow(result: dict[str, Any]) -> bool:
-    return bool(result["fault"] == "link delayed by 2 s")
 
 
 def _tables(results: dict[str, Any]) -> list[str]:

@@ -129,10 +129,6 @@ def given(cell: Cell, pipe: Any, note: Callable[[], None]) -> dict[str, Any]:
     if cell.moment == VAE:
         pipe.vae.to(torch.bfloat16)
         return {}
-    return _given_to_call(cell, pipe)
-
-
-def _given_to_call(cell: Cell, pipe: Any) -> dict[str, Any]:
     height = call_of(cell.pipeline)["height"]
     if cell.fault == "another LoRA":
         fill_lora(pipe, seed=2)
@@ -188,7 +184,6 @@ def run_rank(cell: Cell, rank: int, folder: Path, store: tuple[str, int], expect
         traceback.print_exc()
         report = {"raised": type(raised).__name__, "message": str(raised)}
     finally:
-        report["seconds to the end of the call"] = time.monotonic()
         (folder / f"rank{rank}.json").write_text(json.dumps(report))
         sys.stderr.flush()
         if dist.is_initialized():

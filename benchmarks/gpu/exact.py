@@ -61,13 +61,12 @@ def make_inputs(
         table = torch.stack([x.transpose(1, 2) for x in drawn[:3]], dim=2)
         drawn[:3] = [x.transpose(1, 2) for x in table.unbind(2)]
     if memory != "contiguous":
-        drawn = [x if memory == "packed" and i < 3 else _transposed(x) for i, x in enumerate(drawn)]
+        drawn = [
+            x if memory == "packed" and i < 3 else x.transpose(1, 2).contiguous().transpose(1, 2)
+            for i, x in enumerate(drawn)
+        ]
     attn_mask = None if mask in ("none", "causal") else _mask(mask, shape, dtype, generator).to(device)
     return Inputs(*drawn, mask=attn_mask, is_causal=mask == "causal")
-
-
-def _transposed(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _mask(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

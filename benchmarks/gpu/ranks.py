@@ -117,7 +117,11 @@ def attend_on_all_meshes(device: torch.device, tokens: int, head_dim: int, end: 
                 yield {**row, "verdict": FAILED, "raised": first_line(error)}
                 continue
             if expected is not None:
-                yield {**row, **_judged(inputs, case, results, expected)}
+                errors, own = results.errors(expected), sdpa(inputs).errors(expected)
+                verdict = judge(errors, own, case.dtype)
+                if case.comm_dtype is not None:
+                    verdict = OK if errors["out"] <= EIGHT_BITS_BOUND else WRONG
+                yield {**row, "verdict": verdict, "errors": errors, "one rank, SDPA": own}
 
 
 def _first_rank_says(flag: bool) -> bool:
@@ -142,13 +146,3 @@ def _over_ranks(inputs: Inputs, mode: UnifiedAttnMode, *, gradients: bool) -> Re
             out.backward(grad_out)
             tensors += [x.grad for x in qkv]
         return Results(*[None if x is None else cp.gather(x, dim=2) for x in tensors])
-
-
-def _judged(inputs: Inputs, case: Case, results: Results, expected: Results) -> dict[str, Any]:
-    errors = results.errors(expected)
-    own = sdpa(inputs).errors(expected)
-    if case.comm_dtype is not None:
-        verdict = OK if errors["out"] <= EIGHT_BITS_BOUND else WRONG
-    else:
-        verdict = judge(errors, own, case.dtype)
-    return {"verdict": verdict, "errors": errors, "one rank, SDPA": own}

@@ -75,8 +75,13 @@ def _measure(device: torch.device, size: ModelSize, mesh: DeviceMesh | None) -> 
             f"{size.tokens} tokens, {size.heads} heads; expected multiples of {RANKS}: all shares are equal."
         )
     heads, tokens = (size.heads // RANKS, size.tokens) if mesh is None else (size.heads, size.tokens // RANKS)
-    qkv = [_randn((1, heads, tokens, size.head_dim), device) for _ in range(3)]
-    mask = _padding(size, device) if size.padded else None
+    # Memory as models have it: [B, S, H, D].
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    qkv = [torch.randn(1, tokens, heads, size.head_dim, **options).transpose(1, 2) for _ in range(3)]
+    mask = None
+    if size.padded:  # hides the last keys, at most 100
+        visible = size.tokens - min(100, size.tokens // 8)
+        mask = (torch.arange(size.tokens, device=device) < visible)[None, None, None]
 
     def call() -> None:
         F.scaled_dot_product_attention(*qkv, mask)
@@ -86,14 +91,3 @@ def _measure(device: torch.device, size: ModelSize, mesh: DeviceMesh | None) -> 
         times = milliseconds(call, device, repeats=3 if size.tokens > MANY else 20)
         kernels = kernels_of(call, device)
     return {**times, "kernels": len(kernels), "ms of": phases(kernels), "largest": largest(kernels)}
-
-
-def _randn(shape: tuple[int, int, int, int], device: torch.device) -> torch.Tensor:
-    """Return ``[B, H, S, D]`` as a model gives it: ``[B, S, H, D]`` with tokens and heads swapped."""
-    batch, heads, tokens, head_dim = shape
-    return torch.randn(batch, tokens, heads, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2)
-
-
-def _padding(size: ModelSize, device: torch.device) -> torch.Tensor:
-    """Return ``[1, 1, 1, S]``, a mask that hides the last keys, at most 100."""
-    return (torch.arange(size.tokens, device=device) < size.tokens - min(100, size.tokens // 8))[None, None, None]

@@ -6,6 +6,7 @@ Each part runs in rank processes of its own, so one that hangs leaves the others
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,19 +112,19 @@ def pipefusion(device: torch.device) -> float:
     from para_core.adapters import pipefusion_report
 
     pipe = _parallel(device, stages=True, pipefusion=PipeFusion(4))
-    expected = _fused_alone(device)
+    expected = _generate(_alone(device, pipefusion=PipeFusion(4)), device)
     error = max(relative_error(_generate(pipe, device), expected) for _ in range(2))
     if pipefusion_report(pipe).patched_calls == 0:
         raise RuntimeError("no call ran on patches")
     return error
 
 
-def _fused_alone(device: torch.device) -> Tensor:
+def _alone(device: torch.device, **options: Any) -> SmallFluxPipeline:
+    """Return the pipeline with ``options`` on a mesh of this rank alone, which exchanges nothing."""
     from para_core.adapters import parallelize_pipe
 
-    # A mesh of this rank alone: a process group of one rank is never exchanged with.
     group = find_or_make_group(f"gpu-check: rank {dist.get_rank()} alone", [dist.get_rank()])
-    return _generate(parallelize_pipe(small_flux(device), mesh=group, pipefusion=PipeFusion(4)), device)
+    return parallelize_pipe(small_flux(device), mesh=group, **options)
 
 
 def group_of_some(device: torch.device) -> float:
@@ -153,7 +154,6 @@ def _after(device: torch.device, fail: Callable[[SmallFluxPipeline], Tensor], **
     """Generate, fail on all ranks alike, generate again with other latents; return the error of the last generation."""
     from para_core.adapters import unparallelize_pipe
 
-    fused = "pipefusion" in options
     pipe = _parallel(device, stages=True, **options)
     _generate(pipe, device)
     try:
@@ -166,13 +166,7 @@ def _after(device: torch.device, fail: Callable[[SmallFluxPipeline], Tensor], **
     other = {"latents": small_call(device, seed=1)["latents"]}
     out = _generate(pipe, device, **other)
     unparallelize_pipe(pipe)
-    if fused:
-        from para_core.adapters import parallelize_pipe
-
-        group = find_or_make_group(f"gpu-check: rank {dist.get_rank()} alone", [dist.get_rank()])
-        alone = parallelize_pipe(small_flux(device), mesh=group, pipefusion=options["pipefusion"])
-    else:
-        alone = small_flux(device)
+    alone = _alone(device, **options) if options else small_flux(device)
     return relative_error(out, _generate(alone, device, **other))
 
 
@@ -201,18 +195,6 @@ def _fail_in_call(pipe: SmallFluxPipeline) -> Tensor:
         return _generate(pipe, device)
     finally:
         handle.remove()
-
-
-def after_failed_callback(device: torch.device) -> float:
-    return _after(device, _fail_in_callback, pipefusion=PipeFusion(4))
-
-
-def after_failed_call(device: torch.device) -> float:
-    return _after(device, _fail_in_call, pipefusion=PipeFusion(4))
-
-
-def stages_after_failed_call(device: torch.device) -> float:
-    return _after(device, _fail_in_call)
 
 
 def reduce_overhead(device: torch.device) -> float:
@@ -255,8 +237,12 @@ PARTS: dict[str, Steps] = {
     "exact": EXACT,
     "bound device": {f"{name}, device_id given": step for name, step in EXACT.items()},
     "pipefusion": {"PipeFusion": pipefusion},
-    "stages, failed call": {"stages after a failed call": stages_after_failed_call},
-    "PipeFusion, failed callback": {"PipeFusion after a failed callback": after_failed_callback},
-    "PipeFusion, failed call": {"PipeFusion after a failed call": after_failed_call},
+    "stages, failed call": {"stages after a failed call": partial(_after, fail=_fail_in_call)},
+    "PipeFusion, failed callback": {
+        "PipeFusion after a failed callback": partial(_after, fail=_fail_in_callback, pipefusion=PipeFusion(4))
+    },
+    "PipeFusion, failed call": {
+        "PipeFusion after a failed call": partial(_after, fail=_fail_in_call, pipefusion=PipeFusion(4))
+    },
     "reduce-overhead": {"reduce-overhead": reduce_overhead},
 }

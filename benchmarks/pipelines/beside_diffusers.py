@@ -154,12 +154,6 @@ def applied(
     return transformers, outcomes
 
 
-def who_takes(name: str, size: str) -> dict[str, dict[str, Any]]:
-    """Return the error or the message of each way on the tiny model."""
-    build, inputs = tiny(name, size)
-    return applied(build, inputs, build()(**inputs)[0], list(WAYS), uneven=size == "odd")[1]
-
-
 def is_exact(outcome: dict[str, Any]) -> bool:
     return bool(outcome.get("error", float("inf")) < EXACT)
 
@@ -285,7 +279,9 @@ def measure(names: list[str], rounds: int) -> dict[str, Any]:
     with torch.inference_mode():
         for name in names:
             for size in TINY:
-                tiny_rows.append({"model": name, "tokens": size, **who_takes(name, size)})
+                build, inputs = tiny(name, size)
+                outcomes = applied(build, inputs, build()(**inputs)[0], list(WAYS), uneven=size == "odd")[1]
+                tiny_rows.append({"model": name, "tokens": size, **outcomes})
         for row in tiny_rows:
             exact = torch.tensor([is_exact(row[way]) for way in WAYS])
             # A way may have failed on one rank alone.

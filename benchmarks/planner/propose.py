@@ -65,22 +65,17 @@ def score(name: str) -> dict[str, Any]:
         error = error_unseen(name, module, proposal)
     except Exception as failure:
         return {**row, "verdict": "wrong", "why": f"{type(failure).__name__}: {failure}"}
+    blocks = proposal.blocks
+    named = sorted({*blocks.uncached, *[x for group in blocks.groups for x in group.between]}) if blocks else []
     return {
         **row,
         "verdict": "found" if error < EXACT else "wrong",
         "error": error,
-        "blocks": proposal.blocks is not None,
+        "blocks": blocks is not None,
         "text": proposal.plan.cuts("text"),
-        "named": named_of(proposal),
+        "named": named,
         "why": " ".join(proposal.questions),
     }
-
-
-def named_of(proposal: Proposal) -> list[str]:
-    """Return arguments that its block stack names in ``between`` and ``uncached``."""
-    if proposal.blocks is None:
-        return []
-    return sorted({*proposal.blocks.uncached, *[name for group in proposal.blocks.groups for name in group.between]})
 
 
 def main() -> None:

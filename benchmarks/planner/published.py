@@ -126,11 +126,6 @@ def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) ->
     return markdown_table(["table", "device", "one device, s (×)", "mesh: published, s, and error"], rows)
 
 
-def not_predicted() -> list[str]:
-    """Return a line for each published table that the planner does not predict."""
-    return [f"- {name}: {reason}" for name, _, _, reason in NOT_PREDICTED]
-
-
 def sources() -> list[str]:
     """Return the planner's tables of devices and links."""
     devices = [
@@ -181,7 +176,7 @@ def parts() -> dict[str, list[str]]:
     return {
         "summary": summary([row for *_, checked in tables for row in checked]),
         "published": published_table(tables),
-        "not predicted": not_predicted(),
+        "not predicted": [f"- {name}: {reason}" for name, _, _, reason in NOT_PREDICTED],
         "sources": sources(),
         "plans": plans(),
     }

@@ -179,12 +179,6 @@ def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def times_of(results: dict[str, Any]) -> float:
-    """Return the median over rounds of the replicas' capacity relative to the plain pipeline's."""
-    pairs = zip(results["replicas"]["capacity_per_second"], results["plain"]["capacity_per_second"], strict=True)
-    return statistics.median(replicas / plain for replicas, plain in pairs)
-
-
 def table(results: dict[str, Any]) -> list[str]:
     """Return the table of docs/serving.md: the smallest and the largest load."""
     options = results["options"]
@@ -198,10 +192,12 @@ def table(results: dict[str, Any]) -> list[str]:
             figures = [f"{row[name]:.2f}" for name in ("requests_per_second", "p50_seconds", "p99_seconds")]
             rows.append([shown, f"{row['load']} ×", f"{row['done']} of {row['requests']}", *figures])
     overheads = [f"{results[name]['overhead_seconds'] * 1000:.0f}" for name in names]
+    pairs = zip(results["replicas"]["capacity_per_second"], results["plain"]["capacity_per_second"], strict=True)
+    times = statistics.median(replicas / plain for replicas, plain in pairs)
     failed = sum(row["failed"] for name in names for row in results[name]["rows"])
     summary = (
         f"Requests that were not done were refused with 429; {failed or 'none'} failed. Under full load the replicas "
-        f"did {times_of(results):.2f} times as many requests per second as the plain pipeline (median of "
+        f"did {times:.2f} times as many requests per second as the plain pipeline (median of "
         f"{options['rounds']} rounds). The server adds {overheads[0]} ms to a single request on the plain pipeline, "
         f"and {overheads[1]} ms on a replica."
     )

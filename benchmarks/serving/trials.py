@@ -314,7 +314,6 @@ def main() -> None:
     else:
         results["server"] = try_server(options.replicas, options.ranks, 20, 5)
     print(json.dumps(results[options.part], indent=2))
-    results.pop("environment", None)
     write_results("fleet_trials", results, "diffusers", "ray")
 
 
