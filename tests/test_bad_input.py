@@ -117,13 +117,13 @@ BAD = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_an_error_on_every_rank(rank_pool, kind):
     check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, False), *BAD[kind])
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (1, 4)])
 @pytest.mark.parametrize("kind", BAD)

@@ -155,6 +155,7 @@ def test_stable_diffusion_example_equals_the_unmodified_pipeline(rank_pool, tmp_
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "run_cogvideox" else pytest.mark.long) for name in VIDEOS]
 )
+@pytest.mark.long
 def test_video_examples_equal_the_unmodified_pipeline(rank_pool, name, tmp_path):
     cls, size, options = VIDEOS[name]
     model = model_of(name, tmp_path)

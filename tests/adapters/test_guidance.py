@@ -199,6 +199,7 @@ def draw_compiled(way):
 @pytest.mark.parametrize(
     "way", ["torch.compile", *[pytest.param(way, marks=pytest.mark.long) for way in ("in place", "blocks")]]
 )
+@pytest.mark.long
 def test_branches_are_shared_out_compiled(rank_pool, way):
     expected = flux_pipe()(**flux_call(**GUIDED)).images
     for rank, (images, rounds) in enumerate(rank_pool.run(draw_compiled, 2, way)):

@@ -92,13 +92,13 @@ def long_but(names, of):
 OTHER_WAYS = [name for name in SHELF_PIPELINES if "," in name and name.split(",")[0] in SHELF_PIPELINES]
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", long_but([name for name in PIPELINES if name not in OTHER_WAYS], PIPELINES))
 def test_every_pipeline_is_exact(rank_pool, name):
     check(rank_pool, name, [(1, 1, 2)])
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", long_but(SOME, PIPELINES))
 def test_every_pipeline_is_exact_on_a_ring(rank_pool, name):
     check(rank_pool, name, [(1, 2, 1)])
@@ -138,7 +138,7 @@ def pipelines_undone():
             yield pytest.param(name, shape, marks=() if name in names else pytest.mark.long)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "shape"), [*pipelines_undone()])
 def test_pipeline_needs_other_ranks_until_it_is_undone(rank_pool, name, shape):
     for unaware, undone in rank_pool.run(draw_unaware_and_undone, 2, name, shape):
@@ -367,7 +367,7 @@ def check_calls(rank_pool, name, shapes):
         assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CALLED)
 def test_every_kind_of_call_is_exact(rank_pool, name):
     check_calls(rank_pool, name, [(1, 1, 2)])

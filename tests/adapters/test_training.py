@@ -59,6 +59,7 @@ def losses_alone():
         pytest.param((2, 1), True, id="ring, activation checkpointing", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_the_loss_curve_is_that_of_one_rank(rank_pool, losses_alone, mesh_shape, checkpointing):
     for losses in rank_pool.run(learn, 2, mesh_shape, checkpointing):
         assert ((torch.tensor(losses) - losses_alone).abs() / losses_alone).max() < 1e-4

@@ -127,7 +127,7 @@ def on_two_ranks():
         yield pytest.param(name, [second], id=f"{name}, the other mesh", marks=pytest.mark.long)
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("name", "shapes"), [*on_two_ranks()])
 def test_every_transformer_is_exact_on_two_ranks(rank_pool, name, shapes):
     check(rank_pool, name, shapes)
@@ -152,7 +152,7 @@ def plan_of(name):
 BATCHED = [name for name in MODELS if plan_of(name) is not None and plan_of(name).batched]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in SHELF else ()) for name in BATCHED]
 )
@@ -200,7 +200,7 @@ WITH_TEXT = [name for name in WITH_TEXT if not name.startswith("qwen-image 2.1")
 CUTS_TEXT = [name for name in WITH_TEXT if not name.startswith("ltx2")]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "text"), [*[(name, "shard") for name in CUTS_TEXT], *[(name, "replicate") for name in WITH_TEXT]]
 )

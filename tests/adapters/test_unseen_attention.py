@@ -229,6 +229,7 @@ def is_attention(module):
     return hasattr(module, "processor")
 
 
+@pytest.mark.long
 def test_pipes_translate_names_that_are_set_before_and_after(rank_pool):
     for outs in rank_pool.run(draw_translated, 2):
         errors = {key: relative_error(out, expected_of(key[0])) for key, out in outs.items()}

@@ -266,7 +266,7 @@ def mask_copies(mask: str, dtype: torch.dtype) -> int:
     return {"bool": 1, "bool rows": 1, "float32": int(dtype != F32)}.get(mask, 0)
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(("backend", "dtype", "head_dim", "mask"), CASES)
 def test_each_kernel_gets_its_layout_without_copies(choose, backend, dtype, head_dim, mask):
     choose(BACKENDS[backend][0])

@@ -68,7 +68,7 @@ dtypes_and_meshes = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @dtypes_and_meshes
 def test_self_attention_equals_one_device(rank_pool, ring, ulysses, dtype):
     # Uneven; fewer tokens than ranks, so that some rank holds nothing; fewer heads than ranks; even.
@@ -105,7 +105,7 @@ def test_grouped_heads_equal_one_device(rank_pool, ring, ulysses):
     check_all(rank_pool, cases, ring, ulysses)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @on_few_meshes
 @pytest.mark.parametrize("memory", ["transposed", "strided", "expanded", "3-D", "5-D"])
 def test_however_the_tensors_lie_in_memory(rank_pool, ring, ulysses, memory):
@@ -124,7 +124,7 @@ def test_empty_batch_and_sequence_give_empty_results(rank_pool, ring, ulysses):
     check_all(rank_pool, cases, ring, ulysses)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @dtypes_and_meshes
 def test_replicated_segments_in_any_order_count_once(rank_pool, ring, ulysses, dtype):
     orders = [
@@ -279,6 +279,7 @@ def is_readable_in_a_graph(case, ranks):
     )
 
 
+@pytest.mark.long
 @settings(suppress_health_check=[*CHECKS, HealthCheck.filter_too_much], max_examples=settings().max_examples // 8)
 @given(mesh=st.sampled_from(MESHES), cases=st.lists(drawn_cases(), min_size=1, max_size=3))
 def test_any_attention_on_any_mesh_compiled_equals_one_device(rank_pool, mesh, cases):

@@ -100,7 +100,7 @@ def lay_out(ring, ulysses, memory):
     return outs
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("memory", ["as a model gives it", "contiguous"])
 @pytest.mark.parametrize(("ring", "ulysses"), [*MESHES[::2], (1, 4)])  # the last: one head per rank
 def test_result_has_strides_that_models_expect(rank_pool, ring, ulysses, memory):
@@ -175,6 +175,7 @@ def compile_under_switches(ring, ulysses, kernel):
     return outs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.long)])
 def test_graph_is_traced_without_math_backend(rank_pool, ring, ulysses):
     for outs in rank_pool.run(compile_under_switches, 2, ring, ulysses, "FLASH_ATTENTION"):

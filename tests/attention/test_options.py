@@ -55,7 +55,7 @@ OPTIONS = {
 COMPILED = {("two chunks", 1, 2), ("gathered", 2, 1)}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("name", "ring", "ulysses", "compile_with"),
     [

@@ -88,7 +88,7 @@ def rand(*shapes, dtype):
     return [torch.rand(s, generator=torch.Generator().manual_seed(i)).to(dtype) for i, s in enumerate(shapes)]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @in_16_bits
 @pytest.mark.parametrize("learned_mask", [False, True], ids=["MATH", "learned mask"])
 @pytest.mark.parametrize(

@@ -100,6 +100,7 @@ def test_cache_has_two_graphs_for_any_threshold(order):
         assert relative_error(out, wanted) < 1e-6
 
 
+@pytest.mark.long
 def test_branches_share_graphs():
     pipe, counter = Pipe(), Counter()
     apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER)

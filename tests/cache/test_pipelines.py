@@ -67,7 +67,7 @@ def test_cache_on_blocks_that_store_keys_is_refused(name):
         apply_cache_on_pipe(build(name))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -120,7 +120,7 @@ def check_parallel(rank_pool, name, shape, cache_first):
         assert verdicts == verdicts_alone
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name", long_but(ON_TWO_RANKS, dict.fromkeys(n for n in [*ON_TWO_RANKS, *SHELF_PIPELINES] if n not in UNCACHED))
 )

@@ -29,7 +29,7 @@ def test_a_transformer_whose_blocks_keep_keys_cannot_be_cached(name):
         apply_cache_on_transformer(MODELS[name].build())
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in KEEP_KEYS])

@@ -42,6 +42,7 @@ def test_attention_by_step_is_that_of_python(tmp_path):
     assert AttentionSchedule(**recorded) == schedule
 
 
+@pytest.mark.long
 def test_calibration_follows_the_schedule():
     command = [
         "calibrate",

@@ -194,6 +194,7 @@ def test_mesh_and_memory_are_foreseen_without_weights(folders):
         ("ltx", {"mesh": (("ulysses", 2),)}, VIDEO),
     ],
 )
+@pytest.mark.long
 def test_each_recipe_equals_modular_pipeline_alone(rank_pool, folders, name, options, fields):
     folder, output = folders(name), "videos" if name == "ltx" else "images"
     results = rank_pool.run(result_of, 2, Recipe(folder, **options), fields, "gif" if name == "ltx" else "png")

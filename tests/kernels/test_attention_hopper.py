@@ -61,7 +61,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("specialized", [False, True])
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_out_and_lse_equal_float64(on_the_cpu, kind, specialized):

@@ -125,7 +125,7 @@ def test_the_operators_take_what_kernels_do_not(interpreter, dtype):
 # -- compiled
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @on_each_arch
 @pytest.mark.parametrize("launch", by_use(norm.moments_kernel, norm.merge_kernel, norm.normalize_kernel))
 def test_every_launch_compiles_without_a_spill(launch, arch):

@@ -24,7 +24,7 @@ def outputs(name, shapes, control):
     return outs
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_recipe_is_exact_on_two_ranks(rank_pool, name):
     alone, control = expected(BY_NAME[name]), BY_NAME[name].model not in WITHOUT_CONTROL

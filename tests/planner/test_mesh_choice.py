@@ -123,7 +123,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.filterwarnings("ignore:In CPU autocast", "ignore:`Transformer2DModelOutput` is deprecated")
 @pytest.mark.parametrize(
     "name", {model.cls: name for name, model in MODELS.items() if model.cls not in LINEAR}.values()

@@ -1,5 +1,6 @@
 """Lookups of a plan at every call of its model: replaced modules, and compiled ones."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -74,6 +75,7 @@ def compile_a_block_between_calls():
     return outs
 
 
+@pytest.mark.long
 def test_blocks_compiled_between_calls_stay_exact(rank_pool):
     with torch.no_grad():
         expected = flux_transformer()(**flux_inputs(13, 5), return_dict=False)[0]

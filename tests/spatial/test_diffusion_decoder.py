@@ -115,6 +115,7 @@ def run_parallel_pipe(batch, ulysses):
     return frames, default, undone, columns[0][3]
 
 
+@pytest.mark.long
 def test_pipeline_equals_one_process(rank_pool):
     expected = run_pipe(make_pipe())
     results = rank_pool.run(run_parallel_pipe, 2, batch=2, ulysses=1)

@@ -52,7 +52,7 @@ def require_equal(rank_pool, world_size, names, wide, tolerance=1e-5):
         assert not {key: error for key, error in errors.items() if error > tolerance}
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ROWS)
 def test_decoding_and_encoding_on_two_ranks_equal_one_device(rank_pool, name):
     require_equal(rank_pool, 2, [name], wide=False)

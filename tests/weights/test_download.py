@@ -57,6 +57,7 @@ def test_download_may_exceed_group_timeout(rank_pool, folder, tmp_path):
         rank_pool.run(load, 2, hub.endpoint, folder, tmp_path, patience=timedelta(seconds=2))
 
 
+@pytest.mark.long
 def test_what_is_in_the_cache_needs_no_connection(rank_pool, folder, tmp_path):
     with Hub(folder) as hub, asking(hub.endpoint):
         FluxPipeline.download(REPOSITORY, cache_dir=tmp_path)

@@ -135,6 +135,7 @@ def raise_in_a_block(order):
         assert time.monotonic() - begun < 25
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", [pytest.param("sharded first", marks=pytest.mark.long), "at once"])
 def test_rank_raising_between_blocks_ends_others(rank_pool, order):
     first, second = rank_pool.run_expecting_errors(raise_in_a_block, 2, order)

@@ -289,6 +289,7 @@ def draw_with_encoder(method, when):
     return outs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.long)])
 def test_lora_of_sharded_text_encoder_is_exact(rank_pool, when):
     expected = draw_with_encoder(None, when)

@@ -82,6 +82,7 @@ def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
     assert min(less) - calibration.chosen.computed <= 1
 
 
+@pytest.mark.long
 def test_calibration_finds_smallest_threshold_for_computed_steps(monkeypatch):
     class Jumping:
         """A stand-in for ``time`` whose values carry no information."""

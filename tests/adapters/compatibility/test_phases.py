@@ -183,6 +183,7 @@ def take_the_advice():
     return pipe(**PIPELINES["pixart"].call())[0]
 
 
+@pytest.mark.long
 def test_the_advice_against_an_old_processor_helps(rank_pool):
     pipe = PIPELINES["pixart"].build()
     expected = pipe(**PIPELINES["pixart"].call())[0]

@@ -34,7 +34,7 @@ def forms(tree):
     return spec, [(x.shape, x.dtype) for x in leaves]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -169,6 +169,7 @@ def fail_in_unparallelize():
         assert torch.equal(image_of(pipe), image), step
 
 
+@pytest.mark.long
 def test_a_failing_step_of_unparallelize_pipe_is_completed_by_the_second_call(rank_pool):
     rank_pool.run(fail_in_unparallelize, 2)
 

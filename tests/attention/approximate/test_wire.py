@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @on_most_meshes
 @pytest.mark.parametrize("options", [FP8, INT8, INT8 | {"ulysses_chunks": 2}], ids=["float8", "int8", "chunks"])
 def test_it_is_as_near_as_8_bits_are(rank_pool, ring, ulysses, options):

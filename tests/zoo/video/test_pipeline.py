@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from diffusers import WanPipeline
 
@@ -50,6 +51,7 @@ def frames_on(batch, ring, ulysses):
     return frames_of(cpu_mesh(ring, ulysses, batch=batch))
 
 
+@pytest.mark.long
 def test_guidance_and_tokens_on_ranks_give_the_same_video(rank_pool):
     expected = frames_of()
     for shape in [(2, 1, 1), (1, 1, 2)]:
