@@ -69,7 +69,7 @@ class _ModelObserver(TorchFunctionMode):
         }
         rules: list[Mapping[Any, ShardRule]] = [plan.inputs, *plan.inner.values()]
         splits = [rule for of_module in rules for rule in of_module.values() if isinstance(rule, Split)]
-        # Segments whose entries are image rows or frames, each of which consists of many tokens.
+        # Segments whose entries are image rows or frames. An entry consists of many tokens.
         self._of_many_tokens = {split.segment or split.like or "" for split in splits if split.per != 1}
         self._shards_masks = any(str(key).endswith(_KEY_MASKS) for of_module in rules for key in of_module)
         self._matches = match_modules(model, plan)

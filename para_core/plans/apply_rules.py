@@ -119,9 +119,9 @@ class RuleExecutor:
 
         At most one of ``names`` may be unknown in this call so far. It counts as replicated, with the remaining tokens.
         """
-        known = self.segments
-        rest = total - sum([known[name].total for name in names if name in known])
-        parts = [known[name] if name in known else Segment(name, rest, replicated=True) for name in names]
+        segments = self.segments
+        rest = total - sum([segments[name].total for name in names if name in segments])
+        parts = [segments[name] if name in segments else Segment(name, rest, replicated=True) for name in names]
         return SequenceLayout(tuple(parts), self.mesh.ranks)
 
     def _entries(self, value: Any, cut: Entries, name: str) -> Any:

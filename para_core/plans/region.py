@@ -291,9 +291,9 @@ class Region:
             groups: dict[tuple[ModuleRules, tuple[str, ...]], list[nn.Module]] = {}
             for submodule, rules in matches.values():
                 groups.setdefault((rules, parameters_of(submodule)), []).append(submodule)
-            for key, alike in groups.items():
+            for key, submodules_alike in groups.items():
                 # Wrap __call__, so that the wrapper stays outside of the graph of a compiled submodule.
-                wrap_alike(alike, "__call__", _KEY, self._submodule_hook(*key), order=WrapperPriority.PLAN)
+                wrap_alike(submodules_alike, "__call__", _KEY, self._submodule_hook(*key), order=WrapperPriority.PLAN)
         self._tree = ModuleTree(module)
 
     def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Around:

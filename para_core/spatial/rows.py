@@ -61,7 +61,7 @@ def _output_layout(layout: Layout, total: int, first: Callable[[int], int]) -> L
     """Return the layout of an operator's ``total`` output rows.
 
     A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on. If a rank would then get
-    no rows, as after many causal convolutions, each of which shifts rows to later ranks, the layout is even instead.
+    no rows, the layout is even instead. This happens after many causal convolutions, which shift rows to later ranks.
     """
     starts = [0] + [min(max(first(start), 0), total) for start, _ in held(layout)[1:]]
     output = tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])

@@ -22,7 +22,7 @@ def consists_of_tensors(x: Tensor) -> bool:
 
 
 def plain_tensors(x: Tensor) -> list[Tensor]:
-    """Return the plain tensors of which ``x`` consists, in a fixed order; ``[x]`` if it is plain itself."""
+    """Return the plain tensors inside ``x``, in a fixed order; ``[x]`` if it is plain itself."""
     if not consists_of_tensors(x):
         return [x]
     names, _ = x.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ def plain_tensors(x: Tensor) -> list[Tensor]:
 
 
 def map_plain_tensors(change: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return a tensor like ``x``, in which ``change`` was applied to each of the plain tensors of which it consists."""
+    """Return a tensor like ``x``, with ``change`` applied to each of the plain tensors inside it."""
     if not consists_of_tensors(x):
         return change(x)
     kind: Any = type(x)

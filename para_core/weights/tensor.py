@@ -149,7 +149,7 @@ def gather_tensors(module: nn.Module) -> None:
             at, kind = next(at for at, part in module.named_modules() if part is owner), type(weight).__name__
             raise RuntimeError(
                 f"{at}.{name} of this {unwrapped_class(module).__name__} is a {kind}, which PyTorch cannot gather "
-                "again. Load the pipeline anew."
+                "again. Load the pipeline again."
             )
     whole_weights = []
     for owner, name, dim, parts in record.shards:
