@@ -117,7 +117,7 @@ BAD = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_input_is_an_error_on_every_rank(rank_pool, kind):
     check_errors(rank_pool.run(attend_badly, 4, kind, [0, 1, 2, 3], 2, 2, False), *BAD[kind])
@@ -140,7 +140,7 @@ MASKS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cut", [False, True], ids=["equal parts", "after shard"])
 @pytest.mark.parametrize("kind", MASKS)
 def test_mask_of_wrong_length_raises_on_every_rank(rank_pool, kind, cut):

@@ -32,7 +32,7 @@ def without_cache():
     return images
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "way",
     [

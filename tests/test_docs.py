@@ -72,7 +72,7 @@ def test_the_default_thresholds_are_those_that_the_page_says():
         assert (adapter.threshold, adapter.threshold_source) == (float(usual), usual_source)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("source", PROGRAMS)
 def test_python_blocks_run_from_top_to_bottom(rank_pool, source, tmp_path):
     for shown, used in SUBSTITUTIONS.items():

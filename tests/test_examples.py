@@ -207,6 +207,7 @@ def test_elastic_example_generates_only_what_is_missing(rank_pool, tmp_path):
     assert image_of(out / "1.png").shape == (32, 32, 3)
 
 
+@pytest.mark.long
 def test_cached_flux_example_reports_what_it_computed(rank_pool, tmp_path):
     example = copied(CACHE / "run_flux.py", tmp_path)
     printed = alone(rank_pool, example, "--model", str(FLUX), "--size", "48")

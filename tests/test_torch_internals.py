@@ -121,7 +121,7 @@ def test_no_other_module_reads_a_private_attribute_of_torch():
     assert reads == set()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["unittest", "ctypes", "mock"])
 def test_no_module_imports_tools_of_tests_or_of_c(name):
     paths = [

@@ -128,6 +128,7 @@ def masks_of_blocks(ring, ulysses):
     return copy.deepcopy(masks)
 
 
+@pytest.mark.long
 def test_kandinsky_6_sr_shards_masks_by_heads(rank_pool):
     # On a CPU flex attention without compilation ignores a mask that consists of blocks alone, so an output would not
     # show it.

@@ -102,7 +102,7 @@ def draw_with(name):
     return outs
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_two_ranks_generate_what_one_generates(rank_pool, name):
     expected = generate(build(name), **PIPELINES[name])
@@ -123,7 +123,7 @@ def draw_calls(ring, ulysses, names):
     return {name: generate(pipe, **CALLS[name]) for name in names}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
 def test_every_kind_of_call_is_exact(rank_pool, ring, ulysses):
     pipe = flux_pipe()
@@ -165,6 +165,7 @@ def draw_others(ring, ulysses, parallel=True):
     return outs
 
 
+@pytest.mark.long
 def test_controlnets_kontext_and_guidance_are_exact_on_four_ranks(rank_pool):
     expected = draw_others(1, 1, parallel=False)
     for outs in rank_pool.run(draw_others, 4, 2, 2):

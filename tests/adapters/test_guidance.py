@@ -54,7 +54,7 @@ def draw_calls(batch, ring, ulysses):
     return outs
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (3, 1, 1), (2, 2, 1)])
 def test_sequential_branches_are_distributed(rank_pool, shape):
     pipe = flux_pipe()
@@ -104,7 +104,7 @@ def generate_counting_on(name, *shape):
     return generate_counting(name, cpu_mesh(*shape[1:], batch=shape[0]))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("shape", [(2, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", SEQUENTIAL)
 def test_half_of_calls_are_computed_from_first_step(rank_pool, name, shape):
@@ -273,7 +273,7 @@ def keep_what_a_generation_leaves(batch, *, callback, fail=False, **options):
     return tensors
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("batch", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "options",

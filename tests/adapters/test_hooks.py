@@ -52,7 +52,7 @@ def outcomes(hook):
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("hook", [pytest.param(hook, marks=() if hook in SOME else pytest.mark.long) for hook in HOOKS])
 def test_each_hook_is_exact_or_refused_before_the_call(rank_pool, hook):

@@ -69,6 +69,7 @@ def draw_with_lora(mesh_shape, when):
     return outs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_lora_is_exact_at_every_stage(rank_pool, when):
     expected = draw_with_lora(None, when)
@@ -136,7 +137,7 @@ def draw_offloaded(name):
     return outs
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_offload_goes_on_and_off_in_every_order(rank_pool, name):
     expected = flux_pipe()(**flux_call()).images

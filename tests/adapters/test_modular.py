@@ -44,6 +44,7 @@ def generate_parallel(name):
     return outs, hits, unaware, generate(unparallelize_pipe(pipe))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_modular_pipeline_is_exact_in_parallel_and_cached(rank_pool, name):
     pipe = build(name)

@@ -92,31 +92,31 @@ def long_but(names, of):
 OTHER_WAYS = [name for name in SHELF_PIPELINES if "," in name and name.split(",")[0] in SHELF_PIPELINES]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", long_but([name for name in PIPELINES if name not in OTHER_WAYS], PIPELINES))
 def test_every_pipeline_is_exact(rank_pool, name):
     check(rank_pool, name, [(1, 1, 2)])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", long_but(SOME, PIPELINES))
 def test_every_pipeline_is_exact_on_a_ring(rank_pool, name):
     check(rank_pool, name, [(1, 2, 1)])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", long_but(GUIDED, PIPELINES))
 def test_every_pipeline_is_exact_with_guidance_over_ranks(rank_pool, name):
     check(rank_pool, name, [(2, 1, 1)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", long_but(["hunyuan", "cogvideox, rotary", "hunyuan 1.5"], SOME))
 def test_every_family_is_exact_on_three_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 1, 3), (1, 3, 1)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", long_but(["cogvideox", "wan", "qwen-image"], GUIDED))
 def test_guidance_over_ranks_is_exact_on_four(rank_pool, name):
     check(rank_pool, name, [(2, 1, 2)])
@@ -138,7 +138,7 @@ def pipelines_undone():
             yield pytest.param(name, shape, marks=() if name in names else pytest.mark.long)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("name", "shape"), [*pipelines_undone()])
 def test_pipeline_needs_other_ranks_until_it_is_undone(rank_pool, name, shape):
     for unaware, undone in rank_pool.run(draw_unaware_and_undone, 2, name, shape):
@@ -158,6 +158,7 @@ NOT_TRIED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_every_supported_pipeline_is_tried_or_named():
     on_them, on_the_shelf = set(), set()
@@ -184,7 +185,7 @@ def draw_pixels(name):
     return generate(build(name, cpu_mesh(1, 2)), name, output_type="pt")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in ("wan", "mochi", "ltx2") else pytest.mark.long) for name in DECODED],
@@ -367,13 +368,13 @@ def check_calls(rank_pool, name, shapes):
         assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CALLED)
 def test_every_kind_of_call_is_exact(rank_pool, name):
     check_calls(rank_pool, name, [(1, 1, 2)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", long_but(["cogvideox", "wan", "qwen-image"], CALLED))
 def test_every_call_is_exact_with_guidance_over_ranks(rank_pool, name):
     check_calls(rank_pool, name, [(2, 1, 1)])
@@ -442,7 +443,7 @@ def draw_with_other_text(name):
     ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", WITH_TEXT)
 def test_text_may_be_cut_or_whole(rank_pool, name):
     for outs in rank_pool.run(draw_with_other_text, 2, name):

@@ -35,7 +35,7 @@ def generated_in_bfloat16(name):
     return draw_in_bfloat16(name)[0]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_parallel_errors_are_those_of_the_unmodified_pipeline(rank_pool, name):
     alone = relative_error(generated_in_bfloat16(name), generated_alone(name))

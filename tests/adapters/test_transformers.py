@@ -127,19 +127,19 @@ def on_two_ranks():
         yield pytest.param(name, [second], id=f"{name}, the other mesh", marks=pytest.mark.long)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("name", "shapes"), [*on_two_ranks()])
 def test_every_transformer_is_exact_on_two_ranks(rank_pool, name, shapes):
     check(rank_pool, name, shapes)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", long_but(SOME))
 def test_every_transformer_is_exact_on_three_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 1, 3)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", long_but(SOME[:3]))
 def test_every_transformer_is_exact_on_four_ranks(rank_pool, name):
     check(rank_pool, name, [(1, 2, 2)])
@@ -152,7 +152,7 @@ def plan_of(name):
 BATCHED = [name for name in MODELS if plan_of(name) is not None and plan_of(name).batched]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in SHELF else ()) for name in BATCHED]
 )
@@ -200,7 +200,7 @@ WITH_TEXT = [name for name in WITH_TEXT if not name.startswith("qwen-image 2.1")
 CUTS_TEXT = [name for name in WITH_TEXT if not name.startswith("ltx2")]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "text"), [*[(name, "shard") for name in CUTS_TEXT], *[(name, "replicate") for name in WITH_TEXT]]
 )

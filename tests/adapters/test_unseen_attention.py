@@ -302,6 +302,7 @@ def cross_backends(ranks):
     return results
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_attention_to_another_sequence_has_its_own_backend(rank_pool, ranks):
     for results in rank_pool.run(cross_backends, ranks, ranks):

@@ -60,6 +60,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sample(1)
 @on_meshes
 def test_attention_in_two_dims_equals_one_device(rank_pool, ring, ulysses):
     sixteen_bits = [

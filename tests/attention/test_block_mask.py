@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @on_few_meshes
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_it_equals_dense_attention_with_the_mask_written_out(rank_pool, ring, ulysses, share):
@@ -79,7 +79,10 @@ def drawn_items(draw):
 
 
 # The pool outlives an example: nothing of one job is left when the next starts.
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    max_examples=settings().max_examples // 2,
+)
 @given(mesh=st.sampled_from(MESHES), items=st.lists(drawn_items(), min_size=1, max_size=5))
 def test_any_block_mask_on_any_mesh_equals_one_device(rank_pool, mesh, items):
     check_all(rank_pool, items, *mesh)
@@ -98,7 +101,7 @@ def count_traffic(blocks, block_size, backward):
     return counter.get_total_counts()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("blocks", "collectives"),
     [
@@ -137,7 +140,7 @@ def attend_with(blocks, block_size):
         F.scaled_dot_product_attention(*qkv)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("blocks", "block_size", "message"),
     [

@@ -124,7 +124,7 @@ def pin_a_backend(ring, ulysses, heads, assume_equal):
     return message, after
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("assume_equal", [False, True])
 @pytest.mark.parametrize(("ring", "ulysses", "heads"), [(1, 2, 1), (1, 4, 3), (2, 1, 2)])
 def test_missing_pinned_backend_raises_on_idle_ranks(rank_pool, ring, ulysses, heads, assume_equal):

@@ -40,7 +40,7 @@ def ring(name, is_causal, scale):
         return cp.gather(F.scaled_dot_product_attention(*shards, is_causal=is_causal, scale=scale), dim=2)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", WRAPPED)
 @pytest.mark.parametrize(("is_causal", "scale"), [(False, None), (True, 0.3)])
 def test_a_ring_of_another_librarys_attention_equals_one_device(rank_pool, name, is_causal, scale):
@@ -58,7 +58,7 @@ def rectangle(name, ring, queries, keys):
         return cp.gather(F.scaled_dot_product_attention(*shards, is_causal=True), dim=2, sequence=sequence)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["FlashAttention-3", "FlashAttention-4", "SageAttention"])
 @pytest.mark.parametrize("ring", [1, 2])
 @pytest.mark.parametrize(("queries", "keys"), [(7, 13), (13, 7)])
@@ -185,7 +185,7 @@ def refused(backend):
     return errors
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("backend", "install"), [("flash3", "hopper/"), ("flash4", "flash-attn-4"), ("sage", "2.1.1")])
 def test_what_a_library_cannot_compute_is_refused_at_once(rank_pool, backend, install):
     for missing, masked, device, dtype in rank_pool.run(refused, 2, backend):

@@ -55,7 +55,7 @@ OPTIONS = {
 COMPILED = {("two chunks", 1, 2), ("gathered", 2, 1)}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "ring", "ulysses", "compile_with"),
     [
@@ -95,7 +95,7 @@ def learn_with_attn_func(ring, ulysses, options):
     return [x.grad for x in qkv]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ring", "ulysses", "options"), [(2, 1, {}), (1, 2, {}), (2, 1, {"rotate_method": "allgather"})]
 )
@@ -180,6 +180,7 @@ def attend_with_a_gathered_mask(ring, ulysses):
         return run(q, padding)
 
 
+@pytest.mark.long
 def test_local_mask_of_one_token_is_gathered_in_graph(rank_pool):
     q = make_qkv(7, 4)[0]
     expected = F.scaled_dot_product_attention(q, q, q, (torch.arange(7) < 5)[None])
@@ -217,7 +218,7 @@ def masks_of_single_tokens(S):
     return torch.ones(S, S, dtype=torch.bool).tril(), (torch.arange(S) != 0)[None]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ring", "ulysses", "S"), [(2, 1, 2), (1, 2, 2), (2, 2, 4), (1, 3, 2)])
 def test_masks_of_single_tokens_are_of_the_rank_or_refused(rank_pool, ring, ulysses, S):
     q, k, v = make_qkv(S, 4)
@@ -276,7 +277,7 @@ def checkpointed(ring, ulysses, bound):
     return [x.grad for x in (q, k, v)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("bound", [True, False])
 def test_activation_checkpointing_recomputes_under_the_mode(rank_pool, ring, ulysses, bound):

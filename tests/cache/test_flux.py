@@ -50,6 +50,7 @@ def control_on_ranks():
     return control(apply_cache_on_pipe(controlled((1, 2)), **ALWAYS))
 
 
+@pytest.mark.long
 def test_controlnet_in_parallel(rank_pool, with_controlnet):
     for generated in rank_pool.run(control_on_ranks, 2):
         assert relative_error(generated, with_controlnet) < 1e-4

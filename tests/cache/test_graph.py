@@ -147,6 +147,7 @@ def test_code_between_blocks_runs_as_in_eager(blocks, between):
     assert eager[1].mean().item() == pytest.approx(1 + 1.05 + 10 + rest, rel=1e-5)
 
 
+@pytest.mark.long
 def test_unchained_model_raises_in_graph():
     blocks = CachedBlocks((BlockGroup(("early", "late"), ("encoder_hidden_states", "hidden_states"), chained=True),))
     model = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1)

@@ -59,6 +59,7 @@ def added(outputs):
     return [(out - start).mean().item() for out in outputs]
 
 
+@pytest.mark.sample(1)
 @IN_GRAPHS_TOO
 def test_step_is_compared_with_last_computed_one(run):
     outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], {"cond": [10.0, 20.0, 30.0, 40.0, 50.0]})
@@ -95,6 +96,7 @@ def test_a_difference_equal_to_the_threshold_is_computed(run):
     assert verdicts(report) == ["warmup", "miss", "hit"]
 
 
+@pytest.mark.sample(1)
 @IN_GRAPHS_TOO
 def test_zero_and_nonfinite_residuals_are_computed_and_warn(run):
     with pytest.warns(UserWarning, match="residual"):
@@ -145,7 +147,7 @@ def test_first_and_last_blocks_always_run():
     assert cache_report(pipe).rows[2].difference == pytest.approx((2 + 3 - 1 - 1) / 2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("run", "order"),
     [
@@ -203,6 +205,7 @@ def mean_of_two(times, now, num_residuals):
     return torch.where(num_residuals >= 2, both, torch.tensor([1.0, 0.0], dtype=times.dtype, device=times.device))
 
 
+@pytest.mark.sample(1)
 @IN_GRAPHS_TOO
 def test_a_forecast_of_ones_own_weighs_what_was_stored(run):
     forecast = Forecast("mean", 2, mean_of_two, source="a test")
@@ -306,6 +309,7 @@ def test_downsample_compares_every_nth_channel(run):
     assert shapes[-1] == (1, 6 * 3)
 
 
+@pytest.mark.sample(1)
 @IN_GRAPHS_TOO
 def test_a_policy_decides_in_place_of_the_threshold(run):
     def skip_the_second_half(observation):
@@ -550,6 +554,7 @@ def test_default_thresholds_are_the_published_ones():
             assert adapter.threshold == PUBLISHED.get(adapter.transformer, 0.05)
 
 
+@pytest.mark.sample(1)
 @IN_GRAPHS_TOO
 def test_each_sample_is_compared_with_itself(run):
     # The change of both together would be a tenth of the threshold at the second step.

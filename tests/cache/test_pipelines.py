@@ -67,7 +67,7 @@ def test_cache_on_blocks_that_store_keys_is_refused(name):
         apply_cache_on_pipe(build(name))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -120,7 +120,7 @@ def check_parallel(rank_pool, name, shape, cache_first):
         assert verdicts == verdicts_alone
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", long_but(ON_TWO_RANKS, dict.fromkeys(n for n in [*ON_TWO_RANKS, *SHELF_PIPELINES] if n not in UNCACHED))
 )
@@ -128,13 +128,13 @@ def test_parallel_cache_skips_same_steps(rank_pool, name):
     check_parallel(rank_pool, name, (1, 2, 1), cache_first=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", long_but(["hunyuan", "wan", "ltx2", "flux2"], ON_TWO_RANKS))
 def test_cache_before_parallel_on_ring_skips_same_steps(rank_pool, name):
     check_parallel(rank_pool, name, (2, 1, 1), cache_first=True)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", GUIDED)
 def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool, name):
     expected, verdicts_alone = cached_alone(name)

@@ -54,7 +54,7 @@ def decide_at_the_edge(ring, ulysses):
     return verdicts(report), [row.difference for row in report.rows]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2), (4, 1)])
 def test_at_the_edge_all_ranks_decide_alike(rank_pool, ring, ulysses):
     results = rank_pool.run(decide_at_the_edge, ring * ulysses, ring=ring, ulysses=ulysses)
@@ -146,6 +146,7 @@ def generate_on_four(shape):
     return generate(pipe, "wan", num_inference_steps=5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
 def test_four_ranks_equal_one_device(rank_pool, shape):
     pipe = apply_cache_on_pipe(build("wan"), residual_diff_threshold=0.45, max_consecutive_hits=2)
@@ -224,6 +225,7 @@ def branches_of_sequential_guidance(mesh=None):
     return [row.branch for row in cache_report(pipe).rows]
 
 
+@pytest.mark.long
 def test_second_branch_is_reported_by_its_name(rank_pool):
     alone = branches_of_sequential_guidance()
     assert alone == ["branch 0", "branch 1"] * 4

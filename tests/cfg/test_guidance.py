@@ -170,7 +170,7 @@ def run_shared(name, foresee):
         )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("foresee", [None, on_meta], ids=["seen once", "foreseen"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_code_on_deferred_results_is_exact(rank_pool, body, foresee):

@@ -66,6 +66,7 @@ def test_calibration_follows_the_schedule():
     assert 0 < in_middle < calls["sage"]
 
 
+@pytest.mark.long
 def test_attention_to_the_text_is_that_of_python(tmp_path):
     wan = str(TINY_WAN)
     with libraries_installed() as calls:
@@ -77,6 +78,7 @@ def test_attention_to_the_text_is_that_of_python(tmp_path):
     assert calls["sage"] == 2 * in_python > 0
 
 
+@pytest.mark.long
 def test_kept_keys_by_step_are_those_of_python(tmp_path):
     folder, schedule = str(find_tiny_flux()), AttentionSchedule(KeptKeys(0.25), first=1, last=1)
     call = {"height": 64, "width": 64, "num_inference_steps": 4, "max_sequence_length": 64}

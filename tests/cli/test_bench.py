@@ -136,6 +136,7 @@ def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch,
     assert ("--cache" in capsys.readouterr().out) == passes
 
 
+@pytest.mark.long
 def test_bound_follows_the_dtype():
     references = [
         make_reference(Recipe(str(TINY_FLUX), dtype=dtype), Request(FIELDS)) for dtype in ("float32", "bfloat16")
@@ -255,6 +256,7 @@ def image_to_image(tmp_path):
     return str(folder)
 
 
+@pytest.mark.long
 def test_an_image_is_an_input(tmp_path, image_to_image):
     Image.new("RGB", (48, 32), "red").save(tmp_path / "red.png")
     out = tmp_path / "figures.json"

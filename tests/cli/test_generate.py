@@ -132,6 +132,7 @@ def test_image_paths_are_relative_to_prompts(tmp_path, prompts, monkeypatch, cap
     assert re.search(r"line 2: .*text.png: 8 bytes .*image", stderr)
 
 
+@pytest.mark.long
 def test_image_of_option_is_relative_to_working_directory(tmp_path, prompts, monkeypatch, capsys):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     (tmp_path / "here").mkdir()

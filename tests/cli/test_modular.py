@@ -67,6 +67,7 @@ def test_calibrate_sets_the_guider(folder, tmp_path):
     assert json.loads(out.read_text())["rows"][0]["steps"] == 4  # without the second branch
 
 
+@pytest.mark.long
 def test_bench_compares_with_modular_pipeline_alone(folder, tmp_path):
     out = tmp_path / "figures.json"
     options = [*OPTIONS, "--runs", "1", "--warmup-runs", "0", "--check", "--out", str(out)]

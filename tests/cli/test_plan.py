@@ -4,6 +4,8 @@ import json
 import re
 from dataclasses import replace
 
+import pytest
+
 from para_core.adapters import plan_mesh
 from para_core.cli.app import run
 from para_core.fleet.recipe import read_mesh_sizes
@@ -48,6 +50,7 @@ def test_plan_ends_with_its_generate_command(capsys, monkeypatch):
     assert set(expected) <= set(options_of_rows)
 
 
+@pytest.mark.long
 def test_table_fits_a_terminal_of_80_columns():
     for model in ("FLUX.1-dev", "Wan 2.2 A14B"):
         lines = plan_mesh(model, ranks=8, device="RTX 4090").lines()

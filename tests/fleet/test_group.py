@@ -42,7 +42,7 @@ DONE, FAILED, CANCELLED = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seconds", [(0.0, 3 * GRACE), (3 * GRACE, 0.0), (0.0, 2 * GRACE, 4 * GRACE)])
 def test_slow_rank_is_waited_for(seconds):
     assert wait_for(*[(each, DONE) for each in seconds]) == ["done"] * len(seconds)

@@ -43,7 +43,7 @@ def result_of(recipe):
     return generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "mesh"),
     [
@@ -98,6 +98,7 @@ def cancel_after(step):
     return len(done), before and before.outputs, after and after.outputs
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step", [1, 3])
 def test_all_ranks_stop_after_same_step(rank_pool, step):
     (first, before, after), (second, _, _) = rank_pool.run(cancel_after, 2, step)

@@ -234,7 +234,7 @@ def _lying(shape: tuple[int, ...], order: tuple[int, ...], start: int) -> Tensor
     return x[tuple([slice(start, start + size) for size in shape])]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

@@ -197,6 +197,7 @@ def test_float32_is_multiplied_without_rounding(arch, head_dim, mask):
     assert "tf32" not in compiled.ptx and "mma" not in compiled.ptx and "fma.rn.f32" in compiled.ptx
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arch", "head_dim"),
     [long(arch, dim, unless=(arch, dim) == (80, 72)) for arch in ARCHS for dim in (40, 72, 80, 160, 192, 200)],

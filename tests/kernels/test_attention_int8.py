@@ -200,6 +200,7 @@ def test_float32_is_refused_with_the_way_out():
 # -- compiled
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("launch", by_use(round_keys_kernel))
 def test_key_rounding_compiles_without_spills(launch):
     for arch in ARCHS:

@@ -224,7 +224,7 @@ def test_more_tensors_than_a_launch_takes_are_refused():
 # -- compiled
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @on_each_arch
 @pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel, rounded=True))
 def test_every_launch_compiles_without_spills(launch, arch):

@@ -103,7 +103,7 @@ def decoders_with_a_whole_mask(kind, name, lengths, paddings):
     ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "gpt2"])
 def test_causal_mask_of_local_length_is_refused(rank_pool, kind, name):
@@ -145,7 +145,7 @@ def four_dims(pads, additive, window):
     return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if additive else mask
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_a_four_dimensional_mask_sharded_by_rows_is_exact(rank_pool, kind, name):
@@ -319,7 +319,7 @@ def decode(kind, name, S, steps):
     return torch.cat(outs, dim=1)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_decoding_with_a_cache_is_exact(rank_pool, kind, name):

@@ -139,7 +139,7 @@ def run_modules(ring, ulysses, grad):
 MODULES = [(kind, first) for kind in ("attention", "relu", "gelu", "encoder", "decoder") for first in (True, False)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_torchs_own_attention_modules_equal_one_device(rank_pool, ring, ulysses, grad):
@@ -203,7 +203,7 @@ def attend_in_a_module_with_masks(ring, ulysses, cases):
     return outs
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_masks_of_multihead_attention(rank_pool, ring, ulysses):
     padding = torch.zeros(2, 7, dtype=torch.bool)
@@ -654,7 +654,7 @@ def make_text_and_video():
     return [torch.randn(1, 4, segment.total, 8, generator=generator) for segment in FRAMES]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("is_causal", "compiled"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_frames_that_stay_together_equal_one_device(rank_pool, ring, ulysses, is_causal, compiled):
@@ -694,7 +694,7 @@ def attend_by_operator(ring, ulysses, compiled):
     return (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(*make_qkv(13, 3))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 def test_operator_called_by_its_name_equals_one_device(rank_pool, ring, ulysses, compiled):

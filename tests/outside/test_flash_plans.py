@@ -15,6 +15,7 @@ def flash(q, k, v, mask=None):
     return flash_attn_func(q, k, v).flatten(2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["FLUX", "Stable Diffusion 3.5"])
 def test_flash_attn_model_gets_an_exact_plan(name):

@@ -24,7 +24,7 @@ def outputs(name, shapes, control):
     return outs
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_recipe_is_exact_on_two_ranks(rank_pool, name):
     alone, control = expected(BY_NAME[name]), BY_NAME[name].model not in WITHOUT_CONTROL
@@ -35,7 +35,7 @@ def test_recipe_is_exact_on_two_ranks(rank_pool, name):
             assert relative_error(outs["each rank alone"], alone) > 1e-3
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name.startswith(ON_THREE) else pytest.mark.long) for name in BY_NAME]
 )

@@ -35,6 +35,7 @@ def generate_on_ranks(name):
     return relative_error(image, alone)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_pipeline_with_parallel_vae_equals_one_device(rank_pool, name):
     for error in rank_pool.run(generate_on_ranks, 2, name):
@@ -84,6 +85,7 @@ def demo_images():
     return images
 
 
+@pytest.mark.long
 def test_demo_image_with_parallel_vae_is_the_same(rank_pool):
     for without, with_vae in rank_pool.run(demo_images, 2):
         assert without.std() > 1

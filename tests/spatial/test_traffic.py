@@ -47,6 +47,7 @@ def expected_of(rank, ranks):
     return collectives + 1, sent + (ranks - 1) * image.numel() // ranks * FLOAT
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_decode_sends_halos_statistics_keys_and_image(rank_pool, ranks):
     traffic = rank_pool.run(decode_and_count, ranks)

@@ -75,7 +75,7 @@ def check(rank_pool, name, shapes, **size):
         assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SOME else pytest.mark.long) for name in UNET_PIPELINES]
 )
@@ -143,6 +143,7 @@ def call_by_hand(sample_of_rank=False):
     return errors
 
 
+@pytest.mark.long
 def test_unet_in_own_loop_is_exact(rank_pool):
     for errors in rank_pool.run(call_by_hand, 2):
         assert 0 < max(errors) < 1e-5
@@ -180,7 +181,7 @@ def filter_frequencies(pipe):
     pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -71,7 +71,7 @@ def predict(name, height, width, sharded):
         return rows.gather(unet(rows.shard(x, unit=2), torch.tensor(5.0), **text).sample)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", list(UNETS))
 @pytest.mark.parametrize(
     ("height", "width"), [(18, 10), (15, 9)]

@@ -52,12 +52,13 @@ def require_equal(rank_pool, world_size, names, wide, tolerance=1e-5):
         assert not {key: error for key, error in errors.items() if error > tolerance}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_decoding_and_encoding_on_two_ranks_equal_one_device(rank_pool, name):
     require_equal(rank_pool, 2, [name], wide=False)
 
 
+@pytest.mark.long
 def test_wide_images_on_three_ranks_equal_one_device(rank_pool):
     require_equal(rank_pool, 3, ["KL", "DC", "Wan 2.1", "HunyuanVideo", "CogVideoX"], wide=True)
 
@@ -235,7 +236,7 @@ def decode_differently(how):
     tiny.decode(vae, x)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -338,6 +339,7 @@ def offload_and_tile(first):
     return errors, relative_error(tiny.decode(tiny.make_tiled(), x), plain)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("first", [True, False])
 def test_offload_and_tiling_before_or_after_change_nothing(rank_pool, first):
     for errors, seams in rank_pool.run(offload_and_tile, 2, first):

@@ -17,7 +17,7 @@ from zoo.tiny.pipelines.registry import PIPELINES
 CASES = read_cases()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(case.id, marks=() if is_short else pytest.mark.long) for case, is_short in CASES.items()]
 )

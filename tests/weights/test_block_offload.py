@@ -48,7 +48,7 @@ def place(name, dims, resident):
     return outs, blocks, attributes == attributes_of(pipe.transformer)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["flux", "wan 2.2", "hunyuan"])
 def test_offloaded_blocks_of_one_rank_give_the_same_bits(name):
     expected = generate(make(name), name)
@@ -169,6 +169,7 @@ def test_compiled_blocks_are_whole_graphs(order):
     assert relative_error(generate(pipe, "flux"), expected) < 1e-5
 
 
+@pytest.mark.long
 def test_a_transformer_in_one_graph_is_refused():
     pipe = parallelize_pipe(make("flux"), offload="blocks")
     pipe.transformer.compile(backend="eager", fullgraph=True)

@@ -66,6 +66,7 @@ def test_what_is_in_the_cache_needs_no_connection(rank_pool, folder, tmp_path):
     rank_pool.run(load, 2, hub.endpoint, folder, tmp_path, local_files_only=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -100,7 +100,7 @@ def on_ranks(placement):
     return [generate(pipe, "flux") for _ in range(2)], kept.hits, len(calls)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", ["replicate", "fsdp", "offload", "first"])
 def test_prompts_are_encoded_once_on_ranks(rank_pool, placement):
     expected = generate(make("flux"), "flux")

@@ -58,7 +58,7 @@ def shard_differing(make_one, method, message):
     assert not isinstance(pipe.transformer, FSDPModule)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make_one", "message"),
     [
@@ -83,6 +83,7 @@ def shard_out_of_memory(kind):
         shard_weights(pipe, mesh_for("fsdp"), components=["transformer"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
 def test_a_rank_without_memory_is_an_error_on_all(rank_pool, kind):
     rank_pool.run(shard_out_of_memory, 2, kind)
@@ -157,6 +158,7 @@ def change_late(method, path):
     return before, generate(pipe, "flux")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["fsdp", "tensor"])
 def test_changes_of_sharded_weights_are_refused(rank_pool, tmp_path, method):
     for before, again in rank_pool.run(change_late, 2, method, tmp_path):

@@ -101,7 +101,7 @@ def expected_in_order(rank_pool):
     return rank_pool.run(in_order, 2, "pc")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", ["spc", "pcs", pytest.param("cps", marks=pytest.mark.long), "pspc"])
 def test_a_cache_decides_and_skips_as_with_whole_weights(rank_pool, expected_in_order, order):
     for result, expected in zip(rank_pool.run(in_order, 2, order), expected_in_order, strict=True):
@@ -151,6 +151,7 @@ def with_lora():
     return whole, shared, late, without, generate(pipe, "flux")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 def test_the_weights_of_a_lora_stay_on_every_rank(rank_pool):
     for whole, shared, late, without, removed in rank_pool.run(with_lora, 2):
@@ -178,6 +179,7 @@ def converted_late():
     return output, generate(make("flux"), "flux"), {x.dtype for x in pipe.transformer.parameters()}
 
 
+@pytest.mark.long
 def test_sharded_weights_keep_their_dtype_and_device(rank_pool):
     for output, alone, dtypes in rank_pool.run(converted_late, 2):
         assert relative_error(output, alone) < 1e-5

@@ -132,7 +132,7 @@ def compiled_blocks(order):
     return [block._compiled_call_impl is not None for block in blocks]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "order",
     [

@@ -55,7 +55,7 @@ def with_blocking_transfers(kind, always, nccl):
             return generate(flux_in_stages(kind))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "world_size", "always", "nccl"),
     [
@@ -176,7 +176,7 @@ def fail_and_generate(kind, where, nccl, calls):
     return latents, generate(pipe)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "world_size", "where", "nccl", "calls"),
     [

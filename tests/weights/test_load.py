@@ -148,7 +148,7 @@ def load_expecting_an_error(folder, broken_on):
     return str(error.value)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("broken_on", [(1,), (0, 1)])
 @pytest.mark.parametrize("how", ["interrupted", "corrupt", "missing"])
 def test_a_broken_file_is_an_error_on_every_rank(rank_pool, tmp_path, how, broken_on):

@@ -179,7 +179,7 @@ def add_late(method, options):
     return generate(pipe, "flux")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
 @pytest.mark.parametrize("method", MESHES)
 def test_late_lora_that_begins_from_the_weights_is_refused(rank_pool, method, options):
@@ -246,6 +246,7 @@ def draw_quantized(name, when):
     return generate(pipe, name)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_lora_that_is_quantized_in_stages_is_exact(rank_pool, when):
     pipe = make("wan")

@@ -106,7 +106,7 @@ def fused(num_patches, *, pipe=None, mesh=None, **options):
     return out, pipefusion_report(pipe)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("num_patches", "options"),
     [
@@ -507,6 +507,7 @@ def seen_by_a_callback():
     return output, norms
 
 
+@pytest.mark.long
 def test_a_callback_may_look_at_latents_on_one_rank(rank_pool):
     expected, _ = fused(4)
     outs = rank_pool.run(seen_by_a_callback, 2)

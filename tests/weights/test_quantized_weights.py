@@ -89,7 +89,7 @@ def placed_cases():
             yield pytest.param(scheme, weights, dims, placement, marks=marks)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("scheme", "weights", "dims", "placement"), [*placed_cases()])
 def test_quantized_weights_equal_one_process_and_are_gathered_bit_for_bit(
     rank_pool, folder, scheme, weights, dims, placement

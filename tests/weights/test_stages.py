@@ -130,11 +130,12 @@ def check(rank_pool, names, shape, **options):
         assert all(share < 0.9 for _, share in results.values()), results
 
 
+@pytest.mark.long
 def test_two_stages_give_the_same_bits(rank_pool):
     check(rank_pool, list(NAMES.values()), (2, 1, 1, 1))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("names", "shape"),
     [

@@ -129,7 +129,7 @@ DEFAULT_ON_TWO = ("flux", "qwen-image, masked", "wan, image context", "hunyuan",
 
 
 # Meshes are batch × ring × ulysses × tensor.
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DEFAULT_ON_TWO else pytest.mark.long) for name in CONFIGS]
 )

@@ -57,7 +57,7 @@ def undone(name, method):
     require_as(pipe, before)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", MESHES)
 @pytest.mark.parametrize("name", ["flux", pytest.param("ltx", marks=pytest.mark.long)])
 def test_undone_weights_take_the_gradients_that_they_took(rank_pool, name, method):

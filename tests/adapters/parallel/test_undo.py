@@ -111,7 +111,7 @@ def refused_calls(earlier):
 EARLIER = {"fresh": None, "parallel": {}, "fsdp": {"weights": "fsdp", "vae": True, "timeout": 77}}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("earlier", EARLIER.values(), ids=EARLIER)
 def test_a_refused_call_changes_nothing(rank_pool, earlier):
     for raised in rank_pool.run(refused_calls, 2, earlier):
@@ -234,7 +234,7 @@ def fail_in(earlier, steps, rank):
     assert torch.equal(image_of(pipe), image)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("earlier", EARLIER.values(), ids=EARLIER)
 def test_a_failing_step_of_parallelize_pipe_changes_nothing(rank_pool, earlier, rank):

@@ -49,7 +49,7 @@ def on_ranks(model, plan, function, ring, ulysses):
     return outcomes_on_virtual_ranks(run, ring=ring, ulysses=ulysses, device=torch.device("cpu"))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize(("name", "config"), [("Llama", {}), ("Mistral", {"sliding_window": 5})])
 def test_tokens_are_those_of_one_device(name, config, ring, ulysses):

@@ -71,7 +71,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @on_few_meshes
 @pytest.mark.parametrize(("share", "window"), [(0.4, 4), (0.7, 64), (1.0, 1)])
 def test_kept_keys_equal_dense_masked_attention(rank_pool, ring, ulysses, share, window):
@@ -161,7 +161,7 @@ def count_readings(options):
     return readings.count
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "most"),
     [

@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @on_most_meshes
 @pytest.mark.parametrize("options", [FP8, INT8, INT8 | {"ulysses_chunks": 2}], ids=["float8", "int8", "chunks"])
 def test_it_is_as_near_as_8_bits_are(rank_pool, ring, ulysses, options):
@@ -92,7 +92,7 @@ def count(ring, ulysses, dtype, comm_dtype):
     return traffic.sent
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_wire_sends_one_byte_per_element_and_scales(rank_pool, ring, ulysses):
     ranks = ring * ulysses

@@ -17,6 +17,7 @@ def rng(*seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
+@pytest.mark.long
 def test_training_never_draws_what_is_held_out():
     held_out, training = set(grammar.triples(held_out=True)), set(grammar.triples(held_out=False))
     assert len(held_out) + len(training) == 8 * 5 * 8
@@ -64,7 +65,7 @@ def test_the_checker_accepts_true_videos(direction):
         assert verdict.all_right, (scene, verdict)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "value"),
     [("colour", "blue"), ("shape", "square"), ("direction", "left"), ("direction", "up right"), ("background", "grey")],

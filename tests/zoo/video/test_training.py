@@ -72,6 +72,7 @@ def test_muon_updates_the_matrices_of_the_blocks():
     assert sum(sizes) > 2e6
 
 
+@pytest.mark.long
 def test_latents_are_unit_normal_and_rescaled():
     vae, tokenizer = build_vae(), build_tokenizer()
     measure_latents(vae, 0, batches=2, batch=4)
