@@ -1,6 +1,6 @@
 """Adapters of models with text and image tokens in one sequence: Z-Image, Bria FIBO 2, Krea 2, ERNIE-Image and others.
 
-The others are Ideogram 4 and OmniGen. Written for diffusers 0.42.
+The others are Ideogram 4, OmniGen, Lumina-Image 2.0 and MiniMax-H3 (video). Written for diffusers 0.42.
 """
 
 from para_core.adapters.adapter import Adapter
@@ -134,4 +134,29 @@ OMNIGEN = Adapter(
         joint_order=("tokens",),
     ),
     blocks=chained("layers", conditions=("input_ids", "attention_mask")),
+)
+
+LUMINA2 = Adapter(
+    transformer="Lumina2Transformer2DModel",
+    pipelines="Lumina-Image 2.0",
+    plan=Plan(
+        inputs={},
+        inner={
+            # Text and image first have separate refiner blocks. Then each sample is one sequence: valid text tokens,
+            # image tokens, padding.
+            "layers.0": {"hidden_states": TOKENS},
+            "layers.*": {"image_rotary_emb": WITH_TOKENS},
+        },
+        outputs=AFTER_LAYERS,
+        joint_order=("tokens",),
+    ),
+    blocks=chained("layers"),
+)
+
+# This model is sharded by the plan that diffusers publishes.
+MINIMAX_H3 = Adapter(
+    transformer="MiniMaxH3Transformer3DModel",
+    pipelines="MiniMax-H3",
+    # The blocks take video, sound and text tokens as one tensor, so the cache compares and stores only that tensor.
+    blocks=chained("transformer_blocks"),
 )
