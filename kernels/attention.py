@@ -5,7 +5,7 @@ The kernel itself is in :mod:`para_core.kernels.attention_kernel`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -14,19 +14,15 @@ import triton
 from torch import Tensor
 
 from para_core.kernels import attention_hopper
-from para_core.kernels.attention_configs import Config, config_for, hopper_config_for
+from para_core.kernels.attention_configs import Config, KernelCall, config_for, hopper_config_for
 from para_core.kernels.attention_kernel import LOG2_E, attention_kernel
 from para_core.kernels.attention_reference import in_float32
 
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
-SCHEMA = (
+_SCHEMA = (
     "(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? key_ranges, Tensor? out_so_far, "
     "Tensor? lse_so_far, bool is_causal, SymInt shift, float scale, ScalarType out_dtype) -> (Tensor, Tensor)"
 )
-# This tag makes the operator end a CUDA graph of torch.compile, like all operators of para_core (see
-# para_core.distributed.collectives.define_operator).
-TAGS = (torch.Tag.cudagraph_unsafe,)
-LIBRARY.define(f"triton_attention{SCHEMA}", tags=TAGS)
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Values of the kernel's constant MASK, by dtype of the mask. Any other dtype gives "float", for numbers that are added
@@ -114,78 +110,42 @@ def empty_outputs(query: Tensor, value: Tensor, out_dtype: torch.dtype) -> tuple
     return out, query.new_empty(batch, heads, num_queries, dtype=torch.float32)
 
 
-def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return fake outputs of an operator of :data:`SCHEMA`, for tracing. The last argument is the dtype of ``out``."""
-    return empty_outputs(query, value, rest[-1])
-
-
-def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    key_ranges: Tensor | None,
-    out_so_far: Tensor | None,
-    lse_so_far: Tensor | None,
-    is_causal: bool,
-    shift: int,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    out, lse = empty_outputs(query, value, out_dtype)
-    rest = (key_ranges, out_so_far, lse_so_far, is_causal, shift, scale)
-    hopper = hopper_config_for(query, is_causal=is_causal)
-    if hopper is not None and attention_hopper.takes(query, key, value, mask, key_ranges, scale):
-        attention_hopper.launch(hopper, query, key, value, *rest, out=out, lse=lse)
+def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
+    out, lse = empty_outputs(call.query, call.value, out_dtype)
+    hopper = hopper_config_for(call.query, is_causal=call.is_causal)
+    if hopper is not None and attention_hopper.takes(call):
+        attention_hopper.launch(hopper, call, out=out, lse=lse)
     else:
-        ranges = 0 if key_ranges is None else key_ranges.shape[1]
-        config = config_for(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
-        launch(config, query, key, value, mask, *rest, out=out, lse=lse)
+        launch(config_for(call), call, out=out, lse=lse)
     return out, lse
 
 
-def launch(
-    config: Config,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    key_ranges: Tensor | None,
-    out_so_far: Tensor | None,
-    lse_so_far: Tensor | None,
-    is_causal: bool,
-    shift: int,
-    scale: float,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    rounded: RoundedKeys | None = None,
-) -> None:
+def launch(config: Config, call: KernelCall, *, out: Tensor, lse: Tensor, rounded: RoundedKeys | None = None) -> None:
     """Launch the portable kernel with the block sizes of ``config``, and write the results to ``out`` and ``lse``.
 
-    Args:
-        shift: ``query_offset - key_offset``.
-        rounded: Keys in 8 bits, which the kernel reads instead of ``key``. It then rounds queries as well. None for
-            exact attention.
+    The kernel reads ``rounded``, keys in 8 bits, instead of the keys of ``call``, and then rounds queries as well. It
+    is None for exact attention.
     """
-    batch, heads, num_queries, head_dim = query.shape
     if out.numel() == 0 and lse.numel() == 0:
         return
+    query, key, value, mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale = call.prepared()
+    batch, heads, num_queries, head_dim = query.shape
     key = key if rounded is None else rounded.key
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if mask is not None and mask.dtype != torch.int32:
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else in_float32(mask)
-    if key_ranges is not None:
-        key_ranges = key_ranges.to(torch.int32).contiguous()
-    if out_so_far is not None and lse_so_far is not None:
-        out_so_far = out_so_far if out_so_far.stride(-1) == 1 else out_so_far.contiguous()
-        lse_so_far = lse_so_far.contiguous()
     # A matrix product of 8-bit integers needs blocks of at least 32 head dims.
     d, d_rest = blocks_of(head_dim, least=16 if rounded is None else 32)
-    v, v_rest = blocks_of_values(value.shape[-1], config)
-    strided = (query, key, value, out if out_so_far is None else out_so_far, out)
-    unit = unit_of(step for x in strided for step in _steps(x)[:3])
-    steps_q, steps_k, steps_v, steps_s, steps_o = ([step // unit for step in _steps(x)[:3]] for x in strided)
+    v, v_rest = blocks_of(value.shape[-1])
+    if config.split_values and v > config.block_m and v_rest == 0:
+        v = v_rest = v // 2
+    strides = [_steps(x)[:3] for x in (query, key, value, out if out_so_far is None else out_so_far, out)]
+    # Triton loads several elements at once only if it knows a divisor of the strides. It detects multiples of 16
+    # itself, but a stride of 72 must be passed as 9 units of 8, or Triton would load element by element.
+    unit = gcd(16, *[step for steps in strides for step in steps])
+    unit = 1 if unit == 16 else unit
+    steps_q, steps_k, steps_v, steps_s, steps_o = ([step // unit for step in steps] for steps in strides)
     grid = (triton.cdiv(num_queries, config.block_m) * heads * batch,)
     with torch.cuda.device_of(query):
         attention_kernel[grid](
@@ -227,26 +187,19 @@ def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
     return (first, rest) if rest < first else (2 * first, 0)
 
 
-def unit_of(steps: Iterable[int]) -> int:
-    """Return the largest common divisor of all strides, at most 8; or 1 if all are multiples of 16.
-
-    Triton loads several elements at once only if it knows a divisor of the strides. It detects multiples of 16 itself.
-    A stride of 72 must be passed as 9 units of 8, or Triton would load element by element.
-
-    >>> [unit_of([24 * dim, dim]) for dim in (64, 72, 36, 25)]
-    [1, 8, 4, 1]
-    """
-    unit = gcd(16, *steps)
-    return 1 if unit == 16 else unit
+def register(name: str, launch: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Define the operator ``name``, which ``launch`` computes."""
+    # The tag makes the operator end a CUDA graph of torch.compile, like all operators of para_core (see
+    # para_core.distributed.collectives.define_operator).
+    LIBRARY.define(name + _SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))
+    torch.library.register_fake(f"para_core::{name}", _fake, lib=LIBRARY)
+    LIBRARY.impl(name, launch, "CUDA")
+    # On CPU tensors the kernel runs in Triton's interpreter.
+    LIBRARY.impl(name, launch, "CPU")
 
 
-def blocks_of_values(dim: int, config: Config) -> tuple[int, int]:
-    """Split the value's head dim by :func:`blocks_of`, or into two halves if ``config.split_values`` requires it."""
-    first, rest = blocks_of(dim)
-    return (first // 2, first // 2) if config.split_values and first > config.block_m and rest == 0 else (first, rest)
+def _fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_outputs(query, value, rest[-1])
 
 
-torch.library.register_fake("para_core::triton_attention", fake, lib=LIBRARY)
-LIBRARY.impl("triton_attention", _launch, "CUDA")
-# On CPU tensors the kernel runs in Triton's interpreter.
-LIBRARY.impl("triton_attention", _launch, "CPU")
+register("triton_attention", _launch)

@@ -1,4 +1,4 @@
-"""Block sizes of the attention kernel: a table, and those that ``python -m para_core.kernels.tune`` stored."""
+"""Block sizes of the attention kernels: a table, and those that ``python -m para_core.kernels.tune`` stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,35 @@ SHORT = 1024
 # Head dims that have a row in the table. Another head dim uses the row of the next larger one.
 HEAD_DIMS = (64, 96, 128, 256)
 ARCHS = (80, 86, 89, 90, 100)
+
+
+class KernelCall(NamedTuple):
+    """The arguments of one launch of an attention kernel; see :func:`para_core.kernels.attention_reference.attention`.
+
+    ``out_so_far`` and ``lse_so_far`` are ``so_far``, and ``shift`` is ``query_offset - key_offset``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None
+    key_ranges: Tensor | None = None
+    out_so_far: Tensor | None = None
+    lse_so_far: Tensor | None = None
+    is_causal: bool = False
+    shift: int = 0
+    scale: float = 1.0
+
+    def prepared(self) -> KernelCall:
+        """Return the call with int32 ranges, contiguous ranges and lse, and contiguous rows of ``out_so_far``."""
+        call = self
+        if call.key_ranges is not None:
+            call = call._replace(key_ranges=call.key_ranges.to(torch.int32).contiguous())
+        out, lse = call.out_so_far, call.lse_so_far
+        if out is not None and lse is not None:
+            out = out if out.stride(-1) == 1 else out.contiguous()
+            call = call._replace(out_so_far=out, lse_so_far=lse.contiguous())
+        return call
 
 
 @dataclass(frozen=True)
@@ -126,33 +155,24 @@ FLOAT32 = (Config(32, 32, 8, 1, spills=256), Config(32, 32, 16, 1))
 INTERPRETED = Config(16, 16, 4, 1)
 
 
-def config_for(query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None, ranges: int = 0) -> Config:
-    """Return the block sizes for a call with these tensors, from this machine's tuning or else from the table.
+def config_for(call: KernelCall, *, eight_bits: bool = False) -> Config:
+    """Return the block sizes for ``call``, from this machine's tuning or else from the table.
 
-    Args:
-        query, value (`Tensor`): Inputs of the call.
-        is_causal (`bool`): Whether attention is causal.
-        mask (`Tensor`, *optional*): The mask of the call.
-        ranges (`int`, defaults to `0`): Number of key ranges per sample; 0 without ranges.
+    ``eight_bits`` says whether keys are in 8 bits.
     """
+    query, mask = call.query, call.mask
     of_bits = mask is not None and mask.dtype == torch.int32
     if not query.is_cuda:
         return replace(INTERPRETED, block_n=32) if of_bits else INTERPRETED
-    head_dim = max(query.shape[-1], value.shape[-1])
+    head_dim = max(query.shape[-1], call.value.shape[-1])
     if query.dtype == torch.float32:
         return FLOAT32[head_dim > 128]
     length: Length = "short" if query.shape[2] <= SHORT else "long"
-    config = _on_device(query.device.index, head_dim, is_causal, length)
+    config = _on_device(query.device.index, head_dim, call.is_causal, length)
     kind: Mask = "none" if mask is None or mask.shape[2] == 1 else "bits" if of_bits else "bytes"
-    return adjusted(config, row_of_dim(head_dim), mask=kind, ranges=ranges)
-
-
-def config_for_int8(
-    query: Tensor, value: Tensor, *, is_causal: bool, mask: Tensor | None = None, ranges: int = 0
-) -> Config:
-    """Return the block sizes for attention with keys in 8 bits. The arguments are those of :func:`config_for`."""
-    config = config_for(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
-    return in_int8(config, max(query.shape[-1], value.shape[-1])) if query.is_cuda else config
+    ranges = 0 if call.key_ranges is None else call.key_ranges.shape[1]
+    config = adjusted(config, row_of_dim(head_dim), mask=kind, ranges=ranges)
+    return in_int8(config, head_dim) if eight_bits else config
 
 
 @lru_cache

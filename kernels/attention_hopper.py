@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from para_core.kernels.attention_configs import HOPPER, Config
+from para_core.kernels.attention_configs import HOPPER, Config, KernelCall
 from para_core.kernels.attention_kernel import LN_2, LOG2_E
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -140,11 +140,10 @@ def attention_hopper_kernel(
 # -- The following functions run on the host.
 
 
-def takes(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, key_ranges: Tensor | None, scale: float
-) -> bool:
-    """Whether this kernel supports a call of the portable kernel with these arguments."""
-    if mask is not None or scale < 0 or not (key_ranges is None or key_ranges.shape[1] == 1) or key.shape[2] == 0:
+def takes(call: KernelCall) -> bool:
+    """Whether this kernel supports ``call`` of the portable kernel."""
+    query, key, value, ranges = call.query, call.key, call.value, call.key_ranges
+    if call.mask is not None or call.scale < 0 or not (ranges is None or ranges.shape[1] == 1) or key.shape[2] == 0:
         return False
     if query.dtype not in DTYPES or query.shape[-1] not in HOPPER or value.shape[-1] != query.shape[-1]:
         return False
@@ -157,30 +156,12 @@ def _is_aligned(x: Tensor) -> bool:
     return last == 1 and steps[2] > 0 and all(step % multiple == 0 for step in steps) and x.data_ptr() % _ALIGNED == 0
 
 
-def launch(
-    config: Config,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_ranges: Tensor | None,
-    out_so_far: Tensor | None,
-    lse_so_far: Tensor | None,
-    is_causal: bool,
-    shift: int,
-    scale: float,
-    *,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Launch this kernel for a call that :func:`takes` accepts. The arguments are those of :func:`attention.launch`."""
-    batch, heads, num_queries, head_dim = query.shape
+def launch(config: Config, call: KernelCall, *, out: Tensor, lse: Tensor) -> None:
+    """Launch this kernel for a call that :func:`takes` accepts, like :func:`para_core.kernels.attention.launch`."""
     if lse.numel() == 0:
         return
-    if key_ranges is not None:
-        key_ranges = key_ranges.to(torch.int32).contiguous()
-    if out_so_far is not None and lse_so_far is not None:
-        out_so_far = out_so_far if out_so_far.stride(-1) == 1 else out_so_far.contiguous()
-        lse_so_far = lse_so_far.contiguous()
+    query, key, value, _, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale = call.prepared()
+    batch, heads, num_queries, head_dim = query.shape
     run = partial(
         attention_hopper_kernel[(triton.cdiv(num_queries, config.block_m) * heads * batch,)], query, key, value,
         key_ranges, out_so_far, lse_so_far, out, lse, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],

@@ -9,14 +9,16 @@ of tokens, so tiles need not be aligned to blocks. The product of weights and va
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from para_core.kernels import attention as exact
-from para_core.kernels.attention import LIBRARY, RoundedKeys
-from para_core.kernels.attention_configs import config_for_int8
+from para_core.kernels.attention import RoundedKeys
+from para_core.kernels.attention_configs import KernelCall, config_for
 from para_core.kernels.eight_bits import to_int8
 from para_core.kernels.merge import NUM_WARPS, block_of
 
@@ -103,31 +105,13 @@ def round_keys(key: Tensor) -> RoundedKeys:
     return rounded
 
 
-def _launch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    key_ranges: Tensor | None,
-    out_so_far: Tensor | None,
-    lse_so_far: Tensor | None,
-    is_causal: bool,
-    shift: int,
-    scale: float,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    out, lse = exact.empty_outputs(query, value, out_dtype)
-    ranges = 0 if key_ranges is None else key_ranges.shape[1]
-    config = config_for_int8(query, value, is_causal=is_causal, mask=mask, ranges=ranges)
-    rest = (mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale)
+def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
+    out, lse = exact.empty_outputs(call.query, call.value, out_dtype)
     # Without keys there is no mean, and nothing to round.
-    rounded = round_keys(key) if key.numel() else None
-    exact.launch(config, query, key, value, *rest, out=out, lse=lse, rounded=rounded)
+    rounded = round_keys(call.key) if call.key.numel() else None
+    exact.launch(config_for(call, eight_bits=True), call, out=out, lse=lse, rounded=rounded)
     return out, lse
 
 
-LIBRARY.define(f"triton_attention_int8{exact.SCHEMA}", tags=exact.TAGS)
-torch.library.register_fake("para_core::triton_attention_int8", exact.fake, lib=LIBRARY)
-LIBRARY.impl("triton_attention_int8", _launch, "CUDA")
-# On CPU tensors the kernel runs in Triton's interpreter.
-LIBRARY.impl("triton_attention_int8", _launch, "CPU")
+exact.register("triton_attention_int8", _launch)

@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from statistics import median
 
 import torch
@@ -23,7 +24,17 @@ from triton.runtime.errors import OutOfResources
 
 from para_core.kernels import attention_hopper
 from para_core.kernels.attention import empty_outputs, launch
-from para_core.kernels.attention_configs import HEAD_DIMS, HOPPER, LENGTHS, TABLE, Config, ConfigKey, keep, row_of
+from para_core.kernels.attention_configs import (
+    HEAD_DIMS,
+    HOPPER,
+    LENGTHS,
+    TABLE,
+    Config,
+    ConfigKey,
+    KernelCall,
+    keep,
+    row_of,
+)
 
 # A function that returns the milliseconds of one call with these block sizes. It raises OutOfResources if they do not
 # fit on the device.
@@ -36,16 +47,13 @@ def candidates(case: ConfigKey) -> Iterator[Config]:
     """Yield the block sizes of the table, followed by others that may fit in the registers."""
     own = TABLE[case]
     yield own
-    for block_m in (64, 128):
-        for block_n in (32, 64, 128):
-            for num_warps in (4, 8):
-                for num_stages in (2, 3, 4):
-                    config = Config(block_m, block_n, num_warps, num_stages, split_values=own.split_values)
-                    # Each warp needs at least 16 queries (a row of the matrix instruction), and at most 128
-                    # accumulators fit in the registers of a thread.
-                    fits = block_m // num_warps >= 16 and block_m * case.head_dim <= num_warps * 32 * 128
-                    if fits and blocks_of(config) != blocks_of(own):
-                        yield config
+    for blocks in product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        block_m, _, num_warps, _ = blocks
+        # Each warp needs at least 16 queries (a row of the matrix instruction), and at most 128 accumulators fit in the
+        # registers of a thread.
+        may_fit = block_m // num_warps >= 16 and block_m * case.head_dim <= num_warps * 32 * 128
+        if may_fit and blocks != blocks_of(own):
+            yield Config(*blocks, split_values=own.split_values)
 
 
 def blocks_of(config: Config) -> tuple[int, ...]:
@@ -204,11 +212,10 @@ def attend(
     ``shift`` is ``query_offset - key_offset``; for the other arguments see :func:`attention_reference.attention`.
     """
     out, lse = empty_outputs(query, value, query.dtype if out_dtype is None else out_dtype)
-    rest = (key_ranges, *(so_far or (None, None)), case.is_causal, shift, query.shape[-1] ** -0.5)
-    if case.tier == "hopper":
-        attention_hopper.launch(config, query, key, value, *rest, out=out, lse=lse)
-    else:
-        launch(config, query, key, value, None, *rest, out=out, lse=lse)
+    numbers = (case.is_causal, shift, query.shape[-1] ** -0.5)
+    out_so_far, lse_so_far = so_far or (None, None)
+    call = KernelCall(query, key, value, None, key_ranges, out_so_far, lse_so_far, *numbers)
+    (attention_hopper.launch if case.tier == "hopper" else launch)(config, call, out=out, lse=lse)
     return out, lse
 
 
@@ -243,15 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"--hopper is for compute capability 9.0, and this device's row is {arch / 10}. Omit it.")
         return 2
     tuning: dict[ConfigKey, Config | None] = {}
-    for head_dim in args.head_dims:
-        for is_causal in (False, True):
-            for length in LENGTHS:
-                case = ConfigKey(arch, head_dim, is_causal, length)
-                best, times = fastest(case, on_device)
-                tuning[case] = best
-                own = times.get(TABLE[case])
-                comparison = "the table's does not fit" if own is None else f"the table's {own:.3f} ms"
-                say(f"{case}: {blocks_of(best)} {times[best]:.3f} ms; {comparison}")
+    for head_dim, is_causal, length in product(args.head_dims, (False, True), LENGTHS):
+        case = ConfigKey(arch, head_dim, is_causal, length)
+        best, times = fastest(case, on_device)
+        tuning[case] = best
+        own = times.get(TABLE[case])
+        comparison = "the table's does not fit" if own is None else f"the table's {own:.3f} ms"
+        say(f"{case}: {blocks_of(best)} {times[best]:.3f} ms; {comparison}")
     say(f"kept in {keep(torch.cuda.get_device_name(), tuning)}")
     if args.hopper:
         # Tune the Hopper kernel after the results above were written, so that an error of the device does not lose

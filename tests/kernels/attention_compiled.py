@@ -13,7 +13,7 @@ from torch import Tensor
 
 from para_core.kernels import attention
 from para_core.kernels.attention import RoundedKeys
-from para_core.kernels.attention_configs import Config
+from para_core.kernels.attention_configs import Config, KernelCall
 from para_core.kernels.attention_hopper import attention_hopper_kernel
 from para_core.kernels.attention_kernel import attention_kernel
 from tests.kernels.compiled import Compiled, compile_kernel
@@ -85,7 +85,7 @@ def compile_attention(
     )
 
 
-def _arguments_of_launch(*call: Any, **more: Any) -> dict[str, Any]:
+def _arguments_of_launch(config: Config, *call: Any, **more: Any) -> dict[str, Any]:
     """Return the arguments that ``launch`` gives to the kernel, by name, as ``compile_kernel`` takes them."""
     arguments: dict[str, Any] = {}
 
@@ -96,7 +96,7 @@ def _arguments_of_launch(*call: Any, **more: Any) -> dict[str, Any]:
             )
 
     with patch.object(attention, "attention_kernel", Kernel()):
-        attention.launch(*call, **more)
+        attention.launch(config, KernelCall(*call), **more)
     del arguments["num_warps"], arguments["num_stages"]
     return {
         parameter.name: "i32"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from para_core.kernels.attention import attention, empty_outputs, launch
-from para_core.kernels.attention_configs import Config
+from para_core.kernels.attention_configs import Config, KernelCall
 from para_core.kernels.attention_reference import pack_bits
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make, ranges
 from tests.kernels.interpreted import interpreted
@@ -97,7 +97,7 @@ def test_wide_values_are_two_halves(value_dim, continues):
     )
     so_far = attention(tensors[0], *first, out_dtype=torch.float32) if continues else (None, None)
     out, lse = empty_outputs(tensors[0], rest[1], torch.float32)
-    launch(config, tensors[0], *rest, None, None, *so_far, False, 0, 32**-0.5, out=out, lse=lse)
+    launch(config, KernelCall(tensors[0], *rest, None, None, *so_far, False, 0, 32**-0.5), out=out, lse=lse)
     exact_out, exact_lse = by_formula(*tensors)
     assert error(out, exact_out) < 1e-6
     check_lse(lse, exact_lse, 1e-5)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from para_core.kernels import attention_configs
-from para_core.kernels.attention_configs import FLOAT32, TABLE, ConfigKey, adjusted, config_for, config_for_int8
+from para_core.kernels.attention_configs import FLOAT32, TABLE, ConfigKey, KernelCall, adjusted, config_for
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def on_cuda(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
 
 QUERY, SHORT = on_cuda(2, 24, 4096, 128), on_cuda(2, 24, 1024, 72)
 ROW, SHORT_ROW = TABLE[ConfigKey(80, 128, False, "long")], TABLE[ConfigKey(80, 96, False, "short")]
+TWO_RANGES = on_cuda(2, 2, 2)
 BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 128, dtype=torch.int32)
 
 
@@ -39,8 +40,8 @@ BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 1
         ({"mask": on_cuda(2, 1, 1, 4096, dtype=torch.bool)}, ROW),
         ({"mask": BYTES}, adjusted(ROW, 128, mask="bytes")),
         ({"mask": on_cuda(1, 1, 4096, 4096)}, adjusted(ROW, 128, mask="bytes")),
-        ({"mask": BITS, "ranges": 2}, adjusted(ROW, 128, mask="bits", ranges=2)),
-        ({"ranges": 1}, adjusted(ROW, 128, ranges=1)),
+        ({"mask": BITS, "key_ranges": TWO_RANGES}, adjusted(ROW, 128, mask="bits", ranges=2)),
+        ({"key_ranges": on_cuda(1, 1, 2)}, adjusted(ROW, 128, ranges=1)),
         ({"query": SHORT, "value": SHORT}, SHORT_ROW),
         ({"query": SHORT, "value": SHORT, "mask": BYTES}, adjusted(SHORT_ROW, 96, mask="bytes")),
         ({"value": on_cuda(2, 24, 4096, 200)}, TABLE[ConfigKey(80, 256, False, "long")]),
@@ -49,14 +50,14 @@ BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 1
     ],
 )
 def test_call_takes_row_of_its_shape(ampere, call, expected):
-    options = {"query": QUERY, "value": QUERY, **call}
-    assert config_for(options.pop("query"), options.pop("value"), is_causal=False, **options) == expected
+    assert config_for(KernelCall(**{"query": QUERY, "key": QUERY, "value": QUERY, **call})) == expected
 
 
 def test_int8_tile_counts_ranges_and_mask(ampere):
-    plain = config_for_int8(QUERY, QUERY, is_causal=False)
-    assert config_for_int8(QUERY, QUERY, is_causal=False, mask=BYTES).block_n < plain.block_n
-    assert config_for_int8(QUERY, QUERY, is_causal=False, ranges=2).spills > plain.spills
+    call = KernelCall(QUERY, QUERY, QUERY)
+    plain = config_for(call, eight_bits=True)
+    assert config_for(call._replace(mask=BYTES), eight_bits=True).block_n < plain.block_n
+    assert config_for(call._replace(key_ranges=TWO_RANGES), eight_bits=True).spills > plain.spills
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)

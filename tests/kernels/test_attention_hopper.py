@@ -16,7 +16,16 @@ from triton.runtime import _allocation
 
 from para_core.kernels import attention as portable
 from para_core.kernels import attention_configs, attention_hopper, tune
-from para_core.kernels.attention_configs import HOPPER, INTERPRETED, TABLE, ConfigKey, cache_file, keep, tuned
+from para_core.kernels.attention_configs import (
+    HOPPER,
+    INTERPRETED,
+    TABLE,
+    ConfigKey,
+    KernelCall,
+    cache_file,
+    keep,
+    tuned,
+)
 from para_core.kernels.attention_hopper import takes
 from tests.kernels.attention_cases import by_formula, check_lse, error, make, ranges
 from tests.kernels.interpreted import interpreted
@@ -117,22 +126,22 @@ def test_what_padding_holds_is_not_read(on_the_cpu):
 
 def test_hopper_tier_takes_what_tma_can_read():
     query, key, value = tensors_of(5, 21)
-    assert takes(query, key, value, None, ranges([(0, 3)]), 0.1)
-    assert takes(query[:, :, 1:], key, value[:, :, :20], None, None, 0.1)
+    assert takes(KernelCall(query, key, value, None, ranges([(0, 3)])))
+    assert takes(KernelCall(query[:, :, 1:], key, value[:, :, :20]))
     refused = {
-        "a mask": (query, key, value, torch.ones(1, 1, 1, 21, dtype=torch.bool), None, 0.1),
-        "two ranges": (query, key, value, None, ranges([(0, 3), (4, 6)]), 0.1),
-        "a negative scale": (query, key, value, None, None, -0.1),
-        "no key": (query, key[:, :, :0], value[:, :, :0], None, None, 0.1),
-        "float32": (*[x.float() for x in (query, key, value)], None, None, 0.1),
-        "another head dim": (*[x[..., :56] for x in (query, key, value)], None, None, 0.1),
-        "two head dims": (query, key, torch.cat([value, value], -1), None, None, 0.1),
-        "columns": (query, key, value.mT.contiguous().mT, None, None, 0.1),
-        "rows of 130 bytes": (query, key, torch.cat([value, value[..., :1]], -1)[..., :64], None, None, 0.1),
-        "a row for all": (query, key[:, :, :1].expand_as(key), value, None, None, 0.1),
-        "an odd start": (query, key, torch.cat([value, value], -1)[..., 4:68], None, None, 0.1),
+        "a mask": KernelCall(query, key, value, torch.ones(1, 1, 1, 21, dtype=torch.bool)),
+        "two ranges": KernelCall(query, key, value, None, ranges([(0, 3), (4, 6)])),
+        "a negative scale": KernelCall(query, key, value, scale=-0.1),
+        "no key": KernelCall(query, key[:, :, :0], value[:, :, :0]),
+        "float32": KernelCall(*[x.float() for x in (query, key, value)]),
+        "another head dim": KernelCall(*[x[..., :56] for x in (query, key, value)]),
+        "two head dims": KernelCall(query, key, torch.cat([value, value], -1)),
+        "columns": KernelCall(query, key, value.mT.contiguous().mT),
+        "rows of 130 bytes": KernelCall(query, key, torch.cat([value, value[..., :1]], -1)[..., :64]),
+        "a row for all": KernelCall(query, key[:, :, :1].expand_as(key), value),
+        "an odd start": KernelCall(query, key, torch.cat([value, value], -1)[..., 4:68]),
     }
-    assert [name for name, call in refused.items() if takes(*call)] == []
+    assert [name for name, call in refused.items() if takes(call)] == []
 
 
 @pytest.fixture

@@ -10,7 +10,16 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from para_core.kernels import attention_configs, tune
-from para_core.kernels.attention_configs import TABLE, Config, ConfigKey, cache_file, config_for, keep, tuned
+from para_core.kernels.attention_configs import (
+    TABLE,
+    Config,
+    ConfigKey,
+    KernelCall,
+    cache_file,
+    config_for,
+    keep,
+    tuned,
+)
 
 CASE = ConfigKey(90, 128, False, "long")
 
@@ -105,7 +114,7 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
 def test_table_covers_every_case():
     assert len(TABLE) == 5 * 4 * 2 * 2
     x = torch.empty(1, 1, 5000, 64)
-    assert config_for(x, x, is_causal=False) == attention_configs.INTERPRETED
+    assert config_for(KernelCall(x, x, x)) == attention_configs.INTERPRETED
 
 
 @pytest.mark.parametrize("module", ["attention_configs", "attention"])
