@@ -23,14 +23,14 @@ from benchmarks.faults import page as faults
 from benchmarks.harness import ROOT, fill, markdown_table, parser_of, read_results
 from benchmarks.peers import page as peers
 from benchmarks.pipelines import (
+    autoencoders,
     beside_diffusers,
-    generation,
+    latents,
     lossy,
-    modular,
+    modular_pipelines,
     stages,
     supported,
     vae,
-    vaes,
     weights,
 )
 from benchmarks.planner import memory, propose, published, sizes, traffic
@@ -159,16 +159,16 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/kernels.md": (low_precision.parts,),
     "docs/new_model.md": (propose.parts,),
     "docs/own_model.md": (low_precision.parts,),
-    "docs/pipelines.md": (supported.parts, modular.parts),
+    "docs/pipelines.md": (supported.parts, modular_pipelines.parts),
     "docs/planner.md": (published.parts, memory.parts),
     "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),
     "docs/stages.md": (stages.parts, lossy.parts),
-    "docs/vae.md": (vaes.parts, vae.parts),
+    "docs/vae.md": (autoencoders.parts, vae.parts),
     "docs/weights.md": (sizes.parts, weights.parts, lossy.parts),
     "docs/which_option.md": (sizes.parts,),
     "docs/measured/cache_quality.md": (quality.parts, forecasts.parts, lossy.parts, gallery.parts),
-    "docs/measured/exactness.md": (generation.parts, traffic.parts),
+    "docs/measured/exactness.md": (latents.parts, traffic.parts),
     "docs/measured/faults.md": (faults.parts,),
     "docs/measured/peers.md": (peers.parts, beside_diffusers.parts),
     "zoo/video/README.md": (lossy.parts,),

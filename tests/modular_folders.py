@@ -7,7 +7,7 @@ from diffusers import FluxPipeline, ModularPipeline
 from diffusers.modular_pipelines import FluxAutoBlocks, LTXAutoBlocks, QwenImageAutoBlocks
 
 from para_core.fleet.model_index import find_tiny_flux
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 MODULAR = {
     "flux": (FluxAutoBlocks, lambda: FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)),

@@ -10,7 +10,7 @@ import warnings
 
 import torch
 
-# tests.tiny and zoo.tiny.pipelines.registry import most of the models and pipelines that the tests build.
+# tests.tiny and zoo.tiny.pipelines import most of the models and pipelines that the tests build.
 _MODULES = (
     "torch.testing",
     "torch.distributed.device_mesh",
@@ -21,7 +21,7 @@ _MODULES = (
     "transformers",
     "para_core.adapters",
     "tests.tiny",
-    "zoo.tiny.pipelines.registry",
+    "zoo.tiny.pipelines",
 )
 
 torch.set_num_threads(1)  # a fork would inherit the locks of the other threads, not the threads

@@ -131,6 +131,6 @@ def test_doctests_pass(module):
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in [*PAGES, "CONTRIBUTING.md", "zoo/flux/README.md", "cache_examples/README.md"]:
+    for page in [*PAGES, "CONTRIBUTING.md", "zoo/README.md", "zoo/flux/README.md", "cache_examples/README.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
             assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"

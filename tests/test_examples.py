@@ -16,7 +16,7 @@ from PIL import Image, ImageSequence
 
 from tests.scripts import ROOT, alone, on_ranks, processes, under_torchrun
 from zoo.flux import PIPELINE as FLUX
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.vaes import TINY_VAES
 from zoo.video import PIPELINE as WAN

@@ -1,5 +1,5 @@
 """Bytes that each rank sends, against the prediction from one run of the unmodified model on one device:
-benchmarks.pipelines.generation.
+benchmarks.pipelines.latents.
 """
 
 import warnings
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.harness import counted_traffic
-from benchmarks.pipelines.generation import observe_pipeline, observed, takes_turns
+from benchmarks.pipelines.latents import observe_pipeline, observed, takes_turns
 from benchmarks.planner.sizes import machine_of
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.planner.plan_mesh import workload
@@ -16,7 +16,7 @@ from para_core.planner.prediction import predict
 from para_core.planner.traffic import MeshShape, sent_in_rounds
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.transformers.registry import MODELS, SHELF
 
 pytestmark = pytest.mark.slow

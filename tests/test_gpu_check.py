@@ -13,9 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import exact, gradients_16_bit, local, ranks, runner, small_kernels, sync, timing, vae
-from benchmarks.gpu.job import Job, SectionSkipped
-from benchmarks.gpu.runner import Section, run_all
+from benchmarks.gpu import (
+    exact,
+    gradients_16_bit,
+    local_attention,
+    ranks,
+    runner,
+    small_kernels,
+    sync,
+    timing,
+    vae_ranks,
+)
+from benchmarks.gpu.job import SectionJob, SectionSkipped
+from benchmarks.gpu.runner import SECTIONS, Section, run_all
 from benchmarks.gpu.timing import Kernel
 from para_core.attention.pack_ops import as_numbers
 from para_core.kernels import tune
@@ -36,8 +46,8 @@ def run_here(tmp_path):
     """Return a function that runs a section in this process and returns its JSON."""
 
     def run(name, *, part=""):
-        job = Job(name, CPU, True, tmp_path / f"{name}.json", time.monotonic() + 600, part)
-        section = importlib.import_module(f"benchmarks.gpu.{name}")
+        job = SectionJob(name, CPU, True, tmp_path / f"{name}.json", time.monotonic() + 600, part)
+        section = importlib.import_module(next(section.path for section in SECTIONS if section.name == name))
         section.run(job)
         job.write("done")
         # The limits of sections are checked against NEEDS: a section asks for nothing else.
@@ -69,13 +79,13 @@ def test_missing_backend_is_refused_with_reason(run_here):
 
 
 def test_wrong_gradients_are_called_wrong(run_here, monkeypatch):
-    right = local.local_attention_backward
+    right = local_attention.local_attention_backward
 
     def wrong(*args, **options):
         dq, dk, dv, grad_mask = right(*args, **options)
         return dq, dk, dv * 1.05, grad_mask
 
-    monkeypatch.setattr(local, "local_attention_backward", wrong)
+    monkeypatch.setattr(local_attention, "local_attention_backward", wrong)
     assert verdicts(run_here("local", part="math")) == {"wrong"}
 
 
@@ -83,7 +93,7 @@ def test_a_refusal_where_sdpa_computes_has_failed(run_here, monkeypatch):
     def refuse(*args, **options):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(local, "local_attention", refuse)
+    monkeypatch.setattr(local_attention, "local_attention", refuse)
     assert verdicts(run_here("local", part="math")) == {"failed"}
 
 
@@ -130,7 +140,7 @@ def test_four_ranks_on_one_device_equal_one(run_here):
 
 
 def decode_tiny():
-    return list(vae.decode_on_ranks(CPU, True))
+    return list(vae_ranks.decode_on_ranks(CPU, True))
 
 
 @pytest.mark.long
@@ -180,7 +190,7 @@ def test_a_kernel_that_copies_something_else_is_called_wrong(run_here, monkeypat
 
 def test_small_kernels_are_skipped_without_triton(tmp_path, monkeypatch):
     monkeypatch.setattr(small_kernels, "load_kernel", lambda *_: None)
-    job = Job("small_kernels", torch.device("cuda"), True, tmp_path / "found.json", time.monotonic() + 60)
+    job = SectionJob("small_kernels", torch.device("cuda"), True, tmp_path / "found.json", time.monotonic() + 60)
     with pytest.raises(SectionSkipped, match="needs Triton"):
         small_kernels.run(job)
 
@@ -229,7 +239,7 @@ def test_exact_attention_is_sdpa_in_float64():
         assert max(errors.values()) < 1e-6, (mask, errors)
 
 
-@pytest.mark.parametrize("memory", local.MEMORY)
+@pytest.mark.parametrize("memory", local_attention.MEMORY)
 def test_memory_is_laid_out_as_it_is_called(memory):
     query = exact.make_inputs((2, 3, 5, 4), torch.float32, CPU, memory=memory).query
     strides = {"contiguous": (60, 20, 4, 1), "transposed": (60, 4, 12, 1), "packed": (180, 4, 36, 1)}

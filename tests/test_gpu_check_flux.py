@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.gpu import flux, nccl_ranks, two_ranks
 from benchmarks.gpu.flux_model import FluxTransformer2DModel
-from benchmarks.gpu.job import Job, SectionSkipped
+from benchmarks.gpu.job import SectionJob, SectionSkipped
 from tests.tiny import relative_error
-from zoo.tiny.random_weights import fill
+from zoo.tiny.base import fill
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def one_machine(monkeypatch):
 
 
 def run_section(section, tmp_path, **options):
-    job = Job(section.__name__, CPU, True, tmp_path / "section.json", time.monotonic() + 600, **options)
+    job = SectionJob(section.__name__, CPU, True, tmp_path / "section.json", time.monotonic() + 600, **options)
     section.run(job)
     assert job.asked.items() <= section.NEEDS.items()
     return job
@@ -146,7 +146,7 @@ def test_a_parallel_run_that_differs_is_called_wrong(rank_pool):
 
 
 def test_raising_step_fails_with_reason(tmp_path):
-    job = Job("two_ranks", CPU, True, tmp_path / "rows.json", time.monotonic() + 60)
+    job = SectionJob("two_ranks", CPU, True, tmp_path / "rows.json", time.monotonic() + 60)
     rows = [
         [{"step": "a", "verdict": "ok", "error": 1e-7}, {"step": "b", "verdict": "failed", "raised": "ValueError: x"}],
         [{"step": "a", "verdict": "ok", "error": 3e-7}],
@@ -182,14 +182,15 @@ import sys, time
 sys.modules["diffusers"] = None  # importing it raises ImportError
 import torch
 from pathlib import Path
-from benchmarks.gpu import flux, nccl, vae
-from benchmarks.gpu.job import Job, SectionSkipped
+from benchmarks.gpu import flux, nccl, vae_ranks
+from benchmarks.gpu.job import SectionJob, SectionSkipped
 from benchmarks.gpu.processes import use_no_network
 
 use_no_network()
 flux.VARIANTS = tuple(variant for variant in flux.VARIANTS if variant[1] == "eager")
-for section in (flux, nccl, vae):
-    job = Job(section.__name__, torch.device("cpu"), True, Path(sys.argv[1]) / "job.json", time.monotonic() + 100)
+for section in (flux, nccl, vae_ranks):
+    file, end = Path(sys.argv[1]) / "job.json", time.monotonic() + 100
+    job = SectionJob(section.__name__, torch.device("cpu"), True, file, end)
     try:
         section.run(job)
     except SectionSkipped as reason:

@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.attention import single_device as attention
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import local, runner, two_ranks
-from benchmarks.gpu.job import Job, section_environment, write_section
+from benchmarks.gpu import local_attention, runner, two_ranks
+from benchmarks.gpu.job import SectionJob, section_environment, write_section
 from benchmarks.gpu.processes import run_in_pool
 from benchmarks.gpu.runner import SECTIONS, Section, run_all
 
@@ -42,7 +42,7 @@ def test_all_sections_fit_into_45_minutes():
 def test_runner_lists_parts_without_importing_them():
     parts = {section.name: section.parts for section in SECTIONS}
     assert parts["two_ranks"] == tuple(two_ranks.PARTS)
-    assert set(parts["local"]) == set(local.BACKENDS)
+    assert set(parts["local"]) == set(local_attention.BACKENDS)
     code = "import sys, benchmarks.gpu.__main__; print([x for x in ('para_core', 'diffusers') if x in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -150,7 +150,7 @@ def test_half_a_file_or_none_is_not_finished(tmp_path):
 
 
 def test_unfinished_parts_are_in_the_file(tmp_path):
-    job = Job("flux", CPU, False, tmp_path / "flux.json", time.monotonic() + 50)
+    job = SectionJob("flux", CPU, False, tmp_path / "flux.json", time.monotonic() + 50)
     assert job.has_time("short", 10.0) and not job.has_time("long", 100.0)
     job.write("done")
     (line,) = json.loads(job.file.read_text())["out of time"]
@@ -195,7 +195,7 @@ def hang(device):
 
 @pytest.mark.long
 def test_slow_compilation_is_named_and_stops_no_other(tmp_path):
-    job = Job("attention", CPU, True, tmp_path / "job.json", time.monotonic() + 600)
+    job = SectionJob("attention", CPU, True, tmp_path / "job.json", time.monotonic() + 600)
     tasks = [("fine", fine, ()), ("raises", raise_error, ()), ("hangs", hang, ())]
     # The start of a process takes longer on a busy machine.
     assert run_in_pool(job, tasks[:1], seconds=300.0) == {}

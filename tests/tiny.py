@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 from diffusers import (
-    AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     FluxControlImg2ImgPipeline,
     FluxControlInpaintPipeline,
@@ -32,11 +31,9 @@ from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import MeshDim
 from para_core.plans import exchange, linear
-from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH, Denoiser, Tokenizers
-from zoo.flux.models import build_tokenizers as _build_tokenizers
-from zoo.tiny.pipelines.parts import LATENT_CHANNELS
-from zoo.tiny.pipelines.parts import build_vae as _build_vae
-from zoo.tiny.random_weights import fill
+from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH, FluxDenoiser
+from zoo.tiny.base import fill
+from zoo.tiny.pipelines.components import LATENT_CHANNELS, small_vae, tokenizers
 
 # Two blocks of each kind are enough for residuals to pass from one list to the other.
 _FLUX = {
@@ -48,26 +45,15 @@ _FLUX = {
     "pooled_projection_dim": CLIP_WIDTH,
     "axes_dims_rope": (4, 6, 6),
 }
+_vae = cache(small_vae)
 # A token is 2 × 2 latent pixels.
 FLUX_CHANNELS = 4 * LATENT_CHANNELS
 _CONTROL = (FluxControlPipeline, FluxControlImg2ImgPipeline, FluxControlInpaintPipeline)
 
 
 @cache
-def tokenizers() -> Tokenizers:
-    return _build_tokenizers()
-
-
-@cache
-def _vae() -> AutoencoderKL:
-    vae = fill(_build_vae(), seed=2)
-    vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
-    return vae
-
-
-@cache
 def _encoders() -> dict[str, nn.Module]:
-    denoiser = Denoiser(tokenizers())
+    denoiser = FluxDenoiser(tokenizers())
     return {
         "text_encoder": fill(denoiser.text_encoder, seed=3),
         "text_encoder_2": fill(denoiser.text_encoder_2, seed=4),
@@ -96,7 +82,7 @@ def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **componen
         # pixel.
         beside = FLUX_CHANNELS + 4 * 4 * 4 if cls is FluxFillPipeline else FLUX_CHANNELS if cls in _CONTROL else 0
         components["transformer"] = flux_transformer(in_channels=FLUX_CHANNELS + beside, out_channels=FLUX_CHANNELS)
-    encoders, vae = (_encoders(), _vae()) if shared_parts else (_encoders.__wrapped__(), _vae.__wrapped__())
+    encoders, vae = (_encoders(), _vae()) if shared_parts else (_encoders.__wrapped__(), small_vae())
     pipe = cls(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         vae=vae,

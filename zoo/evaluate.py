@@ -45,12 +45,12 @@ def _different(draw: Callable[[np.random.Generator], Any], count: int, *seed: in
     return list(scenes)
 
 
-def held_out_images(seed: int, num_things: int, count: int) -> list[images.Scene]:
+def held_out_images(seed: int, num_things: int, count: int) -> list[images.ImageScene]:
     """Return ``count`` different scenes of ``num_things`` things that training never saw."""
     return _different(lambda rng: images.held_out_scene(rng, num_things), count, seed, num_things)
 
 
-def held_out_videos(seed: int, count: int) -> list[videos.Scene]:
+def held_out_videos(seed: int, count: int) -> list[videos.VideoScene]:
     """Return ``count`` different scenes that training never saw."""
     return _different(lambda rng: videos.random_scene(rng, held_out=True), count, seed)
 

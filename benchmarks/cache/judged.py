@@ -15,7 +15,7 @@ from benchmarks.cache.ways import SIDE, Way, generate, load
 from zoo.evaluate import held_out_images
 from zoo.flux import scenes as grammar
 from zoo.flux.check import check
-from zoo.flux.scenes import Scene
+from zoo.flux.scenes import ImageScene
 
 # The values of zoo/evaluate.py: these are the first of its captions with one thing.
 SEED, THINGS = 0, 1
@@ -23,7 +23,7 @@ DECODED_AT_ONCE = 16
 MOST_DECIBELS = 100.0  # of two images that are equal
 
 
-def scenes_of(count: int) -> list[Scene]:
+def scenes_of(count: int) -> list[ImageScene]:
     """Return ``count`` scenes that training never saw."""
     return held_out_images(SEED, THINGS, count)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.pipelines.generation import PIPELINES as TINY_PIPELINES
+from benchmarks.pipelines.latents import PIPELINES as TINY_PIPELINES
 
 RANKS_PER_HOST = 2
 NUM_HOSTS = 2

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.attention.single_device import TINY, Size, measure, portable_ways, run_way, triton_ways
 from benchmarks.gpu.exact import MASKS, Inputs, Results, exact, judge, make_inputs, sdpa
-from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line, is_fatal
+from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fatal
 from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
 from para_core.attention.backend_selection import Backend
 from para_core.attention.local import local_attention_with_lse
@@ -33,7 +33,7 @@ WAY = 2.0
 NEEDS = {"compile": 90.0, "errors": 30.0, "sizes": len(SIZES) * 6 * WAY}
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     sizes = TINY if job.tiny else SIZES
     exact_cases, int8_cases = (TINY_CASES, TINY_CASES[:1]) if job.tiny else (CASES, INT8_CASES)
     cases: list[Case] = [("triton", *case) for case in exact_cases]
@@ -73,7 +73,7 @@ def compile_case(device: torch.device, case: Case, tiny: bool) -> None:
     local_attention_with_lse(*qkv, mask=inputs.mask, is_causal=inputs.is_causal, backend=case[0])
 
 
-def _add_errors(job: Job, case: Case) -> None:
+def _add_errors(job: SectionJob, case: Case) -> None:
     backend, dtype, head_dim, mask = case
     row = {"backend": backend, "dtype": str(dtype).removeprefix("torch."), "D": head_dim, "mask": mask}
     if not job.tiny and job.seconds_left < NEEDS["sizes"]:  # which are kept for the timings

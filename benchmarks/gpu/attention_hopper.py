@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.attention.single_device import HOPPER_WAY, TINY_HOPPER, Size, hopper_ways, measure, run_way, triton_ways
-from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped
+from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, SectionSkipped
 from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
 
 # The most important sizes come first: each kind of call is compiled for each way, which takes seconds.
@@ -21,7 +21,7 @@ WAY = 3.0
 NEEDS = {"compile": 90.0, "sizes": len(SIZES) * 5 * WAY}
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     if job.device.type == "cuda" and torch.cuda.get_device_capability(job.device) != (9, 0):
         raise SectionSkipped("the Hopper tier needs a device of compute capability 9.0.")
     sizes = TINY_HOPPER if job.tiny else SIZES

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line, is_fatal
+from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fatal
 from benchmarks.gpu.timing import synchronize
 from benchmarks.harness import relative_error
 
@@ -23,7 +23,7 @@ NEEDS = {"first use of the libraries": 95.0}
 BOUND = 1e-2  # of bfloat16 products
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     job.add(**_facts(job.device))
     if not job.has_time("first use of the libraries", NEEDS["first use of the libraries"]):
         return

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.flux_model import FluxTransformer2DModel
-from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped, first_line, is_fatal
+from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, SectionSkipped, first_line, is_fatal
 from benchmarks.gpu.processes import group_of_one
 from benchmarks.gpu.timing import milliseconds, synchronize
 from benchmarks.harness import relative_error
@@ -109,7 +109,7 @@ def flux_inputs(device: torch.device, *, tiny: bool) -> dict[str, Tensor]:
     }
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     if job.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(job.device)
         require_memory(free, total)
@@ -218,7 +218,9 @@ _BY_KIND = {"eager": STEPS, "blocks": BLOCKS, "one graph": ONE_GRAPH, "reduce-ov
 NEEDS = {"the model": 20.0, **{variant_name(way, kind): _BY_KIND[kind] for way, kind in VARIANTS}}
 
 
-def _measure(job: Job, transformer: Any, kwargs: dict[str, Tensor], expected: Tensor, way: Way, kind: str) -> None:
+def _measure(
+    job: SectionJob, transformer: Any, kwargs: dict[str, Tensor], expected: Tensor, way: Way, kind: str
+) -> None:
     """Add a row: milliseconds per step, peak memory, and the error against the plain eager model."""
     name = variant_name(way, kind)
     if job.device.type == "cpu" and (way is triton or kind == "reduce-overhead"):
@@ -240,7 +242,12 @@ def _measure(job: Job, transformer: Any, kwargs: dict[str, Tensor], expected: Te
 
 
 def _timed(
-    job: Job, transformer: Any, call: Callable[..., Any], kwargs: dict[str, Tensor], expected: Tensor, per_call: int
+    job: SectionJob,
+    transformer: Any,
+    call: Callable[..., Any],
+    kwargs: dict[str, Tensor],
+    expected: Tensor,
+    per_call: int,
 ) -> dict[str, Any]:
     def step() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.exact import Inputs, Results, exact, make_inputs
-from benchmarks.gpu.job import Job, first_line, is_fatal
+from benchmarks.gpu.job import SectionJob, first_line, is_fatal
 
 # Takes the inputs, and what lays `out` out; gives out, and the gradients that follow from it.
 Kernel = Callable[[Inputs, Callable[[Tensor], Tensor]], Results]
@@ -26,7 +26,7 @@ NEEDS = {"all kernels": 20.0}  # seconds
 FAR = 0.05
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     """Run each kernel of the device for each dtype, shape, and layout of ``out`` and of query, key and value."""
     shapes = [(1, 2, 9, 8)] if job.tiny else [(2, 4, 320, 64), (2, 4, 333, 64), (1, 24, 512, 128), (2, 3, 320, 96)]
     kernels = CPU_KERNELS if job.device.type == "cpu" else CUDA_KERNELS

@@ -29,7 +29,7 @@ class SectionSkipped(Exception):
 
 
 @dataclass
-class Job:
+class SectionJob:
     """One run of a section, or of one part of it.
 
     Args:

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.exact import exact, judge, make_inputs, sdpa
 from benchmarks.gpu.flux import flux_inputs, flux_transformer
-from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line, is_fatal
+from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fatal
 from benchmarks.gpu.processes import group_of_one, run_ranks
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 
 NEEDS = {"one rank": 40.0, "two ranks on one device": 30.0}  # seconds
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     backend = "gloo" if job.device.type == "cpu" else "nccl"
     with group_of_one(backend, job.device):
         steps: dict[str, Callable[[torch.device], dict[str, Any] | None]] = {
@@ -118,7 +118,7 @@ def _transformer(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _two_ranks_on_one_device(job: Job) -> None:
+def _two_ranks_on_one_device(job: SectionJob) -> None:
     """Record how NCCL refuses it."""
     name = "two ranks on one device"
     if not job.has_time(name, NEEDS[name]):

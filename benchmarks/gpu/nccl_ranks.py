@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.gpu.job import Job
+from benchmarks.gpu.job import SectionJob
 from benchmarks.gpu.processes import run_ranks
 from benchmarks.gpu.two_ranks import PARTS, TIMEOUT, add_rows, rows_of_part
 
@@ -14,7 +14,7 @@ MOST = 4  # ranks: each stage needs a block, and the small model has six
 NEEDS = {part: 75.0 if part == "reduce-overhead" else 30.0 for part in PARTS if part != "exact"}
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     on_cpu = job.device.type == "cpu"
     ranks = 1 if on_cpu else min(torch.cuda.device_count(), MOST)
     backend = "gloo" if on_cpu else "nccl"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.job import Job, first_line
+from benchmarks.gpu.job import SectionJob, first_line
 
 # Once a rank has failed, what the others may still tell.
 GRACE = 5.0  # seconds
@@ -174,7 +174,7 @@ MOST = 12
 Task = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 
-def run_in_pool(job: Job, tasks: Sequence[Task], seconds: float) -> dict[str, str]:
+def run_in_pool(job: SectionJob, tasks: Sequence[Task], seconds: float) -> dict[str, str]:
     """Run each task once and add a row with the time that they took.
 
     Returns:

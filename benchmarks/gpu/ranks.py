@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.gpu.exact import Inputs, Results, exact, judge, make_inputs, sdpa
-from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line, is_fatal
+from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fatal
 from benchmarks.gpu.processes import run_ranks
 from para_core import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
@@ -57,7 +57,7 @@ def cases(tokens: int) -> list[Case]:
     ]
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     """Start the processes once per number of ranks; rank 0 reports."""
     worlds = (4,) if job.tiny else (4, 8)
     tokens, head_dim = (15, 8) if job.tiny else (511, 64)

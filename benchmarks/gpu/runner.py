@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.job import FAILED, WRONG, Job, SectionSkipped, section_environment, write_section
+from benchmarks.gpu.job import FAILED, WRONG, SectionJob, SectionSkipped, section_environment, write_section
 
 # Characters of a process's last output that are kept in the JSON of a section that did not end well.
 _LAST_WORDS = 4000
@@ -71,7 +71,7 @@ _PIPELINES = (
 # Sections that find wrong results come first, measurements later.
 SECTIONS = (
     Section("device", 120),
-    Section("local", 125, ("flash", "efficient", "math", "cudnn")),
+    Section("local", 125, ("flash", "efficient", "math", "cudnn"), module="benchmarks.gpu.local_attention"),
     Section("two_ranks", 145, _PIPELINES),
     Section("nccl", 95),
     Section("nccl_ranks", 260),
@@ -79,7 +79,7 @@ SECTIONS = (
     Section("small_kernels", 125),
     Section("ranks", 150),
     Section("sync", 75),
-    Section("vae", 115),
+    Section("vae", 115, module="benchmarks.gpu.vae_ranks"),
     Section("share", 120),
     Section("attention", 240),
     Section("attention_hopper", 200),
@@ -250,7 +250,7 @@ def run_here() -> None:
         device = torch.device(device.type, device.index or 0)
         torch.cuda.set_device(device)
     # Steps that have begun should end and be written before the limit.
-    job = Job(args.name, device, args.tiny, args.file, args.end - END, args.part)
+    job = SectionJob(args.name, device, args.tiny, args.file, args.end - END, args.part)
     job.write("began")
     try:
         importlib.import_module(args.module).run(job)

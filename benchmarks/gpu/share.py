@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.gpu.job import Job, first_line, is_fatal
+from benchmarks.gpu.job import SectionJob, first_line, is_fatal
 from benchmarks.gpu.timing import kernels_of, largest, milliseconds, phases
 from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode
@@ -48,7 +48,7 @@ REAL = (
 TINY = (ModelSize("tiny", 64, 8, 16), ModelSize("tiny, key padding", 64, 8, 16, padded=True))
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     with fake_group(RANKS), torch.no_grad():
         meshes = {
             name: init_device_mesh(job.device.type, shape, mesh_dim_names=("ring", "ulysses"))

@@ -16,7 +16,7 @@ from torch import Tensor
 import para_core.attention.approximate.wire
 import para_core.attention.merge
 import para_core.cache.operators  # noqa: F401
-from benchmarks.gpu.job import FAILED, OK, WRONG, Job, SectionSkipped, first_line, is_fatal
+from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, SectionSkipped, first_line, is_fatal
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.harness import relative_error
 from para_core.attention.pack_ops import as_numbers
@@ -52,7 +52,7 @@ class TimedKernel:
     bound: float
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     on_gpu = job.device.type != "cpu"
     if on_gpu and load_kernel("merge", job.device) is None:
         raise SectionSkipped("needs Triton, a C compiler, and a GPU of compute capability 8.0 or later")
@@ -72,7 +72,7 @@ def run(job: Job) -> None:
                 job.add(**row, verdict=FAILED, raised=first_line(error))
 
 
-def _measure(job: Job, case: TimedKernel) -> dict[str, Any]:
+def _measure(job: SectionJob, case: TimedKernel) -> dict[str, Any]:
     error, repeats = case.error(), 3 if job.tiny else 30
     source = torch.empty(case.num_bytes // 2, dtype=torch.uint8, device=job.device)
     target = torch.empty_like(source)

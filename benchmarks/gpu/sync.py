@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.gpu.exact import Inputs, make_inputs
-from benchmarks.gpu.job import FAILED, OK, Job, first_line, is_fatal
+from benchmarks.gpu.job import FAILED, OK, SectionJob, first_line, is_fatal
 from benchmarks.gpu.processes import run_ranks
 from benchmarks.gpu.ranks import Case
 from benchmarks.harness import fake_group
@@ -39,7 +39,7 @@ def cases(tokens: int) -> list[Case]:
     ]
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     tokens, head_dim = (31, 8) if job.tiny else (1023, 64)
     if job.device.type == "cpu":
         job.leave_out("the check itself", "a CPU has no queue to wait for; here calls are only made")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu.flux import SmallFluxPipeline, small_call, small_flux
-from benchmarks.gpu.job import FAILED, OK, WRONG, Job, first_line
+from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line
 from benchmarks.gpu.processes import run_ranks
 from benchmarks.harness import relative_error
 from para_core import PipeFusion, init_context_parallel_mesh
@@ -36,7 +36,7 @@ class PlannedFailure(Exception):
     """Raised on all ranks in the middle of a generation."""
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     if not job.has_time("a part", NEEDS["a part"]):
         return
     ranks = run_ranks(
@@ -52,7 +52,7 @@ def run(job: Job) -> None:
     add_rows(job, *ranks, group="gloo, 2 ranks")
 
 
-def add_rows(job: Job, rows: list[list[dict[str, Any]]], errors: dict[int, str], **common: Any) -> None:
+def add_rows(job: SectionJob, rows: list[list[dict[str, Any]]], errors: dict[int, str], **common: Any) -> None:
     """Add a row per step, with the worst result of its ranks, and a failed row for each rank that did not end."""
     for step in dict.fromkeys(row["step"] for of_rank in rows for row in of_rank):
         of_step = [row for of_rank in rows for row in of_rank if row["step"] == step]

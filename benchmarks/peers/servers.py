@@ -143,7 +143,7 @@ def prepare_vllm_omni(*, stand_ins: bool) -> None:
     from vllm_omni import platforms
     from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
-    class Device(OmniPlatform):
+    class CpuPlatform(OmniPlatform):
         """A GPU with PyTorch's SDPA alone: on CPUs it has no attention at all."""
 
         _omni_enum = OmniPlatformEnum.CUDA
@@ -161,7 +161,7 @@ def prepare_vllm_omni(*, stand_ins: bool) -> None:
         def get_torch_device(cls, *args: Any) -> torch.device:
             return torch.device("cpu")
 
-    platforms._current_omni_platform = Device()
+    platforms._current_omni_platform = CpuPlatform()
     from vllm_omni.diffusion.attention import layer  # noqa: F401
     from vllm_omni.diffusion.hooks import sequence_parallel  # noqa: F401
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness import measure_on_ranks, parser_of, read_results, write_results
-from benchmarks.pipelines import generation, modular, stages, supported, vaes, weights
+from benchmarks.pipelines import autoencoders, latents, modular_pipelines, stages, supported, weights
 
 Rows = dict[str, dict[str, Any]]
 
@@ -72,15 +72,21 @@ class Check:
 
 CHECKS = {
     "pipelines": Check(
-        "pipelines", "pipelines", generation.PIPELINES, generation.measure, (2, 3, 4), problems=generation.problems
+        "pipelines", "pipelines", latents.PIPELINES, latents.measure, (2, 3, 4), problems=latents.problems
     ),
-    "bfloat16": Check("pipelines_bfloat16", "pipelines", generation.IN_BFLOAT16, generation.measure_bfloat16),
+    "bfloat16": Check("pipelines_bfloat16", "pipelines", latents.IN_BFLOAT16, latents.measure_bfloat16),
     "models": Check("model_errors", "models", supported.MODELS, supported.measure),
-    "modular": Check("modular", "pipelines", modular.MODULAR, modular.measure, problems=modular.problems),
+    "modular": Check(
+        "modular",
+        "pipelines",
+        modular_pipelines.MODULAR,
+        modular_pipelines.measure,
+        problems=modular_pipelines.problems,
+    ),
     "weights": Check(
         "weights_table", "by ranks", weights.NAMES, weights.measure, (2, 4), by_ranks=True, problems=weights.problems
     ),
-    "vaes": Check("vae_table", "by ranks", vaes.TINY_VAES, vaes.measure, (2, 3, 4), by_ranks=True),
+    "vaes": Check("vae_table", "by ranks", autoencoders.TINY_VAES, autoencoders.measure, (2, 3, 4), by_ranks=True),
     "stages": Check(
         "stages", "by ranks", weights.NAMES, stages.measure, (2, 4), by_ranks=True, problems=stages.problems
     ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from benchmarks.pipelines.generation import MESHES, problems
+from benchmarks.pipelines.latents import MESHES, problems
 from benchmarks.planner.sizes import machine_of
 from para_core.adapters.planner.plan_mesh import workload
 from para_core.planner.prediction import predict

@@ -50,7 +50,7 @@ _OPTIONS = AttnOptions()
 _OPTIONS_TEXT = _OPTIONS.as_text()
 
 
-class _Call(NamedTuple):
+class _FlexCall(NamedTuple):
     """The arguments of the operator of ``flex_attention``."""
 
     query: Tensor
@@ -95,12 +95,12 @@ class FlexOverMesh:
         if torch.compiler.is_compiling():
             if in_eager_code:
                 return operator(*_with_noted_mask(args), **kwargs)
-            return self._traced(operator, _Call(*args, **kwargs))
+            return self._traced(operator, _FlexCall(*args, **kwargs))
         if in_eager_code:
-            return self._run(operator, _Call(*_with_noted_mask(args)))
+            return self._run(operator, _FlexCall(*_with_noted_mask(args)))
         return operator(*args, **kwargs)
 
-    def _run(self, operator: Callable[..., Any], call: _Call) -> Any:
+    def _run(self, operator: Callable[..., Any], call: _FlexCall) -> Any:
         talk = not self._assume_equal
         if talk:
             self._mesh.check_alive()
@@ -133,7 +133,7 @@ class FlexOverMesh:
         if (mask[0], mask[1]) != expected:
             self._raise_everywhere(ValueError(_OTHER_SEQUENCE.format(*lengths)))
 
-    def _traced(self, operator: Callable[..., Any], call: _Call) -> Any:
+    def _traced(self, operator: Callable[..., Any], call: _FlexCall) -> Any:
         call, plan = self._planned(call)
         query_layout, key_layout = plan.spec.query_layout, plan.spec.key_layout
         if not _has_no_blocks(call.mask) and (query_layout.sharded or key_layout.sharded):
@@ -142,10 +142,10 @@ class FlexOverMesh:
                 return _refused(call, _NOT_SHARDED, [call.mask[0], call.mask[1], *lengths])
             if not (_alike(mod.query_layout, query_layout) and _alike(mod.key_layout, key_layout)):
                 return _refused(call, _OTHER_SEQUENCE, lengths)
-            call = _Call(*call[:4], (*call.mask[:-1], mod.of_rows), *call[5:])
+            call = _FlexCall(*call[:4], (*call.mask[:-1], mod.of_rows), *call[5:])
         return _run_operator(operator, call, plan)
 
-    def _planned(self, call: _Call) -> tuple[_Call, AttentionPlan]:
+    def _planned(self, call: _FlexCall) -> tuple[_FlexCall, AttentionPlan]:
         """Return ``call`` with key and value expanded to the batch size of the query, and the plan of the call."""
         query, key, value = call[:3]
         if self._chooses_keys:
@@ -165,7 +165,7 @@ class FlexOverMesh:
         mesh = needed_mesh(self._mesh, key_layout, _OPTIONS)
         heads = query.shape[1], key.shape[1]
         spec = AttentionSpec(query_layout, key_layout, mesh, *heads, options=_OPTIONS, options_text=_OPTIONS_TEXT)
-        return _Call(query, key, value, *call[3:]), AttentionPlan(spec)
+        return _FlexCall(query, key, value, *call[3:]), AttentionPlan(spec)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -211,7 +211,7 @@ def _alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
     )
 
 
-def _run_operator(operator: Callable[..., Any], call: _Call, plan: AttentionPlan) -> Any:
+def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: AttentionPlan) -> Any:
     spec, ulysses = plan.spec, plan.spec.mesh.ulysses
     query, key, value = enter(call.query, call.key, call.value, plan)
     first_head, heads = Segment("heads", spec.num_heads).runs(ulysses.index, ulysses.size)[0]
@@ -281,7 +281,7 @@ def _own_mask(
     return (*lengths, *own, row_block, key_block, own_mod if no_blocks or first_head else mask_mod)
 
 
-def _signature(call: _Call, plan: AttentionPlan) -> Any:
+def _signature(call: _FlexCall, plan: AttentionPlan) -> Any:
     tensors = {"query": call.query, "key": call.key, "value": call.value}
     return signature(
         {
@@ -311,7 +311,7 @@ _OTHER_SEQUENCE = (
 )
 
 
-def _refused(call: _Call, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
+def _refused(call: _FlexCall, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
     """Add an operator to the traced graph that raises ValueError, with ``message`` formatted with ``numbers``, when the
     graph runs. Return uninitialized results.
 

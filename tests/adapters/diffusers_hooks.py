@@ -28,9 +28,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness import relative_error
-from benchmarks.pipelines.generation import generate
+from benchmarks.pipelines.latents import generate
 from para_core.adapters import parallelize_pipe
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1)}
 

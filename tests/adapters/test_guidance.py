@@ -17,8 +17,8 @@ from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.mesh import MeshDim
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, relative_error
-from zoo.tiny.pipelines.registry import PIPELINES
-from zoo.tiny.random_weights import fill
+from zoo.tiny.base import fill
+from zoo.tiny.pipelines import PIPELINES
 
 GUIDED = {"negative_prompt": "a blue square", "true_cfg_scale": 2.0}
 CALLS = {

@@ -17,7 +17,7 @@ from para_core.adapters.compatibility.diffusers_features import hooks_of
 from tests.adapters.diffusers_hooks import HOOKS, MESHES, build, outcome
 from tests.adapters.test_pipelines import generate
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 # These hooks act on weights only, or skip each token independently.
 EXACT = {hook for hook in HOOKS if hook.startswith(("group offload", "layerwise", "layer skip"))} - {

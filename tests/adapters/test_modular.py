@@ -8,7 +8,7 @@ from diffusers.modular_pipelines import FluxAutoBlocks, QwenImageAutoBlocks
 
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, unparallelize_pipe
 from tests.tiny import cpu_mesh, each_rank_alone, flux_pipe, relative_error
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 # Blocks, a pipeline with the components that they expect, and the mesh: batch × ring × ulysses.
 CASES = {

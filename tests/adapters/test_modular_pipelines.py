@@ -4,7 +4,7 @@ import diffusers.modular_pipelines
 import pytest
 import torch
 
-from benchmarks.pipelines.modular import LARGEST_SHARE, counted
+from benchmarks.pipelines.modular_pipelines import LARGEST_SHARE, counted
 from para_core.adapters import (
     apply_cache_on_pipe,
     cache_report,

@@ -20,8 +20,8 @@ from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.registry import adapter_for
 from tests.rank_pool import heartbeat
 from tests.tiny import CLIP_WIDTH, T5_WIDTH, cpu_mesh, each_rank_alone, relative_error, relative_errors
-from zoo.tiny.pipelines.parts import TEXT_WIDTH, embeddings, random_image, random_video
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
+from zoo.tiny.pipelines.components import TEXT_WIDTH, embeddings, random_image, random_video
 from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 from zoo.tiny.transformers.registry import SHELF
 

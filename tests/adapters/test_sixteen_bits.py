@@ -4,11 +4,11 @@ from functools import cache
 
 import pytest
 
-from benchmarks.pipelines.generation import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
+from benchmarks.pipelines.latents import NOT_IN_BFLOAT16, cast, in_bfloat16, noise_of_float32
 from para_core.adapters import parallelize_pipe
 from tests.adapters.test_pipelines import build, generate, generated_alone
 from tests.tiny import cpu_mesh, relative_error
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 # One for each way that text, masks and guidance reach the blocks.
 SOME = ["cogvideox", "wan", "ltx", "qwen-image", "flux2 klein", "hunyuan, image by token replacement"]

@@ -7,8 +7,8 @@ from diffusers.models.embeddings import IPAdapterTimeImageProjection
 
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from tests.tiny import cpu_mesh, relative_error
-from zoo.tiny.pipelines.registry import PIPELINES
-from zoo.tiny.random_weights import fill
+from zoo.tiny.base import fill
+from zoo.tiny.pipelines import PIPELINES
 
 NAME = "stable diffusion 3"
 # For the negative image and for the image.

@@ -30,7 +30,7 @@ from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, relative_error
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 

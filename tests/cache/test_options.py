@@ -19,7 +19,7 @@ from para_core.cache.forecasts import FOCA, Forecast, forecast_weights
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, Rule
 from para_core.plans.plan import Plan
 from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 

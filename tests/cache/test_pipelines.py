@@ -9,7 +9,7 @@ import torch
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
 from tests.adapters.test_pipelines import build, generate, long_but
 from tests.tiny import cpu_mesh, relative_error
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 
 # Four steps of which the second and third are skipped.

@@ -13,7 +13,7 @@ from para_core.adapters.scheduler_tracker import SchedulerTracker
 from tests.adapters.test_pipelines import build, generate, long_but
 from tests.cache.scripted import verdicts
 from tests.tiny import flux_call, flux_pipe
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 FORCING = [name for name in PIPELINES if "forcing" in name]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import parser_of
-from benchmarks.pipelines.generation import PIPELINES
+from benchmarks.pipelines.latents import PIPELINES
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
 

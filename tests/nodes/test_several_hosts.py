@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.pipelines.generation import PIPELINES
+from benchmarks.pipelines.latents import PIPELINES
 from tests.nodes.hosts import NotAllowed, open_hosts, torchrun
 from tests.tiny import relative_error
 

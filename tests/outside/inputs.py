@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.outside import official, others
-from zoo.tiny.random_weights import fill
+from zoo.tiny.base import fill
 
 # Sizes of the calls, from which a plan is proposed, and (the last) of the call that is compared. Neither 2 nor 3 ranks
 # divide 35 patches, 175 patches of a video, or 37 token ids.

@@ -13,7 +13,7 @@ from tests.outside.inputs import build, inputs_of, noise
 from tests.outside.recipes import HUNYUAN_PLAN, planned
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh
-from zoo.tiny.random_weights import fill
+from zoo.tiny.base import fill
 
 
 def error_on_every_rank(rank_pool, function, *arguments):

@@ -22,7 +22,7 @@ from para_core.plans.region import region_of
 from tests.planner.gpus import gpu_named
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from tests.weights.pipes import bytes_of, generate, make
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 

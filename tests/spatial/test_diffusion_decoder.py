@@ -14,7 +14,7 @@ from para_core.adapters import (
 from para_core.adapters.rows.diffusion_decoder import windows
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
-from zoo.tiny.random_weights import fill
+from zoo.tiny.base import fill
 
 SMALL = {
     "latent_channels": 4,

@@ -12,7 +12,7 @@ from para_core.instance_patching import is_wrapped
 from tests.adapters.test_pipelines import generate
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 ROOT = Path(__file__).parents[2]
 # From text; and from an image, which is encoded; videos, and sound beside one.

@@ -25,9 +25,9 @@ from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
 from para_core.adapters.registry import component_of, unets_of
 from tests.adapters.test_pipelines import meshes_of
 from tests.tiny import cpu_mesh, relative_error
-from zoo.tiny.pipelines.parts import random_image
+from zoo.tiny.base import fill
+from zoo.tiny.pipelines.components import random_image
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
-from zoo.tiny.random_weights import fill
 
 # batch × ring × ulysses: rows; rows by either dim; branches of guidance; both.
 ROWS, BATCH = (1, 1, 2), (2, 1, 1)

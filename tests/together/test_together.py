@@ -12,7 +12,7 @@ from para_core.adapters import parallelize_pipe
 from tests.together.covering import SEED, admissible_pairs, pairs_of, read_cases, refused_cases
 from tests.together.options import AXES, EXCLUSIONS, case_of, exclusion_of, parse
 from tests.together.run import Reference, described, judge, run
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 CASES = read_cases()
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from tests.tiny import flux_call, flux_pipe
 from tests.together.options import Case
-from zoo.tiny.pipelines.parts import TinyPipeline
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.base import fill
+from zoo.tiny.pipelines import PIPELINES
+from zoo.tiny.pipelines.components import TinyPipeline
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
-from zoo.tiny.random_weights import fill
 
 _NEGATIVE = {"negative_prompt": "a blue square"}
 _PLAIN = {"guidance_scale": 1.0}

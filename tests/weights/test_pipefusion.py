@@ -30,7 +30,7 @@ from para_core.cfg.deferred import LiveDeferred
 from para_core.weights.patch_plan import patch_runs
 from para_core.weights.patches import Arrival, Expected, Patched
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 # Mochi asks for an autocast that the CPU does not have.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:In CPU autocast")]

@@ -13,7 +13,7 @@ from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.parallel.parts import VaePlacementPart
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from tests.tiny import flux_pipe, relative_error
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 
 def make(name):

@@ -15,7 +15,17 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 from skimage.measure import label
 
-from zoo.flux.scenes import BACKGROUND_GREYS, CELL_CENTRES, CELLS, COLOURS, SHAPES, Scene, Thing, background, draw_shape
+from zoo.flux.scenes import (
+    BACKGROUND_GREYS,
+    CELL_CENTRES,
+    CELLS,
+    COLOURS,
+    SHAPES,
+    ImageScene,
+    Thing,
+    background,
+    draw_shape,
+)
 
 SATURATED = 60  # max − min over RGB; the palest colour of the palette has 125, so edges count from about one half
 MIN_PIXELS = 40  # smaller patches are specks; the smallest true object has more than 100
@@ -43,7 +53,7 @@ class DetectedObject:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ImageVerdict:
     """The parts of a scene that an image shows. The tuples follow the scene's things."""
 
     colour: tuple[bool, ...]
@@ -165,7 +175,7 @@ def _agreement(thing: Thing, candidate: DetectedObject | None) -> list[bool]:
     return [candidate is not None and getattr(candidate, name) == getattr(thing, name) for name in names]
 
 
-def check(image: np.ndarray, scene: Scene) -> Verdict:
+def check(image: np.ndarray, scene: ImageScene) -> ImageVerdict:
     """Judge an image by the scene that was asked for.
 
     Things and found objects are paired so that most attributes agree: a red circle where a blue one was asked for
@@ -186,4 +196,6 @@ def check(image: np.ndarray, scene: Scene) -> Verdict:
     )
     best = max(pairings, key=lambda pairing: sum(map(sum, pairing)))
     colour, shape, place, size = zip(*best, strict=True)
-    return Verdict(colour, shape, place, size, len(detected) == num_things, find_background(image) == scene.background)
+    return ImageVerdict(
+        colour, shape, place, size, len(detected) == num_things, find_background(image) == scene.background
+    )

@@ -83,7 +83,7 @@ def build_vae() -> AutoencoderKL:
     )
 
 
-class Denoiser(nn.Module):
+class FluxDenoiser(nn.Module):
     """The model that flow matching trains: the transformer and both text encoders."""
 
     def __init__(self, tokenizers: Tokenizers) -> None:
@@ -151,7 +151,7 @@ class Denoiser(nn.Module):
         return velocity
 
 
-def build_pipeline(denoiser: Denoiser, vae: AutoencoderKL, tokenizers: Tokenizers) -> FluxPipeline:
+def build_pipeline(denoiser: FluxDenoiser, vae: AutoencoderKL, tokenizers: Tokenizers) -> FluxPipeline:
     """Return the parts as one plain diffusers pipeline. It shares their parameters."""
     return FluxPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),

@@ -65,7 +65,7 @@ class Thing:
 
 
 @dataclass(frozen=True)
-class Scene:
+class ImageScene:
     """Things in different cells (one to three where there is a caption), in the order in which a caption names them."""
 
     things: tuple[Thing, ...]
@@ -90,11 +90,11 @@ def triples(*, held_out: bool, places: Iterable[str] = CELLS) -> Iterator[tuple[
             yield triple
 
 
-def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
+def caption(scene: ImageScene, rng: np.random.Generator | None = None) -> str:
     """Return the words for a scene: the full caption without ``rng``, and in 60 % of the cases with it; in the others
     some words may be left out or moved.
 
-    >>> caption(Scene((Thing("red", "circle", "small", "top left"),), "white"))
+    >>> caption(ImageScene((Thing("red", "circle", "small", "top left"),), "white"))
     'a small red circle in the top left on a white background'
     """
     full = rng is None or rng.random() < 0.6
@@ -129,17 +129,17 @@ def choice(rng: np.random.Generator, options: Iterable[Any]) -> Any:
     return options[int(rng.integers(len(options)))]
 
 
-def _random_scene(rng: np.random.Generator, num_things: int) -> Scene:
+def _random_scene(rng: np.random.Generator, num_things: int) -> ImageScene:
     relation = choice(rng, RELATIONS) if num_things == 2 and rng.random() < 0.5 else None
     if relation is None:
         cells = [list(CELLS)[i] for i in rng.permutation(len(CELLS))[:num_things]]
     else:
         cells = list(RELATIONS[relation])
     things = tuple(Thing(choice(rng, COLOURS), choice(rng, SHAPES), choice(rng, SIZES), cell) for cell in cells)
-    return Scene(things, choice(rng, BACKGROUNDS), relation)
+    return ImageScene(things, choice(rng, BACKGROUNDS), relation)
 
 
-def training_scene(rng: np.random.Generator, weights: Sequence[float] = (0.6, 0.25, 0.15)) -> Scene:
+def training_scene(rng: np.random.Generator, weights: Sequence[float] = (0.6, 0.25, 0.15)) -> ImageScene:
     """Return a random scene with one, two or three things (with these probabilities), no thing of it held out."""
     num_things = 1 + int(rng.choice(3, p=weights))
     while True:
@@ -148,7 +148,7 @@ def training_scene(rng: np.random.Generator, weights: Sequence[float] = (0.6, 0.
             return scene
 
 
-def crowded_scene(rng: np.random.Generator) -> Scene:
+def crowded_scene(rng: np.random.Generator) -> ImageScene:
     """Return a thing in nearly every cell, none of them held out. No caption describes such a scene; an autoencoder
     learns colours sooner from it.
     """
@@ -157,10 +157,10 @@ def crowded_scene(rng: np.random.Generator) -> Scene:
         colour, shape, _ = choice(rng, [triple for triple in triples(held_out=False) if triple[2] == cell])
         if rng.random() < 0.8:
             things.append(Thing(colour, shape, choice(rng, SIZES), cell))
-    return Scene(tuple(things), choice(rng, BACKGROUNDS))
+    return ImageScene(tuple(things), choice(rng, BACKGROUNDS))
 
 
-def held_out_scene(rng: np.random.Generator, num_things: int) -> Scene:
+def held_out_scene(rng: np.random.Generator, num_things: int) -> ImageScene:
     """Return a random scene of which *every* thing is held out.
 
     Raises:
@@ -173,7 +173,7 @@ def held_out_scene(rng: np.random.Generator, num_things: int) -> Scene:
     for thing in scene.things:
         colour, shape, cell = choice(rng, [triple for triple in triples(held_out=True) if triple[2] == thing.cell])
         things.append(Thing(colour, shape, thing.size, cell))
-    return Scene(tuple(things), scene.background, scene.relation)
+    return ImageScene(tuple(things), scene.background, scene.relation)
 
 
 # -- images: sizes and places vary a little from image to image
@@ -219,7 +219,7 @@ def draw_shape(
         raise ValueError(f"unknown shape {shape!r}; draw_shape knows {', '.join(SHAPES)}")
 
 
-def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
+def draw(scene: ImageScene, rng: np.random.Generator) -> np.ndarray:
     """Return the image of a scene, ``[128, 128, 3]`` uint8 RGB, with antialiased edges.
 
     Cells are 40 pixels apart, two centres at least 36, and no thing is wider than 35.7: things never touch.

@@ -23,8 +23,8 @@ from transformers import T5EncoderModel, T5TokenizerFast
 from zoo import training
 from zoo.flux import models
 from zoo.flux import scenes as grammar
-from zoo.flux.models import T5_WIDTH, Denoiser, Tokenizers
-from zoo.flux.scenes import CELL_CENTRES, SIDE, Scene, draw, to_tensor
+from zoo.flux.models import T5_WIDTH, FluxDenoiser, Tokenizers
+from zoo.flux.scenes import CELL_CENTRES, SIDE, ImageScene, draw, to_tensor
 from zoo.training import FlowLoss, Pool, Schedule, VaeLoss, fit, step_seed, torch_generator, vary
 
 # The published weights were trained with these numbers; each is an option of the command.
@@ -87,7 +87,7 @@ def draw_crowded_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor
 
 def draw_batch(
     seed: np.random.SeedSequence, batch: int, weights: Sequence[float] = MEASURED_THINGS
-) -> tuple[torch.Tensor, list[Scene]]:
+) -> tuple[torch.Tensor, list[ImageScene]]:
     """Return images of training scenes, ``[batch, 3, 128, 128]`` in −1 … 1, and the scenes.
 
     Args:
@@ -120,13 +120,13 @@ def draw_thinned_batch(seed: np.random.SeedSequence, batch: int, grey: float) ->
 
 
 @dataclass(frozen=True)
-class Captions:
+class FluxCaptions:
     """The conditions of the denoiser: ids of captions for both encoders, padded to one length as FluxPipeline pads."""
 
     tokenizers: Tokenizers
     no_pooled_caption: float = NO_POOLED_CAPTION
 
-    def __call__(self, scenes: list[Scene], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, scenes: list[ImageScene], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Return CLIP ids ``[B, 77]`` and T5 ids ``[B, S_text]``."""
         clip, t5 = self.tokenizers.clip, self.tokenizers.t5
         captions = vary([grammar.caption(scene, rng) for scene in scenes], rng)
@@ -169,7 +169,7 @@ def tokens_of_cell(cell: str, reach: int) -> torch.Tensor:
     return near[row][:, None] & near[column]
 
 
-def cell_weights(scene: Scene, weight: float) -> torch.Tensor:
+def cell_weights(scene: ImageScene, weight: float) -> torch.Tensor:
     """Return ``[S, 1]``: ``weight`` for the tokens that a thing may touch, 1 for others, then scaled to a mean of 1.
 
     A weight that follows the caption alone leaves the best answer what it is; where the caption leaves the cell out, it
@@ -286,7 +286,7 @@ class TextLoss:
 # their thing in 97 % of held-out scenes of two things; without it in 14 % after 800.
 
 
-class AlignedDenoiser(Denoiser):
+class AlignedDenoiser(FluxDenoiser):
     """The denoiser with linear layers on the image tokens of the first single block, dropped afterwards. ``answers``
     holds those of the last call, by attribute, ``[B, S, classes]``.
     """
@@ -305,7 +305,7 @@ class AlignedDenoiser(Denoiser):
         self.answers = {name: head(image) for name, head in self.heads.items()}
 
 
-def things_by_token(scene: Scene) -> dict[str, torch.Tensor]:
+def things_by_token(scene: ImageScene) -> dict[str, torch.Tensor]:
     """Return for each attribute the class of each token, ``[S]``: 0 without a thing, else 1 + its index in
     `ATTRIBUTES`.
     """
@@ -318,7 +318,7 @@ def things_by_token(scene: Scene) -> dict[str, torch.Tensor]:
     return {name: grid.flatten() for name, grid in classes.items()}
 
 
-def alignment_loss(model: AlignedDenoiser, scenes: list[Scene]) -> torch.Tensor:
+def alignment_loss(model: AlignedDenoiser, scenes: list[ImageScene]) -> torch.Tensor:
     """Return the cross-entropy of the last call's answers, summed over attributes. Tokens with and without a thing
     weigh the same.
     """
@@ -360,7 +360,7 @@ def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKL, float]:
 def train_text(args: argparse.Namespace, tokenizers: Tokenizers) -> T5EncoderModel:
     """Return the averaged T5 encoder after training on captions alone."""
     torch.manual_seed(args.seed + 2)
-    model = Reader(Denoiser(tokenizers).text_encoder_2).to(args.device)
+    model = Reader(FluxDenoiser(tokenizers).text_encoder_2).to(args.device)
     schedule = Schedule(args.text_steps, args.text_learning_rate, decay=0.5, average=0.99)
     loss = TextLoss(tokenizers.t5, args.seed, args.text_batch)
     return fit(model, loss, schedule, checkpoint=args.checkpoints / "text.pt", name="text").averaged.encoder
@@ -381,13 +381,13 @@ def main(arguments: list[str] | None = None) -> None:
     model.text_encoder_2.requires_grad_(False)
     pool = build_pool(partial(encode, vae), args.seed, args.scenes, THINGS, args.cell_weight)
 
-    def also(model: AlignedDenoiser, scenes: list[Scene]) -> torch.Tensor:
+    def also(model: AlignedDenoiser, scenes: list[ImageScene]) -> torch.Tensor:
         return args.alignment_weight * alignment_loss(model, scenes)
 
-    def pipeline(denoiser: Denoiser, vae: AutoencoderKL) -> FluxPipeline:
+    def pipeline(denoiser: FluxDenoiser, vae: AutoencoderKL) -> FluxPipeline:
         return models.build_pipeline(denoiser, vae.to(memory_format=torch.contiguous_format), tokenizers)
 
-    loss = FlowLoss(pool, Captions(tokenizers), args.seed, args.batch, models.SHIFT, args.autocast, also)
+    loss = FlowLoss(pool, FluxCaptions(tokenizers), args.seed, args.batch, models.SHIFT, args.autocast, also)
     training.train_flow(args, model, loss, vae, seconds, pipeline)
 
 

@@ -6,13 +6,28 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import diffusers
 import torch
 from torch import Tensor, nn
 
-from zoo.tiny.random_weights import fill
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def fill(module: Module, seed: int) -> Module:
+    """Set random values, the same in every process, which keep activations near 1. Returns ``module`` in eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(module.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise / math.sqrt(parameter[0].numel()))
+            else:
+                # The scale of a norm, or a bias.
+                parameter.copy_(0.2 * noise + (1.0 if name.endswith(("weight", "gamma")) else 0.0))
+    return module.eval().requires_grad_(False)
+
 
 # Small values of config fields; a class takes those that it has. Three heads and widths of 24 or 20 divide by neither
 # two nor four ranks, and two layers of each kind show how hidden states pass from one list of blocks to the next.

@@ -33,7 +33,7 @@ BACKGROUNDS = ("white", "grey", "black")
 
 
 @dataclass(frozen=True)
-class Scene:
+class VideoScene:
     """The content of a video; ``colour``, ``shape``, ``direction`` and ``background`` are keys of the tables."""
 
     colour: str
@@ -46,15 +46,15 @@ class Scene:
 triples = partial(scenes.triples, places=DIRECTIONS)
 
 
-def random_scene(rng: np.random.Generator, *, held_out: bool) -> Scene:
+def random_scene(rng: np.random.Generator, *, held_out: bool) -> VideoScene:
     """Return a scene whose triple is held out, or is not."""
-    return Scene(*choice(rng, triples(held_out=held_out)), choice(rng, BACKGROUNDS))
+    return VideoScene(*choice(rng, triples(held_out=held_out)), choice(rng, BACKGROUNDS))
 
 
-def caption(scene: Scene, rng: np.random.Generator | None = None) -> str:
+def caption(scene: VideoScene, rng: np.random.Generator | None = None) -> str:
     """Return the words for a scene: the full caption without ``rng``; with it, direction or background may be left out.
 
-    >>> caption(Scene("red", "circle", "up left", "white"))
+    >>> caption(VideoScene("red", "circle", "up left", "white"))
     'a red circle moving up left on a white background'
     """
     further = [f"moving {scene.direction}", f"on a {scene.background} background"]
@@ -108,7 +108,7 @@ def _move(direction: str, middle: np.ndarray, rng: np.random.Generator) -> np.nd
     return middle + np.linspace(-0.5, 0.5, FRAMES)[:, None] * way * np.array(DIRECTIONS[direction])
 
 
-def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
+def draw(scene: VideoScene, rng: np.random.Generator) -> np.ndarray:
     """Return the frames of a scene, ``[17, 64, 64, 3]`` uint8 RGB. The shape is whole in all of them."""
     middle = SIDE / 2 + rng.uniform(-CENTRE_JITTER, CENTRE_JITTER, size=2)
     path = _move(scene.direction, middle, rng)
@@ -137,7 +137,7 @@ MAX_STRAY = 3.0  # pixels, median distance of a frame's centre from the straight
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VideoVerdict:
     """The parts of a scene that a video shows."""
 
     colour: bool
@@ -185,7 +185,7 @@ def direction_of(way: np.ndarray) -> str | None:
     return best if cosine[best] >= np.cos(np.radians(MAX_TURN)) else None
 
 
-def check(frames: np.ndarray, scene: Scene) -> Verdict:
+def check(frames: np.ndarray, scene: VideoScene) -> VideoVerdict:
     """Judge a video by the scene that was asked for.
 
     Raises:
@@ -196,7 +196,7 @@ def check(frames: np.ndarray, scene: Scene) -> Verdict:
     by_frame = [find(frame) for frame in frames]
     objects = [objects[0] if objects else None for objects in by_frame]
     way = line(objects)
-    return Verdict(
+    return VideoVerdict(
         colour=most(thing and thing.colour for thing in objects) == scene.colour,
         shape=most(thing and thing.shape for thing in objects) == scene.shape,
         direction=way is not None and direction_of(way[0] * (len(frames) - 1)) == scene.direction,

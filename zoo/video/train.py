@@ -22,7 +22,7 @@ from zoo.flux.models import SHIFT, build_word_tokenizer
 from zoo.flux.scenes import to_tensor
 from zoo.training import FlowLoss, Pool, Schedule, VaeLoss, fit, step_seed, vary
 from zoo.video import scenes as grammar
-from zoo.video.scenes import FRAMES, Scene, draw, draw_crowded
+from zoo.video.scenes import FRAMES, VideoScene, draw, draw_crowded
 
 # The published weights were trained with these numbers; each is an option of the command.
 RECIPE = {
@@ -85,7 +85,7 @@ def build_vae() -> AutoencoderKLWan:
     return vae
 
 
-class Denoiser(nn.Module):
+class WanDenoiser(nn.Module):
     """The model that flow matching trains: the transformer and the text encoder."""
 
     def __init__(self, tokenizer: T5TokenizerFast) -> None:
@@ -127,7 +127,7 @@ class Denoiser(nn.Module):
         return velocity
 
 
-def build_pipeline(denoiser: Denoiser, vae: AutoencoderKLWan, tokenizer: T5TokenizerFast) -> WanPipeline:
+def build_pipeline(denoiser: WanDenoiser, vae: AutoencoderKLWan, tokenizer: T5TokenizerFast) -> WanPipeline:
     """Return the parts as one plain diffusers pipeline. It shares their parameters."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
     return WanPipeline(tokenizer, denoiser.text_encoder, vae, scheduler, denoiser.transformer)
@@ -136,7 +136,7 @@ def build_pipeline(denoiser: Denoiser, vae: AutoencoderKLWan, tokenizer: T5Token
 # -- videos and captions drawn from seeds, and their latents
 
 
-def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, list[Scene]]:
+def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, list[VideoScene]]:
     """Return videos of training scenes, ``[batch, 3, 17, 64, 64]`` in −1 … 1, and the scenes."""
     rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
     scenes = [grammar.random_scene(rng, held_out=False) for rng in rngs]
@@ -184,12 +184,12 @@ def build_pool(vae: AutoencoderKLWan, seed: int, count: int) -> Pool:
 
 
 @dataclass(frozen=True)
-class Captions:
+class WanCaptions:
     """The conditions of the denoiser: ids and mask of captions, padded to one length."""
 
     tokenizer: T5TokenizerFast
 
-    def __call__(self, scenes: list[Scene], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, scenes: list[VideoScene], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ids and mask, each ``[B, S_text]``."""
         captions = vary([grammar.caption(scene, rng) for scene in scenes], rng)
         length = int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values())))
@@ -227,9 +227,9 @@ def main(arguments: list[str] | None = None) -> None:
     vae, seconds = train_vae(args)
     tokenizer = build_tokenizer()
     torch.manual_seed(args.seed + 1)
-    model = Denoiser(tokenizer).to(args.device)
+    model = WanDenoiser(tokenizer).to(args.device)
     loss = FlowLoss(
-        build_pool(vae, args.seed, args.scenes), Captions(tokenizer), args.seed, args.batch, SHIFT, args.autocast
+        build_pool(vae, args.seed, args.scenes), WanCaptions(tokenizer), args.seed, args.batch, SHIFT, args.autocast
     )
     training.train_flow(args, model, loss, vae, seconds, partial(build_pipeline, tokenizer=tokenizer))
 

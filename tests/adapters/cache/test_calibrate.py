@@ -16,7 +16,7 @@ from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cach
 from para_core.adapters.cache.calibration.image_metrics import as_images, load_metric
 from para_core.adapters.cache.generation import caching_of
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer
-from zoo.tiny.pipelines.registry import PIPELINES
+from zoo.tiny.pipelines import PIPELINES
 
 pytestmark = pytest.mark.slow
 

@@ -38,8 +38,8 @@ from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import weights_mesh
 from para_core.weights.tensor import shard_tensors
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
+from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.pipelines.image import stable_diffusion_3
-from zoo.tiny.pipelines.registry import PIPELINES
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 

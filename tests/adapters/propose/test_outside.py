@@ -35,7 +35,7 @@ from tests.adapters.propose.outside import (
     image,
     joint_inputs,
 )
-from zoo.tiny.random_weights import fill
+from zoo.tiny.base import fill
 
 pytestmark = pytest.mark.slow
 

@@ -34,7 +34,7 @@ from tests.adapters.propose.models import (
     weighted_inputs,
 )
 from tests.tiny import cpu_mesh, relative_error
-from zoo.tiny.random_weights import fill
+from zoo.tiny.base import fill
 from zoo.tiny.transformers.registry import MODELS
 
 

@@ -10,16 +10,16 @@ import torch
 from diffusers import FluxPipeline
 
 from zoo.flux import PIPELINE
-from zoo.flux.scenes import Scene, Thing, caption
+from zoo.flux.scenes import ImageScene, Thing, caption
 
 pytestmark = pytest.mark.slow
 
 LIMIT = 25 * 2**20  # bytes
 
 SCENES = [
-    Scene((Thing("red", "square", "large", "centre"),), "white"),
-    Scene((Thing("blue", "circle", "large", "top left"),), "black"),
-    Scene((Thing("green", "triangle", "large", "bottom right"),), "grey"),
+    ImageScene((Thing("red", "square", "large", "centre"),), "white"),
+    ImageScene((Thing("blue", "circle", "large", "top left"),), "black"),
+    ImageScene((Thing("green", "triangle", "large", "bottom right"),), "grey"),
 ]
 
 

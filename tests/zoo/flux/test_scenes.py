@@ -11,7 +11,7 @@ from PIL import Image, ImageFilter
 
 from zoo.flux import scenes as grammar
 from zoo.flux.check import check, find
-from zoo.flux.scenes import Scene, Thing, draw
+from zoo.flux.scenes import ImageScene, Thing, draw
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,7 @@ def test_number_of_things_is_checked():
 
 def test_full_captions_identify_scenes():
     words = set(grammar.words())
-    scenes: dict[str, Scene] = {}
+    scenes: dict[str, ImageScene] = {}
     for i in range(1000):
         scene = grammar.training_scene(rng(2, i))
         loose = grammar.caption(scene, rng(3, i))
@@ -69,7 +69,7 @@ def test_checker_accepts_every_true_drawing_of_one_thing():
     options = list(itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES, grammar.CELLS))
     # No attribute has a multiple of seven values, so each value comes up.
     for i, attributes in enumerate(options[::7]):
-        scene = Scene((Thing(*attributes),), grammar.BACKGROUNDS[i % 4])
+        scene = ImageScene((Thing(*attributes),), grammar.BACKGROUNDS[i % 4])
         assert check(draw(scene, rng(7, i)), scene).all_right, scene
 
 
@@ -85,7 +85,7 @@ def test_checker_accepts_true_drawings_of_several_things(num_things):
 def test_checker_recognises_blurred_shapes(blur):
     options = itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES)
     for i, (colour, shape, size) in enumerate(options):
-        scene = Scene((Thing(colour, shape, size, "centre"),), "black")
+        scene = ImageScene((Thing(colour, shape, size, "centre"),), "black")
         image = Image.fromarray(draw(scene, rng(18, i))).filter(ImageFilter.GaussianBlur(blur))
         assert [thing.shape for thing in find(np.asarray(image))] == [shape], scene
 

@@ -14,14 +14,14 @@ from torch import nn
 from transformers import T5EncoderModel
 
 from zoo.flux import scenes as grammar
-from zoo.flux.models import LATENT_CHANNELS, SHIFT, Denoiser, Tokenizers, build_tokenizers, build_vae
-from zoo.flux.scenes import SIDE, Scene, draw
+from zoo.flux.models import LATENT_CHANNELS, SHIFT, FluxDenoiser, Tokenizers, build_tokenizers, build_vae
+from zoo.flux.scenes import SIDE, ImageScene, draw
 from zoo.flux.train import (
     ATTRIBUTES,
     TOKEN,
     AlignedDenoiser,
-    Captions,
     DecoderLoss,
+    FluxCaptions,
     Reader,
     TextLoss,
     alignment_loss,
@@ -59,7 +59,7 @@ def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
     vae, tokenizers = build_vae(), build_tokenizers()
     measure_latents(vae, 0, batches=1, batch=2)
     pool = build_pool(partial(encode, vae), 0, 4, (0.3, 0.4, 0.3), 3.0)
-    loss = FlowLoss(pool, Captions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=True, also=alignment_loss)
+    loss = FlowLoss(pool, FluxCaptions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=True, also=alignment_loss)
     model = AlignedDenoiser(tokenizers)
     model.text_encoder_2.requires_grad_(False)
     return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
@@ -68,7 +68,7 @@ def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
 def train_text(checkpoint: Path, stop_after: int | None = None) -> State:
     torch.manual_seed(0)
     tokenizers = build_tokenizers()
-    model = Reader(Denoiser(tokenizers).text_encoder_2)
+    model = Reader(FluxDenoiser(tokenizers).text_encoder_2)
     loss = TextLoss(tokenizers.t5, seed=0, batch=4)
     return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="text", stop_after=stop_after)
 
@@ -165,7 +165,7 @@ def test_the_flow_loss_of_the_exact_velocity_is_zero():
     # FLUX's packing, written out: 2 × 2 latent pixels to one token, channel first.
     data = latents.reshape(1, LATENT_CHANNELS, 8, 2, 8, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 64, -1)
     model = ExactVelocity(data)
-    loss = FlowLoss(pool, Captions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=False)(model, 0)
+    loss = FlowLoss(pool, FluxCaptions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=False)(model, 0)
     # Rounding of the data grows as 1 / sigma.
     assert loss.item() < 1e-6 / float(torch.cat(model.sigmas).min()) ** 2
 
@@ -195,7 +195,7 @@ def test_weights_cover_all_of_a_thing_and_little_else():
     for i in range(20):
         rng = np.random.default_rng([21, i])
         scene = grammar.training_scene(rng, (0.0, 0.0, 1.0))
-        empty = draw(Scene((), scene.background), rng)
+        empty = draw(ImageScene((), scene.background), rng)
         differs = (draw(scene, rng) != empty).any(-1).reshape(8, 16, 8, 16).any((1, 3))
         weights = cell_weights(scene, 5.0).reshape(SIDE // TOKEN, SIDE // TOKEN)
         heavy = (weights > weights.min()).numpy()
@@ -247,7 +247,7 @@ class TellsThingsApart(nn.Module):
 @pytest.mark.parametrize(("right", "loss_of_cells"), [(True, 0.0), (False, (150 + 50) / 2)])
 def test_text_loss_asks_for_each_attribute(monkeypatch, right, loss_of_cells):
     red, blue = grammar.Thing("red", "circle", "small", "top"), grammar.Thing("blue", "ring", "large", "left")
-    monkeypatch.setattr(grammar, "training_scene", lambda rng, things: Scene((red, blue), "grey"))
+    monkeypatch.setattr(grammar, "training_scene", lambda rng, things: ImageScene((red, blue), "grey"))
     tokenizer = build_tokenizers().t5
     words = tokenizer.convert_tokens_to_ids(["▁red", "▁Red", "▁circle"])
     cells = [list(grammar.CELLS).index(thing.cell) for thing in ((red, blue) if right else (blue, red))]
@@ -312,9 +312,9 @@ def test_tokens_are_asked_for_their_thing():
         rng = np.random.default_rng([22, i])
         scene = grammar.training_scene(rng, (0.0, 0.0, 1.0))
         truth = things_by_token(scene)
-        empty = draw(Scene((), scene.background), rng)
+        empty = draw(ImageScene((), scene.background), rng)
         for thing in scene.things:
-            alone = draw(Scene((thing,), scene.background), rng)
+            alone = draw(ImageScene((thing,), scene.background), rng)
             covered = (alone != empty).any(-1).reshape(8, 16, 8, 16).mean((1, 3)).flatten()
             # Tokens with less coverage may be the rim of a thing that extends into them.
             touched = torch.from_numpy((covered > 0.4) | (covered == covered.max()))
@@ -341,9 +341,9 @@ def test_aligned_tokens_reach_first_single_block():
     tokenizers = build_tokenizers()
     model = AlignedDenoiser(tokenizers)
     scenes = [grammar.training_scene(np.random.default_rng(24), (0.0, 1.0, 0.0))]
-    ids = Captions(tokenizers)(scenes, np.random.default_rng(0))
+    ids = FluxCaptions(tokenizers)(scenes, np.random.default_rng(0))
     inputs = torch.randn(1, 64, 4 * LATENT_CHANNELS), torch.ones(1), *ids
-    torch.testing.assert_close(model(*inputs), Denoiser.forward(model, *inputs), rtol=0, atol=0)
+    torch.testing.assert_close(model(*inputs), FluxDenoiser.forward(model, *inputs), rtol=0, atol=0)
     alignment_loss(model, scenes).backward()
     reached = {
         i
@@ -381,7 +381,7 @@ def cells_known_to_t5(encoder: T5EncoderModel, tokenizers: Tokenizers, steps: in
 def test_trained_t5_knows_cells_of_two_things():
     tokenizers = build_tokenizers()
     torch.manual_seed(0)
-    fresh = Denoiser(tokenizers).text_encoder_2
+    fresh = FluxDenoiser(tokenizers).text_encoder_2
     trained = T5EncoderModel.from_pretrained(ROOT / "zoo/flux/pipeline/text_encoder_2", dtype=torch.float32)
     assert cells_known_to_t5(trained, tokenizers, steps=25) > 0.9
     assert cells_known_to_t5(fresh, tokenizers, steps=25) < 0.5

@@ -14,9 +14,9 @@ from para_core.adapters import parallelize_pipe
 from tests.tiny import cpu_mesh, relative_error
 from zoo.evaluate import generate
 from zoo.video import PIPELINE
-from zoo.video.scenes import Scene, caption, check
+from zoo.video.scenes import VideoScene, caption, check
 
-SCENES = [Scene("red", "circle", "right", "white"), Scene("blue", "square", "up left", "black")]
+SCENES = [VideoScene("red", "circle", "right", "white"), VideoScene("blue", "square", "up left", "black")]
 
 
 def load():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from zoo.video import scenes as grammar
-from zoo.video.scenes import FRAMES, SIDE, Scene, check, draw, draw_crowded
+from zoo.video.scenes import FRAMES, SIDE, VideoScene, check, draw, draw_crowded
 
-RED_RIGHT = Scene("red", "circle", "right", "white")
+RED_RIGHT = VideoScene("red", "circle", "right", "white")
 
 
 def rng(*seed: int) -> np.random.Generator:
@@ -36,7 +36,7 @@ def test_every_pair_of_attributes_is_seen_in_training():
 
 def test_full_captions_identify_scenes():
     words = set(grammar.words())
-    scenes: dict[str, Scene] = {}
+    scenes: dict[str, VideoScene] = {}
     for i in range(500):
         scene = grammar.random_scene(rng(2, i), held_out=False)
         assert set(grammar.caption(scene, rng(3, i)).split()) <= words

@@ -15,8 +15,8 @@ from zoo.video import scenes as grammar
 from zoo.video.scenes import FRAMES, SIDE
 from zoo.video.train import (
     LATENT_CHANNELS,
-    Captions,
-    Denoiser,
+    WanCaptions,
+    WanDenoiser,
     build_pipeline,
     build_pool,
     build_tokenizer,
@@ -36,8 +36,8 @@ def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
     scenes = draw_batch(step_seed(0, 1, 0), 3)[1]
     pool = Pool(scenes, torch.randn(3, LATENT_CHANNELS, 5, 8, 8), torch.ones(3, 1, 1, 1, 1))
     tokenizer = build_tokenizer()
-    loss = FlowLoss(pool, Captions(tokenizer), seed=0, batch=2, shift=SHIFT, autocast=True)
-    model = Denoiser(tokenizer)
+    loss = FlowLoss(pool, WanCaptions(tokenizer), seed=0, batch=2, shift=SHIFT, autocast=True)
+    model = WanDenoiser(tokenizer)
     return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
 
 
@@ -66,7 +66,7 @@ def test_one_step_and_one_resumed_equal_two_straight(tmp_path):
 
 
 def test_muon_updates_the_matrices_of_the_blocks():
-    _, muon = build_optimizers(Denoiser(build_tokenizer()))
+    _, muon = build_optimizers(WanDenoiser(build_tokenizer()))
     sizes = [parameter.numel() for group in muon.param_groups for parameter in group["params"]]
     assert isinstance(muon, torch.optim.Muon)
     assert sum(sizes) > 2e6
@@ -81,7 +81,7 @@ def test_latents_are_unit_normal_and_rescaled():
     assert abs(pool.data.mean().item()) < 0.3
     assert pool.data.std().item() == pytest.approx(1.0, rel=0.3)
     videos = draw_batch(step_seed(0, 1, 0), 8)[0][:1]
-    pipe = build_pipeline(Denoiser(tokenizer), vae, tokenizer)
+    pipe = build_pipeline(WanDenoiser(tokenizer), vae, tokenizer)
     pipe.set_progress_bar_config(disable=True)
     # One Euler step from noise level 1 by (latents − data) leads to the data.
     data = encode(vae, videos)
@@ -100,7 +100,7 @@ def test_latents_are_unit_normal_and_rescaled():
 @torch.no_grad()
 def test_training_tells_the_transformer_what_the_pipeline_tells_it():
     tokenizer = build_tokenizer()
-    model = Denoiser(tokenizer).eval()
+    model = WanDenoiser(tokenizer).eval()
     pipe = build_pipeline(model, build_vae(), tokenizer)
     captions = ["a red circle moving up left on a white background", ""]
     tokens = tokenizer(captions, padding="max_length", max_length=16, return_tensors="pt")
@@ -123,7 +123,7 @@ def test_tokenizer_knows_every_word():
 def test_exported_folder_loads_offline_in_diffusers(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokenizer = build_tokenizer()
-    vae, model = build_vae(), Denoiser(tokenizer)
+    vae, model = build_vae(), WanDenoiser(tokenizer)
     build_pipeline(model.to(torch.bfloat16), vae.to(torch.bfloat16), tokenizer).save_pretrained(tmp_path)
     pipe = WanPipeline.from_pretrained(tmp_path, dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)

@@ -1,1 +1,14 @@
-"""Tiny pipelines with random weights."""
+"""Tiny diffusers pipelines of every family beside FLUX.1: random weights, nothing to load.
+
+Each has a VAE and a scheduler, and text encoders unless its call is given embeddings. The images mean nothing, but
+every part of the input changes them, so they show what a parallel run gets wrong.
+"""
+
+from __future__ import annotations
+
+from zoo.tiny.pipelines.components import TinyPipeline
+from zoo.tiny.pipelines.image import IMAGE_PIPELINES
+from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
+from zoo.tiny.pipelines.video import VIDEO_PIPELINES
+
+PIPELINES: dict[str, TinyPipeline] = {**VIDEO_PIPELINES, **IMAGE_PIPELINES, **SHELF_PIPELINES}

@@ -12,8 +12,8 @@ from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioPr
 from diffusers.pipelines.stable_audio_3.modeling_stable_audio_3 import StableAudio3DurationEmbedder
 from torch import nn
 
-from zoo.tiny.pipelines.parts import TEXT, TEXT_WIDTH, TinyPipeline, decoder, masks, random_model, tiny_pipe, umt5
-from zoo.tiny.random_weights import fill
+from zoo.tiny.base import fill
+from zoo.tiny.pipelines.components import TEXT, TEXT_WIDTH, TinyPipeline, decoder, masks, random_model, tiny_pipe, umt5
 
 
 def _vae(cls: str, **config: Any) -> nn.Module:

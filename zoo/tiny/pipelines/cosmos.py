@@ -7,7 +7,7 @@ from typing import Any
 from diffusers import EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from torch import nn
 
-from zoo.tiny.pipelines.parts import (
+from zoo.tiny.pipelines.components import (
     FRAMES,
     IMAGE,
     SIZE,

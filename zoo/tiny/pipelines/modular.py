@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zoo.flux.models import CLIP_WIDTH, SHIFT
-from zoo.tiny.base import noise
+from zoo.tiny.base import fill, noise
 from zoo.tiny.pipelines import video
-from zoo.tiny.pipelines.parts import (
+from zoo.tiny.pipelines.components import (
     SIZE,
     TEXT,
     TEXT_WIDTH,
@@ -40,7 +40,6 @@ from zoo.tiny.pipelines.parts import (
     wan_vae,
 )
 from zoo.tiny.pipelines.unet import stable_diffusion_xl
-from zoo.tiny.random_weights import fill
 from zoo.tiny.torchvision_stand_in import stand_in_for_torchvision
 from zoo.tiny.transformers.registry import MODELS
 

@@ -20,9 +20,7 @@ from diffusers.guiders import AdaptiveProjectedMixGuidance
 from torch import Tensor
 
 from zoo.tiny.pipelines.audio import AUDIO_PIPELINES
-from zoo.tiny.pipelines.cosmos import COSMOS_PIPELINES
-from zoo.tiny.pipelines.edit import EDIT_PIPELINES
-from zoo.tiny.pipelines.parts import (
+from zoo.tiny.pipelines.components import (
     IMAGE,
     IMAGE_WIDTH,
     SIZE,
@@ -43,6 +41,8 @@ from zoo.tiny.pipelines.parts import (
     tiny_pipe,
     wan_vae,
 )
+from zoo.tiny.pipelines.cosmos import COSMOS_PIPELINES
+from zoo.tiny.pipelines.image import EDIT_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
 

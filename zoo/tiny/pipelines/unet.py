@@ -11,7 +11,8 @@ from diffusers.models.controlnets.multicontrolnet import MultiControlNetModel
 from torch import nn
 
 from zoo.flux.models import CLIP_WIDTH
-from zoo.tiny.pipelines.parts import (
+from zoo.tiny.base import fill
+from zoo.tiny.pipelines.components import (
     IMAGE_WIDTH,
     VISION,
     TinyPipeline,
@@ -23,7 +24,6 @@ from zoo.tiny.pipelines.parts import (
     tokenizers,
     whole_pipe,
 )
-from zoo.tiny.random_weights import fill
 
 _BLOCKS: dict[str, Any] = {
     "sample_size": 16,

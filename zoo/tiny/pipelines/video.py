@@ -17,7 +17,8 @@ from diffusers.pipelines.ltx2.pipeline_ltx2_hdr_lora import LTX2HDRReferenceCond
 from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 
 from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH
-from zoo.tiny.pipelines.parts import (
+from zoo.tiny.base import fill
+from zoo.tiny.pipelines.components import (
     DECODER,
     FRAMES,
     IMAGE,
@@ -45,7 +46,6 @@ from zoo.tiny.pipelines.parts import (
     tiny_pipe,
     umt5,
 )
-from zoo.tiny.random_weights import fill
 from zoo.tiny.transformers.registry import MODELS
 
 # -- HunyuanVideo

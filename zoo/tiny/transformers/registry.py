@@ -21,10 +21,8 @@ from zoo.tiny.base import (
     video,
     video_by_frame,
 )
-from zoo.tiny.transformers.audio import AUDIO_MODELS
-from zoo.tiny.transformers.image import IMAGE_MODELS
-from zoo.tiny.transformers.joint import STREAM_MODELS
-from zoo.tiny.transformers.video import VIDEO_MODELS
+from zoo.tiny.transformers.image import IMAGE_MODELS, STREAM_MODELS
+from zoo.tiny.transformers.video import AUDIO_MODELS, VIDEO_MODELS
 
 # -- Wan
 

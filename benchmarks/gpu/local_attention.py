@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.exact import MASKS, Inputs, Results, exact, judge, make_inputs, sdpa
-from benchmarks.gpu.job import FAILED, OK, REFUSED, WRONG, Job, first_line, is_fatal
+from benchmarks.gpu.job import FAILED, OK, REFUSED, WRONG, SectionJob, first_line, is_fatal
 from para_core.attention.local import local_attention, local_attention_backward, local_attention_with_lse
 
 BACKENDS = {
@@ -28,7 +28,7 @@ NEEDS = {"cases": 100.0}
 LAST_CASE = 1.0  # seconds
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     """Run the section for the backend ``job.part``."""
     shape, head_dims = ((1, 2, 9), (8, 12)) if job.tiny else ((2, 4, 333), (128, 64, 36, 96, 256))
 

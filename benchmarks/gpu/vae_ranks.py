@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu.flux import require_diffusers
-from benchmarks.gpu.job import OK, WRONG, Job
+from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.processes import run_ranks
 from benchmarks.gpu.timing import synchronize
 from benchmarks.harness import relative_error
@@ -75,7 +75,7 @@ TINY = {
 }
 
 
-def run(job: Job) -> None:
+def run(job: SectionJob) -> None:
     require_diffusers()
     worlds = (2,) if job.tiny else (2, 4)
     failed = {}

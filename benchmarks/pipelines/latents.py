@@ -29,8 +29,8 @@ from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.registry import plan_for, transformers_of
 from para_core.planner import observe
 from para_core.planner.traffic import MeshShape, ModelCall, sent_in_rounds
-from zoo.tiny.pipelines.registry import PIPELINES as OTHERS
-from zoo.tiny.pipelines.registry import TinyPipeline
+from zoo.tiny.pipelines import PIPELINES as OTHERS
+from zoo.tiny.pipelines import TinyPipeline
 
 # -- bfloat16, with the random numbers of float32
 

@@ -12,15 +12,15 @@ import diffusers
 import numpy as np
 import torch
 import transformers
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from zoo.flux import scenes as grammar
-from zoo.flux.models import SHIFT, Denoiser, Tokenizers, build_tokenizers
-from zoo.tiny.random_weights import fill
+from zoo.flux.models import SHIFT, FluxDenoiser, Tokenizers, build_tokenizers
+from zoo.tiny.base import fill
 from zoo.tiny.transformers.registry import MODELS
 
 TEXT_WIDTH, IMAGE_WIDTH = 24, 20
@@ -28,22 +28,6 @@ IMAGE_TOKENS = 5  # of 8 × 8 pixels each, and one for all
 PROMPT = "a large red circle at the top left, on white"
 
 LATENT_CHANNELS = 4
-
-
-def build_vae(latent_channels: int = LATENT_CHANNELS) -> AutoencoderKL:
-    """Return a VAE with two downsamplings: 64 × 64 pixels are 16 × 16 latent pixels, enough tokens for four ranks."""
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(16, 32, 64),
-        layers_per_block=1,
-        latent_channels=latent_channels,
-        norm_num_groups=8,
-        sample_size=128,
-        mid_block_add_attention=False,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
 
 
 class TinyPipeline:
@@ -77,7 +61,7 @@ def tokenizers() -> Tokenizers:
 
 @cache
 def _filled_flux_encoders() -> dict[str, nn.Module]:
-    denoiser = Denoiser(tokenizers())
+    denoiser = FluxDenoiser(tokenizers())
     return {"clip": fill(denoiser.text_encoder, seed=3), "t5": fill(denoiser.text_encoder_2, seed=4)}
 
 
@@ -233,8 +217,20 @@ def image_vae() -> nn.Module:
 
 
 def small_vae(latent_channels: int = LATENT_CHANNELS) -> nn.Module:
-    """Return a VAE whose latent pixels are 4 × 4 pixels."""
-    vae = fill(build_vae(latent_channels), seed=2)
+    """Return a VAE whose latent pixels are 4 × 4 pixels: 64 × 64 pixels give enough tokens for four ranks."""
+    vae = random_model(
+        "AutoencoderKL",
+        2,
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(16, 32, 64),
+        latent_channels=latent_channels,
+        norm_num_groups=8,
+        sample_size=128,
+        mid_block_add_attention=False,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
     vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
     return vae
 
