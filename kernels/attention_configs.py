@@ -166,12 +166,13 @@ def config_for(call: KernelCall, *, eight_bits: bool = False) -> Config:
         return replace(INTERPRETED, block_n=32) if of_bits else INTERPRETED
     head_dim = max(query.shape[-1], call.value.shape[-1])
     if query.dtype == torch.float32:
-        return FLOAT32[head_dim > 128]
-    length: Length = "short" if query.shape[2] <= SHORT else "long"
-    config = _on_device(query.device.index, head_dim, call.is_causal, length)
-    kind: Mask = "none" if mask is None or mask.shape[2] == 1 else "bits" if of_bits else "bytes"
-    ranges = 0 if call.key_ranges is None else call.key_ranges.shape[1]
-    config = adjusted(config, row_of_dim(head_dim), mask=kind, ranges=ranges)
+        config = FLOAT32[head_dim > 128]
+    else:
+        length: Length = "short" if query.shape[2] <= SHORT else "long"
+        kind: Mask = "none" if mask is None or mask.shape[2] == 1 else "bits" if of_bits else "bytes"
+        ranges = 0 if call.key_ranges is None else call.key_ranges.shape[1]
+        config = _on_device(query.device.index, head_dim, call.is_causal, length)
+        config = adjusted(config, row_of_dim(head_dim), mask=kind, ranges=ranges)
     return in_int8(config, head_dim) if eight_bits else config
 
 

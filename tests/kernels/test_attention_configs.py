@@ -58,6 +58,8 @@ def test_int8_tile_counts_ranges_and_mask(ampere):
     plain = config_for(call, eight_bits=True)
     assert config_for(call._replace(mask=BYTES), eight_bits=True).block_n < plain.block_n
     assert config_for(call._replace(key_ranges=TWO_RANGES), eight_bits=True).spills > plain.spills
+    wide = on_cuda(2, 24, 4096, 136, dtype=torch.float32)
+    assert config_for(KernelCall(wide, wide, wide), eight_bits=True).block_m == 128
 
 
 @pytest.mark.parametrize("case", TABLE, ids=str)
