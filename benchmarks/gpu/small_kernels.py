@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 # These modules register operators.
-import para_core.attention.approximate.wire
 import para_core.attention.merge
 import para_core.cache.operators  # noqa: F401
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, SectionSkipped, first_line, is_fatal
@@ -178,12 +177,12 @@ def _rounded_exchange(
     packing, unpacking = as_numbers(sent), as_numbers(arriving)
 
     def pack() -> Tensor:
-        buffer: Tensor = torch.ops.para_core.pack_8_bits(tensors, packing, 3 * rows * row, eight_bits)
+        buffer: Tensor = torch.ops.para_core.pack(tensors, packing, 3 * rows * row, eight_bits)
         return buffer
 
     def unpack() -> Tensor:
         shape = list(tensors[0].shape)
-        out: Tensor = torch.ops.para_core.unpack_8_bits(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
+        out: Tensor = torch.ops.para_core.unpack(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
         return out
 
     buffer = exchange_reference.pack(

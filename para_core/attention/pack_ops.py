@@ -1,4 +1,8 @@
-"""Operators that pack tensors into the buffer of an all-to-all, and unpack it, each dispatched as one launch."""
+"""Operators that pack tensors into the buffer of an all-to-all, and unpack it, each dispatched as one launch.
+
+With the option ``comm_dtype``, which is not exact and forward only, tensors are rounded to 8 bits: a vector ``[D]`` of
+one token and head is sent as D + 4 bytes, the last of which are its scale.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +20,15 @@ from para_core.kernels import exchange_reference
 from para_core.kernels.exchange_reference import CopyRegion
 from para_core.triton_support import load_kernel, on_device_of
 
-define_operator("pack(Tensor[] tensors, SymInt[] regions, SymInt numel) -> Tensor")
-define_operator("unpack(Tensor buffer, SymInt[] regions, SymInt[] shapes) -> Tensor[]")
+define_operator("pack(Tensor[] tensors, SymInt[] regions, SymInt numel, ScalarType? to=None) -> Tensor")
+define_operator(
+    "unpack(Tensor buffer, SymInt[] regions, SymInt[] shapes, ScalarType? of=None, ScalarType? dtype=None) -> Tensor[]"
+)
+
+
+def row_size(head_dim: int, comm_dtype: torch.dtype | None) -> int:
+    """Return the number of buffer elements that encode one head of one token, a vector of ``head_dim`` elements."""
+    return head_dim if comm_dtype is None else head_dim + exchange_reference.SCALE_BYTES
 
 
 def as_numbers(regions: Sequence[CopyRegion]) -> list[int]:
@@ -64,7 +75,9 @@ def unpack(
     buffer: Tensor,
     regions: list[int],
     shapes: list[int],
-    *dtypes: torch.dtype,
+    of: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
+    *,
     exchange: ModuleType = exchange_reference,
 ) -> list[Tensor]:
     """Copy ``regions`` of ``buffer`` into new tensors. Elements that no region covers stay uninitialised.
@@ -75,11 +88,11 @@ def unpack(
         regions: :class:`CopyRegion` values as integers, from :func:`as_numbers`.
         shapes: B, H, S and D of each tensor, in one list. Tensors get the memory layout of SDPA's result,
             ``[B, S, H, D]``.
-        dtypes: Only for a rounded buffer: its 8-bit dtype, and the dtype of the new tensors.
+        of, dtype: Only for a rounded buffer: its 8-bit dtype, and the dtype of the new tensors.
         exchange: The module whose ``unpack`` is called: the Triton kernels, or their references in PyTorch.
     """
-    tensors = _new_tensors(buffer, regions, shapes, *dtypes)
-    return list(exchange.unpack(buffer, read_regions(tuple(regions)), tensors, *dtypes[:1]))
+    tensors = _new_tensors(buffer, regions, shapes, of, dtype)
+    return list(exchange.unpack(buffer, read_regions(tuple(regions)), tensors, of))
 
 
 def unpack_on_gpu(buffer: Tensor, *arguments: Any) -> list[Tensor]:
@@ -105,15 +118,10 @@ def _new_tensors(
     ]
 
 
-def register(pack_name: str, unpack_name: str) -> None:
-    """Register :func:`pack` and :func:`unpack` as the implementations of the operators with these names."""
-    for name, function, on_gpu, fake in (
-        (pack_name, pack, pack_on_gpu, _new_buffer),
-        (unpack_name, unpack, unpack_on_gpu, _new_tensors),
-    ):
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        LIBRARY.impl(name, on_gpu, "CUDA")
-        torch.library.register_fake(f"para_core::{name}", fake, lib=LIBRARY)
-
-
-register("pack", "unpack")
+for name, function, on_gpu, fake in (
+    ("pack", pack, pack_on_gpu, _new_buffer),
+    ("unpack", unpack, unpack_on_gpu, _new_tensors),
+):
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, on_gpu, "CUDA")
+    torch.library.register_fake(f"para_core::{name}", fake, lib=LIBRARY)

@@ -36,8 +36,7 @@ from para_core.attention.blocks import (
     Saved,
     add_autograd_dependency,
 )
-from para_core.attention.hooks import WireFormat
-from para_core.attention.pack_ops import as_numbers
+from para_core.attention.pack_ops import as_numbers, row_size
 from para_core.attention.ring_plan import OWN, Hop, RingPlan
 from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
@@ -50,26 +49,28 @@ class Packing:
     Args:
         key, value: ``[B, H, S, D]`` and ``[B, H, S, D_v]``. Only B, H, D, D_v and the dtype are used.
         lengths: Number of tokens that each ring rank sends.
-        wire: The format that rounds keys and values (not exact); None to send them unchanged.
+        comm_dtype: The 8-bit dtype to which keys and values are rounded (not exact); None to send them unchanged.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int], *, wire: WireFormat | None = None) -> None:
-        self._wire, self._dtype, self._lengths = wire, key.dtype, lengths
+    def __init__(
+        self, key: Tensor, value: Tensor, lengths: Sequence[int], *, comm_dtype: torch.dtype | None = None
+    ) -> None:
+        self._comm_dtype, self._dtype, self._lengths = comm_dtype, key.dtype, lengths
         self._batch, self._heads, _, self._width = key.shape
         self._value_width = value.shape[3]
         # These are the numbers of buffer elements per token and head, for keys and for values.
-        self._rows = self._width, self._value_width
-        if wire is not None:
-            self._rows = wire.row_size(self._width), wire.row_size(self._value_width)
+        self._rows = row_size(self._width, comm_dtype), row_size(self._value_width, comm_dtype)
 
     def numel(self, rank: int) -> int:
         """Return the number of elements of the buffer that ring rank ``rank`` sends."""
         return self._batch * self._heads * self._lengths[rank] * sum(self._rows)
 
     def pack(self, key: Tensor, value: Tensor) -> Tensor:
-        if self._wire is not None:
+        if self._comm_dtype is not None:
             numel = self._batch * self._heads * key.shape[2] * sum(self._rows)
-            return self._wire.pack([key, value], self._regions(key.shape[2]), numel)
+            regions = self._regions(key.shape[2])
+            packed: Tensor = torch.ops.para_core.pack.default([key, value], regions, numel, self._comm_dtype)
+            return packed
         if self._width == self._value_width:
             return torch.stack([key, value]).view(-1)
         return torch.cat([key.reshape(-1), value.reshape(-1)])
@@ -77,9 +78,9 @@ class Packing:
     def unpack(self, buffer: Tensor, rank: int) -> Block:
         """Return the keys and values of a buffer from ring rank ``rank``. They are views unless they were rounded."""
         rows = (self._batch, self._heads, self._lengths[rank])
-        if self._wire is not None:
-            sizes = [*rows, self._width, *rows, self._value_width]
-            key, value = self._wire.unpack(buffer, self._regions(rows[2]), sizes, self._dtype)
+        if self._comm_dtype is not None:
+            arguments = self._regions(rows[2]), [*rows, self._width, *rows, self._value_width]
+            key, value = torch.ops.para_core.unpack.default(buffer, *arguments, self._comm_dtype, self._dtype)
             return key, value
         if self._width == self._value_width:
             both = buffer.view(2, *rows, self._width)
@@ -187,7 +188,7 @@ def ring_attention(
         out, ``[B, H, S_q, D_v]`` in the dtype of query, and lse, ``[B, H, S_q]``.
     """
     attention = BlockAttention(query, mask, plan.tiling, plan.spec, heads=heads, attn_func=attn_func)
-    packing = Packing(key, value, plan.block_sizes, wire=plan.wire)
+    packing = Packing(key, value, plan.block_sizes, comm_dtype=plan.spec.options.comm_dtype)
     received: list[Tensor] = []
     last_hop = plan.hops[-1] if plan.hops else OWN
     gather = plan.spec.options.rotate_method == "allgather" and plan.spec.options.block_mask is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from para_core.attention.hooks import WireFormat, wire_format
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded_runs
 from para_core.distributed.cached_property import cached_property
@@ -44,11 +43,6 @@ class RingPlan:
     def dim(self) -> MeshDim:
         """The mesh dim along which blocks are sent."""
         return self.spec.mesh.ring
-
-    @cached_property
-    def wire(self) -> WireFormat | None:
-        """The format in which keys and values are sent; None to send them unchanged."""
-        return wire_format(self.spec.options.comm_dtype)
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:

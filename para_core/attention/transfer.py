@@ -1,8 +1,7 @@
 """An all-to-all of tensors ``[B, H, S, D]``, in which each peer gets some of the tokens and some of the heads.
 
 How tensors are packed and unpacked is chosen once per set of shapes (:func:`_choose_packing`): as a view, as a
-concatenation of views, peer by peer, by one Triton kernel, or rounded by a
-:class:`~para_core.attention.hooks.WireFormat`.
+concatenation of views, peer by peer, or region by region: by one Triton kernel, or rounded to 8 bits.
 
 The number of launches does not depend on the number of ranks: one strided copy packs the slices of all peers that have
 equal sizes. On a GPU with Triton, one kernel packs all slices of all tensors (:mod:`para_core.attention.pack_ops`).
@@ -13,15 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from para_core.attention.hooks import WireFormat
-from para_core.attention.pack_ops import as_numbers
+from para_core.attention.pack_ops import as_numbers, row_size
 from para_core.attention.peer_slices import PeerSlices, UniformPeers, group_uniform_peers
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.collectives import start_all_to_all, wait
@@ -107,8 +105,8 @@ class SlicedAllToAll:
         sent: For each tensor, the slices that are sent to each peer.
         arriving: For each result, the slices that each peer sends. Where slices overlap, they are summed.
         dim: The mesh dim of the peers.
-        wire: The format that rounds tensors for sending (not exact); None to send them unchanged. It supports neither
-            overlapping slices nor gradients.
+        comm_dtype: The 8-bit dtype to which tensors are rounded for sending (not exact, without gradients, and only if
+            slices do not overlap); None to send them unchanged.
     """
 
     def __init__(
@@ -117,9 +115,9 @@ class SlicedAllToAll:
         arriving: Sequence[PeerSlices],
         dim: MeshDim,
         *,
-        wire: WireFormat | None = None,
+        comm_dtype: torch.dtype | None = None,
     ) -> None:
-        self.sent, self.arriving, self.dim, self.wire = sent, arriving, dim, wire
+        self.sent, self.arriving, self.dim, self.comm_dtype = sent, arriving, dim, comm_dtype
         runs = [runs for side in (sent, arriving) for slices in side for runs in (slices.tokens, slices.heads)]
         self.is_even = all(count == of_peers[0][1] for of_peers in runs for _, count in of_peers)
         self.one_table = all(slices.tokens == side[0].tokens for side in (sent, arriving) for slices in side)
@@ -161,7 +159,7 @@ class SlicedAllToAll:
 
     def _find_steps(self, shapes: tuple[Sequence[int], ...], dtype: torch.dtype, by_kernel: bool) -> _Steps:
         """Return the steps for tensors of these shapes. In eager code, where lengths are integers, also cache them."""
-        widths = [shape[3] if self.wire is None else self.wire.row_size(shape[3]) for shape in shapes]
+        widths = [row_size(shape[3], self.comm_dtype) for shape in shapes]
         send, receive = (self._sizes(side, shapes[0][0], widths) for side in (self.sent, self.arriving))
         pack, unpack = _choose_packing(self, shapes, widths, dtype, sum(send), by_kernel)
         steps = _Steps(pack, send, receive, unpack)
@@ -208,22 +206,13 @@ def _choose_packing(
         by_kernel: Whether a Triton kernel may be used.
     """
     out_groups, in_groups = of.groups
-    wire = of.wire
-    if wire is not None:
-        if any(slices.may_overlap for slices in of.arriving):
-            raise ValueError(
-                "slices of several peers overlap in a result; only what travels unrounded can be added up."
-            )
-        sizes = _output_sizes(of.arriving, shapes)
-        sent, arriving = _regions(of, of.sent, shapes, widths), _regions(of, of.arriving, shapes, widths)
-        return (
-            lambda tensors: wire.pack(list(tensors), sent, numel),
-            lambda buffer: wire.unpack(buffer.view(-1), arriving, sizes, dtype),
-        )
+    rounds = of.comm_dtype is not None
+    if rounds and any(slices.may_overlap for slices in of.arriving):
+        raise ValueError("slices of several peers overlap in a result; only what travels unrounded can be added up.")
     same_width = of.one_table and all(width == widths[0] for width in widths)
     pack: Pack
-    if by_kernel and (len(shapes) > 1 or not (same_width and len(out_groups) == 1)):
-        pack = partial(_pack_by_kernel, _regions(of, of.sent, shapes, widths), numel)
+    if rounds or (by_kernel and (len(shapes) > 1 or not (same_width and len(out_groups) == 1))):
+        pack = partial(_pack_regions, _regions(of, of.sent, shapes, widths), numel, of.comm_dtype)
     elif same_width and len(out_groups) == 1:
         views = [_PeerView.of(out_groups[0], index, shape) for index, shape in enumerate(shapes)]
         if out_groups[0].number == 1:
@@ -234,12 +223,15 @@ def _choose_packing(
     peers = in_groups[0]
     heads, (first_head, _, head_step) = [count for _, count, _ in peers.runs[1::2]], peers.runs[1]
     in_a_row = len(in_groups) == 1 and peers.number == 1
-    if same_width and len(in_groups) == 1 and (in_a_row or (len(shapes) == 1 and first_head == 0 and head_step)):
+    by_views = in_a_row or (len(shapes) == 1 and first_head == 0 and head_step)
+    if same_width and not rounds and len(in_groups) == 1 and by_views:
         table = (peers.number, peers.runs[0][1], shapes[0][0], sum(heads), widths[0])
         return pack, partial(_unpack_views, table, heads)
-    if by_kernel and not in_a_row and not any(slices.may_overlap for slices in of.arriving):
-        arriving, sizes = _regions(of, of.arriving, shapes, widths), _output_sizes(of.arriving, shapes)
-        return pack, partial(_unpack_by_kernel, arriving, sizes)
+    if rounds or (by_kernel and not in_a_row and not any(slices.may_overlap for slices in of.arriving)):
+        pairs = zip(shapes, of.arriving, strict=True)
+        # B, H, S and D of each result.
+        sizes = [size for shape, slices in pairs for size in (shape[0], *slices.output_size[::-1], shape[3])]
+        return pack, partial(_unpack_regions, _regions(of, of.arriving, shapes, widths), sizes, of.comm_dtype, dtype)
     return pack, partial(_unpack_groups, in_groups, of.one_table, of.arriving, shapes)
 
 
@@ -337,20 +329,16 @@ def _slots(
         yield peers, table, slots
 
 
-def _pack_by_kernel(regions: list[int], numel: int, tensors: Sequence[Tensor]) -> Tensor:
-    packed: Tensor = torch.ops.para_core.pack.default(list(tensors), regions, numel)
+def _pack_regions(regions: list[int], numel: int, to: torch.dtype | None, tensors: Sequence[Tensor]) -> Tensor:
+    packed: Tensor = torch.ops.para_core.pack.default(list(tensors), regions, numel, to)
     return packed
 
 
-def _unpack_by_kernel(regions: list[int], sizes: list[int], buffer: Tensor) -> Sequence[Tensor]:
-    tensors: Sequence[Tensor] = torch.ops.para_core.unpack.default(buffer.view(-1), regions, sizes)
+def _unpack_regions(
+    regions: list[int], sizes: list[int], of: torch.dtype | None, dtype: torch.dtype, buffer: Tensor
+) -> Sequence[Tensor]:
+    tensors: Sequence[Tensor] = torch.ops.para_core.unpack.default(buffer.view(-1), regions, sizes, of, dtype)
     return tensors
-
-
-def _output_sizes(arriving: Sequence[PeerSlices], shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Return B, H, S and D of each result, flattened to one list."""
-    pairs = zip(shapes, arriving, strict=True)
-    return list(chain.from_iterable([(shape[0], *slices.output_size[::-1], shape[3]) for shape, slices in pairs]))
 
 
 def _regions(

@@ -27,7 +27,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from para_core.attention.hooks import wire_format
 from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.transfer import SlicedAllToAll
@@ -160,7 +159,7 @@ class UlyssesPlan:
             local.append(PeerSlices(common, of_peers))
             block.append(PeerSlices(common, own_heads))
         sent, arriving = (local, block) if to_heads else (block, local)
-        return SlicedAllToAll(sent, arriving, self.mesh.ulysses, wire=wire_format(comm_dtype))
+        return SlicedAllToAll(sent, arriving, self.mesh.ulysses, comm_dtype=comm_dtype)
 
     @cached_property
     def _num_common(self) -> int | None:

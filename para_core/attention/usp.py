@@ -5,13 +5,15 @@ Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the g
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
 from para_core.attention.attention_2d import attention_2d, attention_2d_backward
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.blocks import LocalAttention, Saved, columns, expand
-from para_core.attention.hooks import load_snapkv
 from para_core.attention.local import as_sdpa, local_attention
 from para_core.attention.ring import ring_attention, ring_attention_backward
 from para_core.attention.ulysses import Heads
@@ -105,7 +107,7 @@ def attend_block(
         return out, None
     kept_keys = plan.spec.options.kept_keys
     if kept_keys is not None:
-        out, lse = load_snapkv().sparse_attention(
+        out, lse = _load_snapkv().sparse_attention(
             kept_keys, query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func, save=save
         )
     elif plan.grid is not None:
@@ -113,6 +115,11 @@ def attend_block(
     else:
         out, lse = ring_attention(query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func)
     return out, lse if save else None
+
+
+def _load_snapkv() -> ModuleType:
+    """Return the module that the option ``kept_keys`` needs. Exact attention does not load it."""
+    return import_module("para_core.attention.approximate.snapkv")
 
 
 def _in_chunks(
@@ -164,7 +171,7 @@ def usp_backward(
     heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
     hidden, kept_keys = mask, plan.spec.options.kept_keys
     if kept_keys is not None:
-        snapkv = load_snapkv()
+        snapkv = _load_snapkv()
         is_kept = snapkv.select_keys(kept_keys, saved.query, saved.key, mask, plan.ring, heads=heads)
         hidden = snapkv.hide(mask, is_kept)
     block = grad_out, saved, hidden

@@ -37,8 +37,6 @@ _WHOLE = {
     "para_core::triton_attention_int8": 3,
     "para_core::pack": 1,
     "para_core::unpack": 1,
-    "para_core::pack_8_bits": 1,
-    "para_core::unpack_8_bits": 1,
     "para_core::residual_change": 2,
     "para_core::forecast": 1,
     "para_core::group_moments": 2,

@@ -17,17 +17,18 @@ import sys
 import torch, torch.nn.functional as F
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from para_core import UnifiedAttnMode, init_context_parallel_mesh
+from para_core import SparseKVAttnMode, UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention.attention_options import AttnOptions
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
 q = torch.randn(1, 4, 8, 16, requires_grad=True)
-for options in ({{}}, {{"comm_dtype": torch.int8}}):
-    with UnifiedAttnMode(mesh, assume_equal=True, **options):
+rounded, kept = {{"comm_dtype": torch.int8}}, {{"share": 0.5}}
+for mode, options in ((UnifiedAttnMode, {{}}), (UnifiedAttnMode, rounded), (SparseKVAttnMode, kept)):
+    with mode(mesh, assume_equal=True, **options):
         with torch.no_grad():
             F.scaled_dot_product_attention(q, q, q, torch.ones(1, 1, 1, 32, dtype=torch.bool))
         F.scaled_dot_product_attention(q, q, q).sum().backward()
-    AttnOptions.read(AttnOptions(**options).as_text())
+    AttnOptions.read(AttnOptions(**rounded).as_text())
     print(sum(name.startswith("{APPROXIMATE}") for name in sys.modules))
 """
 
@@ -36,8 +37,8 @@ for options in ({{}}, {{"comm_dtype": torch.int8}}):
 def test_an_exact_call_loads_no_approximate_module():
     run = subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
-    after_exact, after_int8 = map(int, run.stdout.split())
-    assert after_exact == 0 < after_int8
+    after_exact, after_rounded, after_kept_keys = map(int, run.stdout.split())
+    assert after_exact == after_rounded == 0 < after_kept_keys
 
 
 def imported_modules(path):

@@ -6,7 +6,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from para_core import triton_support
 from para_core.attention import merge, pack_ops, transfer
-from para_core.attention.approximate import wire  # noqa: F401  registers the operators of 8 bits
 from para_core.cache import operators as cache_operators
 from para_core.kernels.exchange_reference import CopyRegion
 from para_core.spatial import norm as spatial_norm
@@ -29,8 +28,8 @@ CALLS = {
     "merge_": lambda: merge.merge_on_gpu_in_place(zeros(1, 2, 3, 8, dtype=torch.float32), _partial()[1], *_partial()),
     "pack": lambda: pack_ops.pack_on_gpu([zeros(1, 2, 3, 8)], PACKED, 48),
     "unpack": lambda: pack_ops.unpack_on_gpu(zeros(48), PACKED, [1, 2, 3, 8]),
-    "pack_8_bits": lambda: pack_ops.pack_on_gpu([zeros(1, 2, 3, 8)], ROUNDED, 72, torch.int8),
-    "unpack_8_bits": lambda: pack_ops.unpack_on_gpu(
+    "pack to 8 bits": lambda: pack_ops.pack_on_gpu([zeros(1, 2, 3, 8)], ROUNDED, 72, torch.int8),
+    "unpack from 8 bits": lambda: pack_ops.unpack_on_gpu(
         zeros(72, dtype=torch.uint8), ROUNDED, [1, 2, 3, 8], torch.int8, torch.bfloat16
     ),
     "residual_change": lambda: cache_operators.change_on_gpu(zeros(2, 8), zeros(2, 8)),

@@ -1,13 +1,14 @@
 """Packing and unpacking in 8 bits: bits as PyTorch has them, compiled for every GPU, and as operators."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from para_core.attention.approximate.wire import RoundedWire
-from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
+from para_core.attention.pack_ops import as_numbers, pack_on_gpu, row_size, unpack_on_gpu
 from para_core.kernels import exchange, exchange_reference
 from para_core.kernels.exchange_reference import CopyRegion
 from para_core.planner.run_counter import RunCounter
@@ -21,7 +22,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = torch.float8_e4m3fn
 FORMATS = pytest.mark.parametrize("eight", [torch.int8, FLOAT8], ids=str)
 
-row_bytes = RoundedWire(torch.int8).row_size
+row_bytes = partial(row_size, comm_dtype=torch.int8)
 
 
 def spread(shape, dtype, seed=0):
@@ -88,9 +89,9 @@ def test_largest_element_becomes_largest_number(eight, largest, dtype):
 def test_round_trip_is_within_rounding(eight, shape, exponent, dtype):
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 2.0**exponent).to(dtype)
     regions, numel = whole(x)
-    buffer = torch.ops.para_core.pack_8_bits([x], as_numbers(regions), numel, eight)
+    buffer = torch.ops.para_core.pack([x], as_numbers(regions), numel, eight)
     assert (buffer.dtype, buffer.shape) == (torch.uint8, (numel,))
-    (read,) = torch.ops.para_core.unpack_8_bits(buffer, as_numbers(regions), list(shape), eight, dtype)
+    (read,) = torch.ops.para_core.unpack(buffer, as_numbers(regions), list(shape), eight, dtype)
     assert (read.shape, read.dtype, read.transpose(1, 2).is_contiguous()) == (x.shape, dtype, True)
     if x.numel():
         largest, restored, exact = x.abs().amax(3, keepdim=True).float(), read.float(), x.float()
@@ -240,7 +241,7 @@ def test_every_launch_compiles_without_spills(launch, arch):
 # -- as operators
 
 
-@pytest.mark.parametrize("name", ["pack_8_bits", "unpack_8_bits"])
+@pytest.mark.parametrize("name", ["pack", "unpack"])
 def test_cuda_has_a_form_of_its_own(name):
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"para_core::{name}", "CUDA")
 
@@ -252,13 +253,13 @@ def test_packing_is_one_launch_in_a_whole_graph(eight):
     numbers, shapes = as_numbers(regions), [size for x in tensors for size in x.shape]
 
     def there_and_back(x, y):
-        buffer = torch.ops.para_core.pack_8_bits([x, y], numbers, numel, eight)
-        return buffer, *torch.ops.para_core.unpack_8_bits(buffer, numbers, shapes, eight, x.dtype)
+        buffer = torch.ops.para_core.pack([x, y], numbers, numel, eight)
+        return buffer, *torch.ops.para_core.unpack(buffer, numbers, shapes, eight, x.dtype)
 
     on_meta = [x.to("meta") for x in tensors]
     with RunCounter() as counter:
         there_and_back(*on_meta)
-    assert dict(counter.by_operator) == {"para_core::pack_8_bits": 1, "para_core::unpack_8_bits": 1}
+    assert dict(counter.by_operator) == {"para_core::pack": 1, "para_core::unpack": 1}
 
     compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
     buffer, *restored = compiled(*tensors)

@@ -208,7 +208,7 @@ def _kept_blocks(
         yield *own, _mask_of(mask, held, chosen)
         return
     lengths = [block.shape[2] for block in of_blocks]
-    packing = Packing(key, value, lengths, wire=plan.wire)
+    packing = Packing(key, value, lengths, comm_dtype=plan.spec.options.comm_dtype)
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
     for hop, block in ring_pass(own, packing.pack(*kept), packing, plan, received):

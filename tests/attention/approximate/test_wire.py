@@ -109,8 +109,8 @@ def test_wire_sends_one_byte_per_element_and_scales(rank_pool, ring, ulysses):
 def test_rounded_ulysses_with_kernels_launches_7(ranks, tokens, heads):
     counter = count_attention(1, ranks, tokens=tokens, heads=heads, device="meta", comm_dtype=torch.float8_e4m3fn)
     assert {name: number for name, number in counter.by_operator.items() if name.startswith("para_core")} == {
-        "para_core::pack_8_bits": 2,
-        "para_core::unpack_8_bits": 2,
+        "para_core::pack": 2,
+        "para_core::unpack": 2,
     }
     assert counter.launches == 7, str(counter)
 
