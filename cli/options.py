@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from para_core.attention.attention_schedule import AttentionSchedule
+    from para_core.attention.attention_options import AttentionSchedule
     from para_core.fleet.recipe import Recipe
 
 INPUT, PIPELINE, RANKS, LIMITS = "Input and output", "Pipeline", "Ranks", "Limits"
@@ -227,8 +227,7 @@ def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | N
     """
     if text is None:
         return None
-    from para_core.attention.attention_options import KeptKeys
-    from para_core.attention.attention_schedule import AttentionSchedule
+    from para_core.attention.attention_options import AttentionSchedule, KeptKeys
 
     middle, *steps = text.split(":")
     if len(steps) not in (0, 2) or not all(step.isdecimal() for step in steps):

@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 
 from para_core.adapters.components import TEXT_ENCODERS, VAE_PLACEMENTS, Quantize, TextEncoders, VaePlacement
 from para_core.adapters.weights.quantize import QUANTIZE, require_quantize_fits
-from para_core.attention.attention_options import ROTATE_METHODS, RotateMethod
-from para_core.attention.attention_schedule import AttentionSchedule
+from para_core.attention.attention_options import ROTATE_METHODS, AttentionSchedule, RotateMethod
 from para_core.attention.backend_selection import EXACT_FORM, Backend
 from para_core.fleet.models import Model
 

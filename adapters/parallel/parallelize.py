@@ -18,8 +18,7 @@ from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.weights.sharded_component import Method
 from para_core.adapters.weights.staged_transformer import release_pipe
-from para_core.attention.attention_options import RotateMethod
-from para_core.attention.attention_schedule import AttentionSchedule
+from para_core.attention.attention_options import AttentionSchedule, RotateMethod
 from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend
 from para_core.instance_patching import original_class

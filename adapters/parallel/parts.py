@@ -33,8 +33,7 @@ from para_core.adapters.weights.offloaded_modules import OffloadedModules, offlo
 from para_core.adapters.weights.shard import release_shards, shard_components
 from para_core.adapters.weights.sharded_component import Method, is_distributed
 from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
-from para_core.attention.attention_options import AttnOptions
-from para_core.attention.attention_schedule import AttentionSchedule
+from para_core.attention.attention_options import AttentionSchedule, AttnOptions
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import override_timeouts
 from para_core.instance_patching import original_class

@@ -26,8 +26,7 @@ from para_core.adapters.weights.staged_transformer import (
     require_stages_fit,
     suspend_stage,
 )
-from para_core.attention.attention_options import AttnOptions, RotateMethod
-from para_core.attention.attention_schedule import AttentionSchedule
+from para_core.attention.attention_options import AttentionSchedule, AttnOptions, RotateMethod
 from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import BACKENDS, Backend
 from para_core.attention.libraries import require_library

@@ -2,10 +2,10 @@
 
 Queries are sent along rows of the grid, keys and values along columns. Each rank computes attention of the queries of
 its row to the keys of its column. Partial results return along the row to the ranks that own the queries, which merge
-them by lse. Let the grid of the R ring ranks be r × c (:func:`~para_core.attention.grid.choose_grid`), let ring rank i
-hold S_i queries (including replicated ones) and T_i sharded keys, let e be the bytes per element, and let Σ_row and
-Σ_column sum over the other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls over the ring's
-group,
+them by lse. Let the grid of the R ring ranks be r × c (:func:`~para_core.attention.ring_plan.choose_grid`), let ring
+rank i hold S_i queries (including replicated ones) and T_i sharded keys, let e be the bytes per element, and let Σ_row
+and Σ_column sum over the other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls over the
+ring's group,
 
     queries:          B · e · H · D · S_i · (c - 1)             bytes
     keys and values:  B · e · H_kv · (D + D_v) · T_i · (r - 1)  bytes
@@ -43,9 +43,9 @@ import torch
 from torch import Tensor
 
 from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, Saved, add_autograd_dependency
-from para_core.attention.grid import GridPlan
 from para_core.attention.local import lse_dtype
 from para_core.attention.merge import Merged
+from para_core.attention.ring_plan import GridPlan
 from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_to_all, wait
 from para_core.distributed.layout import Run
@@ -152,8 +152,8 @@ def attention_2d(
             queries of the other ranks in the same row of the grid.
         grid: The ranks in this rank's row and column, and which tokens they hold.
     """
-    dim, S, sizes, spec = grid.ring.dim, query.shape[2], grid.row_sizes, grid.spec
-    attention = partial(BlockAttention, spec=spec, heads=heads, attn_func=attn_func)
+    dim, S, sizes = grid.ring.dim, query.shape[2], grid.row_sizes
+    attention = partial(BlockAttention, spec=grid.ring.spec, heads=heads, attn_func=attn_func)
     travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
     arriving: list[_Arriving] = []
     if grid.row:
@@ -220,7 +220,7 @@ def attention_2d_backward(
     """
     query, key, value, out, lse = saved.query, saved.key, saved.value, saved.out, saved.lse
     dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
-    gradients = partial(BlockGradients, spec=grid.spec, heads=heads, mask_gradient=mask_gradient)
+    gradients = partial(BlockGradients, spec=grid.ring.spec, heads=heads, mask_gradient=mask_gradient)
     travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
     if grid.row:
         arriving_queries = _give(_by_token(query, grad_out, out, _as_dtype(lse, query.dtype)), grid.row, sizes, dim)

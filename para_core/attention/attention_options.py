@@ -1,4 +1,4 @@
-"""The options of attention over a mesh that do not depend on a call's tensors: a frozen dataclass with a JSON form."""
+"""The options of attention over a mesh that do not depend on a call's tensors, and a schedule of them over steps."""
 
 from __future__ import annotations
 
@@ -188,3 +188,67 @@ def _to_json(
     # This is correct because the options of a graph never change.
     fields = {"ulysses_chunks": ulysses_chunks, "rotate_method": rotate_method, "comm_dtype": comm_dtype}
     return json.dumps({**fields, "block_mask": block_mask, "kept_keys": kept_keys, "backend": backend})
+
+
+@dataclass(frozen=True)
+class AttentionSchedule:
+    """The attention of each denoising step. **Not exact**: all but the first and last steps may approximate.
+
+    Pass it as ``backend=`` of :func:`~para_core.adapters.parallelize_pipe`.
+
+    Args:
+        middle (`str` or `KeptKeys`): The attention of the steps between the first and the last ones: a backend such as
+            ``"sage"`` or ``"triton-int8"``, or ``KeptKeys(share)``, with which each head attends to a share of the
+            keys.
+        first (`int`, *optional*, defaults to `4`): Number of steps at the beginning that use the backend ``exact``.
+        last (`int`, *optional*, defaults to `4`): Number of steps at the end that use the backend ``exact``.
+        exact (`str`, *optional*): The backend of the first and last steps. By default SDPA chooses.
+
+    Raises:
+        ValueError: If a backend is unknown, ``exact`` names one that approximates, or a number of steps is negative.
+        TypeError: If a number of steps is not an integer.
+
+    Example:
+        >>> schedule = AttentionSchedule("triton-int8", first=1, last=2)
+        >>> [schedule.is_middle(step, 5) for step in range(5)]
+        [False, True, True, False, False]
+    """
+
+    middle: Backend | KeptKeys
+    first: int = 4
+    last: int = 4
+    exact: Backend | None = None
+
+    def __post_init__(self) -> None:
+        exact = [name for name in BACKENDS if name not in EXACT_FORM]
+        if not isinstance(self.middle, KeptKeys) and self.middle not in BACKENDS:
+            raise ValueError(f"middle is {self.middle!r}; expected one of {', '.join(BACKENDS)}, or KeptKeys(share).")
+        if self.exact not in (None, *exact):
+            raise ValueError(f"exact is {self.exact!r}; expected one of {', '.join(exact)}, or None.")
+        for name, value in (("first", self.first), ("last", self.last)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} is {value!r}; expected a number of steps.")
+            if value < 0:
+                raise ValueError(f"{name} is {value}; expected 0 or more steps.")
+
+    @property
+    def approximates(self) -> bool:
+        """Whether the attention ``middle`` is approximate."""
+        return isinstance(self.middle, KeptKeys) or self.middle in EXACT_FORM
+
+    @property
+    def backends(self) -> tuple[Backend | None, ...]:
+        """The backends of all steps; None among them means that SDPA chooses."""
+        return (self.exact,) if isinstance(self.middle, KeptKeys) else (self.exact, self.middle)
+
+    def is_middle(self, step: int, num_steps: int) -> bool:
+        """Whether step ``step`` (0 is the first) of ``num_steps`` steps uses the attention ``middle``."""
+        return self.first <= step < num_steps - self.last
+
+    def options(self, base: AttnOptions, *, middle: bool) -> AttnOptions:
+        """Return ``base`` with the attention of the middle steps if ``middle``, else with that of the other steps."""
+        if not middle:
+            return replace(base, backend=self.exact)
+        if isinstance(self.middle, KeptKeys):
+            return replace(base, backend=self.exact, kept_keys=self.middle)
+        return replace(base, backend=self.middle)

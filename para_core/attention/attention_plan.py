@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from para_core.attention.grid import GridPlan, choose_grid
-from para_core.attention.ring_plan import RingPlan
+from para_core.attention.ring_plan import GridPlan, RingPlan, choose_grid
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import join_neighbours
 from para_core.attention.ulysses import Heads, UlyssesPlan

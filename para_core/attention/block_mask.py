@@ -15,9 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from para_core.attention.tiles import own_runs, sharded_runs
-from para_core.distributed.layout import Run, SequenceLayout
-from para_core.distributed.mesh import SequenceMesh
+from para_core.distributed.layout import Run
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,6 @@ class BlockMask:
             block += hidden + visible
         return runs
 
-    def keys_of(self, query: int) -> list[Run]:
-        """Return the positions of the keys that the query at position ``query`` sees; see :meth:`runs_seen`."""
-        return self.runs_seen(query // self.query_block)
-
     def equal_runs(self, *, is_causal: bool) -> list[Run]:
         """Split the queries into runs ``(start, length)``, such that all queries of a run have equal rows of the mask.
 
@@ -87,12 +81,6 @@ class BlockMask:
         return any(
             rows[row] & held for first, last in _blocks(queries, self.query_block) for row in range(first, last + 1)
         )
-
-    def ring_sees(
-        self, query_layout: SequenceLayout, key_layout: SequenceLayout, mesh: SequenceMesh, ring_index: int, source: int
-    ) -> bool:
-        """Whether a query of ring rank ``ring_index`` sees a sharded key of ring rank ``source``."""
-        return self.sees_any(own_runs(query_layout, mesh, ring_index), sharded_runs(key_layout, mesh, source))
 
     def check(self, num_queries: int, num_keys: int) -> None:
         """Raise ``ValueError`` unless the mask has one block per ``query_block`` queries and per ``key_block`` keys."""

@@ -24,17 +24,15 @@ from para_core.attention.local_rows import (
     Review,
     digest_of,
     evenly_spaced_rows,
+    has_single_tokens,
+    is_causal_caller,
     needs_review,
     num_common_rows,
+    read_single_tokens,
+    require_causal_known,
     require_own_rows,
 )
 from para_core.attention.mask import MaskExtents, mask_extents
-from para_core.attention.single_tokens import (
-    has_single_tokens,
-    is_causal_caller,
-    read_single_tokens,
-    require_causal_known,
-)
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.consistency import Record, Signature, check_consistent, exchange, first_difference, signature
 from para_core.distributed.layout import SequenceLayout

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.grid import GridPlan
+from para_core.attention.ring_plan import GridPlan
 from para_core.attention.tiles import own_runs
 from para_core.attention.ulysses import UlyssesPlan, split_by_kind
 from para_core.distributed.collectives import all_to_all

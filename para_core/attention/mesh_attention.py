@@ -26,11 +26,10 @@ from para_core.attention.call_agreement import (
     settle_call,
 )
 from para_core.attention.checks import check, check_kind, refuse_transforms
-from para_core.attention.local_rows import MaskReviews
+from para_core.attention.local_rows import MaskReviews, has_single_tokens
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.attention.single_tokens import has_single_tokens
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.collectives import HostGroups

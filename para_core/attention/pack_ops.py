@@ -26,11 +26,6 @@ define_operator(
 )
 
 
-def row_size(head_dim: int, comm_dtype: torch.dtype | None) -> int:
-    """Return the number of buffer elements that encode one head of one token, a vector of ``head_dim`` elements."""
-    return head_dim if comm_dtype is None else head_dim + exchange_reference.SCALE_BYTES
-
-
 def as_numbers(regions: Sequence[CopyRegion]) -> list[int]:
     """Flatten ``regions`` to a list of integers, which operators accept as an argument."""
     return list(chain.from_iterable(regions))

@@ -36,11 +36,11 @@ from para_core.attention.blocks import (
     Saved,
     add_autograd_dependency,
 )
-from para_core.attention.pack_ops import as_numbers, row_size
+from para_core.attention.pack_ops import as_numbers
 from para_core.attention.ring_plan import OWN, Hop, RingPlan
 from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
-from para_core.kernels.exchange_reference import CopyRegion
+from para_core.kernels.exchange_reference import SCALE_BYTES, CopyRegion
 
 
 class Packing:
@@ -59,7 +59,8 @@ class Packing:
         self._batch, self._heads, _, self._width = key.shape
         self._value_width = value.shape[3]
         # These are the numbers of buffer elements per token and head, for keys and for values.
-        self._rows = row_size(self._width, comm_dtype), row_size(self._value_width, comm_dtype)
+        scale = 0 if comm_dtype is None else SCALE_BYTES
+        self._rows = self._width + scale, self._value_width + scale
 
     def numel(self, rank: int) -> int:
         """Return the number of elements of the buffer that ring rank ``rank`` sends."""

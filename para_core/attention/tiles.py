@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from para_core.attention.block_mask import BlockMask
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
-
-if TYPE_CHECKING:
-    from para_core.attention.block_mask import BlockMask
 
 
 def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None = None) -> list[Run]:
@@ -271,7 +268,8 @@ class Tiling:
             return [Tile(runs, tuple(join_neighbours(keys.positions)), diagonal=False)]
         if not queries[1]:
             return []
-        shown = None if self._visible is None else self._visible.keys_of(queries[0])
+        blocks = self._visible
+        shown = None if blocks is None else blocks.runs_seen(queries[0] // blocks.query_block)
         return visible_tiles(queries, keys.positions, is_causal=self._is_causal, shown=shown)
 
     def split(self, x: Tensor) -> list[Tensor]:

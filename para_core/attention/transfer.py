@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from para_core.attention.pack_ops import as_numbers, row_size
+from para_core.attention.pack_ops import as_numbers
 from para_core.attention.peer_slices import PeerSlices, UniformPeers, group_uniform_peers
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.collectives import start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
-from para_core.kernels.exchange_reference import CopyRegion
+from para_core.kernels.exchange_reference import SCALE_BYTES, CopyRegion
 from para_core.triton_support import load_kernel
 
 Pack = Callable[[Sequence[Tensor]], Tensor]
@@ -159,7 +159,7 @@ class SlicedAllToAll:
 
     def _find_steps(self, shapes: tuple[Sequence[int], ...], dtype: torch.dtype, by_kernel: bool) -> _Steps:
         """Return the steps for tensors of these shapes. In eager code, where lengths are integers, also cache them."""
-        widths = [row_size(shape[3], self.comm_dtype) for shape in shapes]
+        widths = [shape[3] + (0 if self.comm_dtype is None else SCALE_BYTES) for shape in shapes]
         send, receive = (self._sizes(side, shapes[0][0], widths) for side in (self.sent, self.arriving))
         pack, unpack = _choose_packing(self, shapes, widths, dtype, sum(send), by_kernel)
         steps = _Steps(pack, send, receive, unpack)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -189,29 +190,18 @@ def init_context_parallel_mesh(
 def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return a mesh of all ranks with this ``shape`` and these dim ``names``.
 
-    All dims of size 1 share one process group of this rank alone. ``init_device_mesh`` would create a group for each of
-    these dims on each rank.
+    All dims of size 1 share one process group of this rank alone, which is created once, without communication and
+    without an NCCL communicator. ``init_device_mesh`` would create a group for each of these dims on each rank.
     """
     used = {name: size for name, size in zip(names, shape, strict=True) if size > 1}
     if not used:
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
     mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-    groups = [mesh.get_group(name) if name in used else _group_of_this_rank() for name in names]
+    # With PyTorch's fake backend there is no store, which gloo would need.
+    backend = "fake" if dist.get_backend() == "fake" else "gloo"
+    alone = partial(find_or_make_group, "para_core: this rank alone", [dist.get_rank()], backend=backend)
+    groups = [mesh.get_group(name) if name in used else alone() for name in names]
     return DeviceMesh.from_group(groups, device_type, mesh=mesh.mesh.view(shape), mesh_dim_names=names)
-
-
-def _group_of_this_rank() -> ProcessGroup:
-    """Return a process group of this rank alone, for mesh dims of size 1, because a DeviceMesh needs a group for each
-    dim.
-
-    The group is created once, without communication, and without an NCCL communicator.
-    """
-    return find_or_make_group(
-        "para_core: this rank alone",
-        [dist.get_rank()],
-        # With PyTorch's fake backend there is no store, which gloo would need.
-        backend="fake" if dist.get_backend() == "fake" else "gloo",
-    )
 
 
 def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:

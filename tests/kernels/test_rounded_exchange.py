@@ -1,16 +1,14 @@
 """Packing and unpacking in 8 bits: bits as PyTorch has them, compiled for every GPU, and as operators."""
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from para_core.attention.pack_ops import as_numbers, pack_on_gpu, row_size, unpack_on_gpu
+from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import exchange, exchange_reference
-from para_core.kernels.exchange_reference import CopyRegion
+from para_core.kernels.exchange_reference import SCALE_BYTES, CopyRegion
 from para_core.planner.run_counter import RunCounter
 from tests.kernels.launches import by_use, on_each_arch
 from tests.kernels.test_exchange import for_ranks
@@ -22,7 +20,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 FLOAT8 = torch.float8_e4m3fn
 FORMATS = pytest.mark.parametrize("eight", [torch.int8, FLOAT8], ids=str)
 
-row_bytes = partial(row_size, comm_dtype=torch.int8)
+
+def row_bytes(head_dim):
+    return head_dim + SCALE_BYTES
 
 
 def spread(shape, dtype, seed=0):
