@@ -30,7 +30,7 @@ from para_core import UnifiedAttnMode
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import MeshDim
-from para_core.plans import exchange, linear
+from para_core.plans import exchange
 from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH, FluxDenoiser
 from zoo.tiny.base import fill
 from zoo.tiny.pipelines.components import LATENT_CHANNELS, small_vae, tokenizers
@@ -138,7 +138,7 @@ def each_rank_alone() -> Iterator[None]:
         with UnifiedAttnMode.disable():
             return call.with_tensors(query, key, value, mask).original()
 
-    own_sum = mock.patch.object(linear, "sum_over_ranks", lambda x, mesh: x)
+    own_sum = mock.patch.object(exchange, "sum_over_ranks", lambda x, mesh: x)
     own_tokens = mock.patch.object(exchange, "all_to_all", _all_to_all_alone)
     with mock.patch.object(MeshAttention, "__call__", attend_alone), own_sum, own_tokens:
         yield

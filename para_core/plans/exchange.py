@@ -1,23 +1,34 @@
-"""Exchanges between ranks around one module of a plan: tokens for heads, and halo rows.
+"""Exchanges between ranks around the modules of a plan: tokens for heads, sums over tokens, halo rows, cached keys.
 
-Tokens are exchanged for heads so that each rank runs a self-attention module on all tokens and some of the heads. Halo
-rows are rows of neighbouring ranks that a module such as a convolution needs.
+- Each rank runs a self-attention module on all tokens and some of the heads: :class:`HeadExchange`.
+- Linear attention sums over the tokens of all ranks instead of this rank's tokens only: :class:`SumsOverRanks`.
+- A module such as a convolution needs halo rows of neighbouring ranks: :func:`add_halo`.
+- A call whose tokens are sharded appends only this rank's tokens to a key-value cache. The tokens of all ranks are
+  gathered after the call, because a single new token in a later call, which no plan shards, must attend to all tokens
+  on every rank: :class:`CachesOfCall`. The ``DynamicCache`` of transformers is recognised by its attributes, without
+  importing transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from para_core.distributed.collectives import all_to_all, start_all_to_all, wait
+from para_core.distributed.collectives import all_gather, all_to_all, start_all_to_all, wait
 from para_core.distributed.layout import Run, Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
-from para_core.plans.plan import AttentionByHeads, Halo
-from para_core.torch_internals import pytree
+from para_core.modes.interceptor import SDPA, SDPA_OPERATOR, call_original
+from para_core.plans.plan import AttentionByHeads, Halo, LinearAttention
+from para_core.torch_internals import no_frame_of_its_own, pytree
+
+# Name of the segment of keys that earlier calls cached, which precede the keys of the current call. The length of the
+# segment is inferred from the number of keys.
+PAST = "past of a key-value cache"
 
 
 class HeadExchange:
@@ -175,3 +186,133 @@ def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
     if before == behind:
         return later, earlier
     return (earlier, later) if before < behind else (later, earlier)
+
+
+class SumsOverRanks(TorchFunctionMode):
+    """Mode for one call of a linear attention module, in which the sums over tokens that the plan names are added up
+    over all ranks.
+
+    A call of ``scaled_dot_product_attention`` under this mode raises ``RuntimeError``, because its output would miss
+    the tokens of other ranks.
+    """
+
+    def __init__(self, attention: LinearAttention, mesh: SequenceMesh) -> None:
+        super().__init__()
+        self.attention = attention
+        self.mesh = mesh
+        self.names = {name for name, _ in attention.sums}
+        self.called: list[str] = []
+
+    @no_frame_of_its_own
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is SDPA or func is SDPA_OPERATOR:
+            raise RuntimeError(
+                f"scaled_dot_product_attention was called where the plan says {self.attention}. {_WAY_OUT}"
+            )
+        out = call_original(func, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name not in self.names:
+            return out
+        index = self.called.count(name)
+        self.called.append(name)
+        return sum_over_ranks(out, self.mesh) if (name, index) in self.attention.sums else out
+
+    def require_summed(self) -> None:
+        """Raise ``RuntimeError`` if the module did not make all the calls whose outputs the plan sums over ranks."""
+        missing = [(name, index) for name, index in self.attention.sums if self.called.count(name) <= index]
+        if missing:
+            raise RuntimeError(f"the plan says {self.attention}, and {missing} were not called. {_WAY_OUT}")
+
+
+_WAY_OUT = (
+    "This module's attention processor is not the one that the plan was made for, so each rank would attend to its "
+    "own tokens only: set that one again, or describe this one in Plan.attention."
+)
+
+
+def sum_over_ranks(x: Tensor, mesh: SequenceMesh) -> Tensor:
+    """Return the sum of ``x`` over all sequence ranks, with the same bits on every rank. Collective."""
+    for dim in mesh.dims:
+        x = all_gather(x[None], [1] * dim.size, 0, dim).sum(dim=0)
+    return x
+
+
+class CachesOfCall:
+    """A snapshot of the key-value caches among a call's arguments, taken before the call.
+
+    The attribute ``hold_tokens`` says whether any of these caches already holds tokens.
+    """
+
+    def __init__(self, arguments: Iterable[Any]) -> None:
+        layers = [layer for cache in _caches_in(arguments) for layer in cache.layers]
+        # The keys and values of each layer before the call, [B, H, S, D]; None in a layer without tokens.
+        self._layers = {id(x): (getattr(x, "keys", None), getattr(x, "values", None)) for x in layers}
+        self.hold_tokens = any(isinstance(keys, Tensor) and keys.numel() > 0 for keys, _ in self._layers.values())
+
+    def gather(self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
+        """Complete the caches among ``arguments`` and in ``output`` in place: replace the tokens that this rank
+        appended during the call by the tokens that all ranks appended. Collective.
+
+        Does nothing if none of the ``segments`` of the call is sharded.
+
+        Raises:
+            ValueError: A cache did not grow by this rank's tokens (a static cache does not), or the call shards more
+                than one segment.
+        """
+        sharded = [segment for segment in segments if not segment.replicated]
+        caches = _caches_in([*arguments, output]) if sharded else []
+        for cache in caches:
+            if len(sharded) != 1:
+                names = [segment.name for segment in sharded]
+                raise ValueError(
+                    f"{type(cache).__name__} was filled in a call that shards several sequences {names}, and which of "
+                    "them it holds is not known. Call the model without a cache (use_cache=False)."
+                )
+            for layer in cache.layers:
+                before = self._layers.get(id(layer), (None, None))
+                if getattr(layer, "keys", None) is not before[0]:
+                    _gather_layer(cache, layer, before, sharded[0], mesh)
+
+
+def _caches_in(values: Iterable[Any]) -> list[Any]:
+    caches: dict[int, Any] = {}
+    for value in values:
+        items = list(value.values()) if isinstance(value, Mapping) else value
+        if isinstance(items, (list, tuple)):
+            caches.update({id(cache): cache for cache in _caches_in(items)})
+        elif hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list):
+            caches[id(value)] = value
+    return list(caches.values())
+
+
+def _gather_layer(cache: Any, layer: Any, before: tuple[Any, Any], segment: Segment, mesh: SequenceMesh) -> None:
+    past = before[0].shape[-2] if isinstance(before[0], Tensor) and before[0].numel() > 0 else 0
+    # The maximum number of tokens in a sliding-window layer; None if the layer keeps all tokens.
+    window = getattr(layer, "sliding_window", None)
+    window = None if window is None or getattr(layer, "record_past", False) else int(window) - 1
+    sizes = segment.sizes(mesh.ranks)
+    held = [past + size if window is None else min(past + size, window) for size in sizes]
+    keys = layer.keys
+    if hasattr(layer, "max_cache_len") or not isinstance(keys, Tensor) or keys.shape[-2] != held[mesh.rank]:
+        raise ValueError(
+            f"a plan cannot complete a {type(cache).__name__} with a {type(layer).__name__}: expected a cache that "
+            f"grows by the {sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a "
+            "cache (use_cache=False)."
+        )
+    # Gather only the last tokens, which this call added. The earlier tokens are already complete and equal on all
+    # ranks.
+    added = [min(size, length) for size, length in zip(sizes, held, strict=True)]
+    width = mesh.ulysses.size
+    blocks = [added[first : first + width] for first in range(0, mesh.ranks, width)]
+    for name, old in zip(("keys", "values"), before, strict=True):
+        part = getattr(layer, name)
+        block = part[..., part.shape[-2] - added[mesh.rank] :, :]
+        block = all_gather(block, blocks[mesh.ring.index], part.ndim - 2, mesh.ulysses)
+        whole = all_gather(block, [sum(of_block) for of_block in blocks], part.ndim - 2, mesh.ring)
+        if past:
+            whole = torch.cat([old, whole], dim=-2)
+        setattr(layer, name, whole if window is None else whole[..., -window:, :])
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length += segment.total - sizes[mesh.rank]

@@ -26,7 +26,7 @@ from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
 from para_core.modes.interceptor import at_the_dispatcher, call_original, intercept, not_at_the_dispatcher
 from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of, to_trace_safe
-from para_core.plans.kv_cache import PAST
+from para_core.plans.exchange import PAST
 from para_core.plans.plan import Attention
 from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled
 

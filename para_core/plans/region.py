@@ -37,9 +37,7 @@ from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_att
 from para_core.modes.interceptor import dispatcher_is_available, unintercepted
 from para_core.modes.recomputation import is_in_backward, recomputed_under, refuse_checkpointing
 from para_core.plans.apply_rules import RuleExecutor
-from para_core.plans.exchange import HeadExchange, add_halo, drop_halo
-from para_core.plans.kv_cache import PAST, CachesOfCall
-from para_core.plans.linear import SumsOverRanks
+from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange, SumsOverRanks, add_halo, drop_halo
 from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
