@@ -36,8 +36,13 @@ from para_core.plans.current_call import interception_of
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
 from para_core.torch_internals import pytree
-from para_core.weights.patch_operator import PatchAttnMode, patch_attention_handler
-from para_core.weights.patch_plan import PatchHooks, PatchPlan, PatchRuleExecutor
+from para_core.weights.patch_plan import (
+    PatchAttnMode,
+    PatchHooks,
+    PatchPlan,
+    PatchRuleExecutor,
+    patch_attention_handler,
+)
 from para_core.weights.patches import Arrival, Patched
 from para_core.weights.stages import Stages, stages_of
 from para_core.weights.stale_keys import StaleKeys
