@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from para_core.distributed.mesh import MeshDim, one_guided_rank
-from para_core.spatial.mode import SpatialShardMode
-from para_core.spatial.one_group import first_ranks
+from para_core.spatial.mode import SpatialShardMode, first_ranks
 from para_core.spatial.rows import Layout, even
 from para_core.spatial.tag import RowTag
 

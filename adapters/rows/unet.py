@@ -27,8 +27,7 @@ from para_core.instance_patching import (
 )
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import own_samples
-from para_core.spatial.mode import SpatialShardMode
-from para_core.spatial.one_group import dim_groups, one_group
+from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
 from para_core.torch_internals import pytree
 from para_core.user_warnings import ParallelWarning, WarningLog
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters import parallelize_vae
 from para_core.instance_patching import wrapper
-from para_core.spatial.one_group import dim_groups, first_ranks, one_group
+from para_core.spatial.mode import dim_groups, first_ranks, one_group
 from zoo.tiny.vaes import TINY_VAES
 
 

@@ -24,7 +24,7 @@ from para_core.adapters.consistency import failures
 from para_core.adapters.parallel.resolve import _global_ranks, _timeout_part
 from para_core.distributed.mesh import find_or_make_group, guided_mesh
 from para_core.distributed.point_to_point import Links
-from para_core.spatial.one_group import first_ranks
+from para_core.spatial.mode import first_ranks
 from tests.rank_pool import RankPoolError
 from tests.tiny import (
     FLUX_CHANNELS,
