@@ -14,7 +14,7 @@ from torch import Tensor
 
 # These modules register operators.
 import para_core.attention.merge
-import para_core.cache.operators  # noqa: F401
+import para_core.cache.forecasts  # noqa: F401
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, SectionSkipped, first_line, is_fatal
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.harness import relative_error

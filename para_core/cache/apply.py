@@ -82,8 +82,7 @@ def apply_cache(
 def remove_cache(model: Model) -> Model:
     """Undo :func:`apply_cache`: restore the class of ``model``, delete the cache's attributes, and return ``model``."""
     for module in (model, uncompiled(model)):
-        caller = _caller_of(module)
-        cache = _cache_of(module)
+        caller, cache = _cache_of(module)
         if caller is not None and cache is not None:
             cache.attach().remember(module)
             unwrap(module, caller.key)
@@ -123,23 +122,20 @@ def held_bytes(model: nn.Module) -> int:
 
 def cache_options(model: nn.Module) -> CacheOptions | None:
     """Return the options of the cache of ``model``; None if it has no cache."""
-    cache = _cache_of(model)
+    _, cache = _cache_of(model)
     return None if cache is None else cache.options
 
 
 def _required(model: nn.Module) -> BlockCache:
-    cache = _cache_of(model) or _cache_of(uncompiled(model))
+    cache = _cache_of(model)[1] or _cache_of(uncompiled(model))[1]
     if cache is None:
         raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
     return cache
 
 
-def _cache_of(module: nn.Module) -> BlockCache | None:
-    caller = _caller_of(module)
-    cache = None if caller is None else caller.cache
-    return cache if isinstance(cache, BlockCache) else None
-
-
-def _caller_of(module: nn.Module) -> ModelCallHook | None:
+def _cache_of(module: nn.Module) -> tuple[ModelCallHook | None, BlockCache | None]:
+    """Return the hook of :func:`apply_cache` on ``module``, and its cache; None for both if there is no cache."""
     caller = getattr(wrapper(module, "__call__", f"{_KEY} 0"), "caller", None)
-    return caller if isinstance(caller, ModelCallHook) else None
+    if not isinstance(caller, ModelCallHook) or not isinstance(caller.cache, BlockCache):
+        return None, None
+    return caller, caller.cache

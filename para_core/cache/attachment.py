@@ -13,24 +13,15 @@ import torch
 from torch import nn
 
 from para_core.cache.blocks import BlockRole
-from para_core.instance_patching import (
-    Around,
-    WrapperPriority,
-    submodules_of,
-    unwrap,
-    wrap_alike,
-    wrap_method,
-    wrapper,
-)
+from para_core.instance_patching import Around, WrapperPriority, submodules_of, unwrap, wrap_method, wrapper
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
 
 _KEY = "cache"
-# Hooks that were removed from a model after a graph was compiled with them. The next cache of the model reuses these
-# hooks, because a graph is valid only for the classes that it was compiled with, and hooks change the class of a block.
-# The hooks are not stored on the model, because a removed cache must leave nothing there. They refer to the model
-# weakly, so an entry disappears with its model.
+# Hooks that were removed from a model after a graph was compiled with them. The next cache of the model reuses them,
+# because hooks change the class of a block, and a graph is valid only for the classes that it was compiled with. The
+# model does not hold them, because a removed cache must leave nothing there; they refer to the model weakly.
 _COMPILED: WeakKeyDictionary[nn.Module, BlockHookHost] = WeakKeyDictionary()
 
 # The names of the diffusers modules that define the hooks of its caches.
@@ -49,11 +40,7 @@ Roles = list[tuple[nn.Module, BlockRole]]
 
 
 class BlockHookHost:
-    """All cache hooks on one model, and the cache that currently uses them.
-
-    If a graph was compiled, this object is kept when the last cache is removed, so that the next one gets the same
-    hooks.
-    """
+    """All cache hooks on one model, and the cache that currently uses them. ``_COMPILED`` keeps it for graphs."""
 
     def __init__(self) -> None:
         # The cache of the model call that is running, and the thread of this call.
@@ -104,12 +91,9 @@ class BlockHookHost:
 
 
 class ModelCallHook:
-    """A hook around a model's call, used by at most one cache or pipeline at a time.
+    """A hook around a model's call, used by at most one cache or pipeline. Pipelines that share a model have one each.
 
-    Several pipelines may share a model, so a model may have several of these hooks.
-
-    Args:
-        key: The name under which the hook is installed.
+    ``key`` is the name under which the hook is installed.
     """
 
     def __init__(self, key: str) -> None:
@@ -138,10 +122,7 @@ class BlockHooks:
 
     def fits(self, roles: Roles) -> bool:
         """Whether these hooks are on the blocks of ``roles`` with equal roles, so that another cache can share them."""
-        own = [(block(), role) for block, role in self._roles]
-        return len(own) == len(roles) and all(
-            block is other and role == other_role for (block, role), (other, other_role) in zip(own, roles, strict=True)
-        )
+        return [(block(), role) for block, role in self._roles] == roles
 
     def _around_block(self, role: BlockRole) -> Around:
         host = self.host
@@ -160,9 +141,9 @@ class BlockHooks:
         return run_block
 
     def install(self) -> None:
-        for role, around in self._arounds.items():
-            blocks = [block() for block, other in self._roles if other == role]
-            wrap_alike(blocks, "__call__", _KEY, around, order=WrapperPriority.CACHED_BLOCK)
+        for block, role in self._roles:
+            # Blocks with equal roles share a wrapper, and so a class and a graph.
+            wrap_method(block(), "__call__", _KEY, self._arounds[role], order=WrapperPriority.CACHED_BLOCK)
         module = self._module()
         if hasattr(module, "cache_context"):
             wrap_method(module, "cache_context", _KEY, self.host.named, order=WrapperPriority.CACHE)
@@ -177,10 +158,7 @@ class BlockHooks:
 
 
 def attach(module: nn.Module, roles: Roles, cache: BlockCache) -> BlockHookHost:
-    """Install hooks on the blocks in ``roles`` for ``cache``, and return the object that holds them.
-
-    If the same blocks already have hooks for the same roles, these are shared.
-    """
+    """Install hooks on the blocks in ``roles`` for ``cache``, or share equal hooks, and return the object with them."""
     installed = _hooks_of(roles[0][0])
     compiled = _COMPILED.pop(module, None)
     host = compiled or BlockHookHost() if installed is None else installed.host

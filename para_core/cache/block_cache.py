@@ -1,10 +1,9 @@
 """First Block Cache on one model, in eager code and in a compiled graph.
 
-The model's module lists keep their blocks. Each block gets a hook (:mod:`para_core.cache.attachment`). The hook of the
-first block measures the residual and decides the step. The hooks of the other blocks run or skip their blocks. In a
-skipped step, the hook of the last block of a group adds the stored residual to the input of the group. Computations of
-the model between its blocks (such as residuals of a ControlNet) also run in skipped steps, but have no effect there,
-because the stored residual contains them.
+Each block gets a hook (:mod:`para_core.cache.attachment`). The hook of the first block measures the residual and
+decides the step. The hooks of the other blocks run or skip their blocks. In a skipped step, the hook of the last block
+of a group adds the stored residual to the input of the group. Computations of the model between its blocks (such as
+residuals of a ControlNet) also run in skipped steps, but have no effect there, because the stored residual has them.
 
 In a graph, skippable blocks are in a branch of ``torch.cond``: one ``cond`` for all blocks of a group if the model does
 nothing between them, otherwise one per block, all with the same predicate.
@@ -54,8 +53,7 @@ class BlockCache:
         module: The model.
         blocks: The description of its block stack.
         options: The user's options.
-        mesh: The ranks that hold parts of one sequence, which decide together. Defaults to the mesh of the plan that is
-            applied to the model, or of the mode around a call.
+        mesh: As in :func:`~para_core.cache.apply.apply_cache`.
 
     Raises:
         ValueError: The model does not have the blocks that ``blocks`` describes, no block would be skipped, or one of
@@ -183,18 +181,9 @@ class BlockCache:
             raise
         finally:
             host.running = None
-        self.readings.append(
-            StepRecord(
-                step.index,
-                branch,
-                self.num_branches,
-                self.batch,
-                self.threshold,
-                self.outcome,
-                self.options.num_residuals,
-                stopwatch.stop(),
-            )
-        )
+        stopwatch.stop()
+        position = step.index, branch, self.num_branches, self.batch, self.threshold
+        self.readings.append(StepRecord(*position, self.outcome, self.options.num_residuals, stopwatch))
         return output
 
     def announce(self, arguments: Mapping[str, Any]) -> None:
@@ -217,10 +206,7 @@ class BlockCache:
             self.mesh = next((mode._mesh for mode in reversed(modes) if isinstance(mode, UnifiedAttnMode)), None)
 
     def state_of(self, branch: str) -> CacheState:
-        """Return the state of ``branch``; create it if needed.
-
-        If there are more than 8 states, drop the least recently used.
-        """
+        """Return the state of ``branch``; create it if needed. At most 8 states are kept, those used last."""
         state = self.states.pop(branch, None) or self._empty_state()
         self.states[branch] = state
         for oldest in list(self.states)[:-MOST_BRANCHES]:
@@ -276,12 +262,7 @@ class BlockCache:
         self._skip_on_device: Any = None
 
     def run_block(
-        self,
-        role: BlockRole,
-        block: nn.Module,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, role: BlockRole, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run or skip one transformer block, and return its output.
 
@@ -374,8 +355,7 @@ class BlockCache:
     ) -> Any:
         """Return the output of one block in a graph in which one ``torch.cond`` runs or skips the whole group.
 
-        The call of the group's first block contains this ``torch.cond``. The calls of the other blocks return their
-        inputs.
+        The call of the group's first block contains it. The calls of the other blocks return their inputs.
         """
         if not role.enters:
             before = self._group_outputs[role.group] or (None,) * len(inputs)

@@ -104,16 +104,15 @@ def _require_names(cls: str, name: str, value: Any) -> None:
 class BlockRole:
     """The part that a block plays for the cache. Blocks with equal roles share a class, and therefore a compiled graph.
 
+    ``streams``, ``measured`` and ``chained`` are the settings of the :class:`BlockGroup` with index ``group``.
+
     Args:
-        group: Index of the block's group.
-        streams, measured, chained: The settings of the group; see :class:`BlockGroup`.
         parameters: Names of the parameters of the block's ``forward``.
         opens: Whether this is block 0 of the model, whose input is recorded to compute the first-block residual.
         decides: Whether the cache decides after this block to skip or compute the rest.
-        enters: Whether this is the first block of its group that may be skipped.
+        enters, exits: Whether this is the first (last) block of its group that may be skipped. After the last one the
+            residual of the group is stored or added.
         skipped: Whether the cache may skip this block.
-        exits: Whether this is the last block of its group that may be skipped, after which the residual of the group is
-            stored or added.
     """
 
     group: int
@@ -150,18 +149,14 @@ class BlockRole:
         return outputs
 
 
-def _blocks_of(module: nn.Module, group: BlockGroup) -> list[nn.Module]:
-    blocks: list[nn.Module] = []
-    for name in group.lists:
-        try:
-            module_list = module.get_submodule(name)
-        except AttributeError:
-            raise ValueError(
-                f"{type(module).__name__} has no {name!r}, which the description of its blocks names. Name its module "
-                "lists in BlockGroup(lists=...)."
-            ) from None
-        blocks.extend(module_list.children())
-    return blocks
+def _module_list(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError:
+        raise ValueError(
+            f"{type(module).__name__} has no {name!r}, which the description of its blocks names. Name its module "
+            "lists in BlockGroup(lists=...)."
+        ) from None
 
 
 def roles_of(
@@ -169,14 +164,17 @@ def roles_of(
 ) -> list[tuple[nn.Module, BlockRole]]:
     """Return ``(block, role)`` for all blocks that need a hook, in the order in which they run.
 
-    Args:
-        first_blocks, last_blocks: Number of blocks at the start, and at the end, of the stack that always run. They
-            have no hook, except those that measure the first-block residual.
+    Of the ``first_blocks`` and ``last_blocks``, which always run, only those have a hook that measure the residual.
 
     Raises:
         ValueError: The model does not have the blocks that ``blocks`` names, or no block would be skipped.
     """
-    stack = [(index, group, block) for index, group in enumerate(blocks.groups) for block in _blocks_of(module, group)]
+    stack = [
+        (index, group, block)
+        for index, group in enumerate(blocks.groups)
+        for name in group.lists
+        for block in _module_list(module, name).children()
+    ]
     first, stop = first_blocks, len(stack) - last_blocks
     in_first_group = sum(group_index == 0 for group_index, _, _ in stack)
     if first >= stop or first > in_first_group:
@@ -219,8 +217,14 @@ _Shapes = list[tuple[int, ...] | None]
 
 def _wrong_streams(cls: str, streams: tuple[str, ...], before: _Shapes, after: _Shapes) -> str:
     shapes = f"was given {streams} of shapes {before}, and returned shapes {after}"
+    # Shapes that differ in one dim, which is neither the first (batch) nor the last (channels).
+    sharded = [
+        len(x) == len(y) and x[0] == y[0] and x[-1] == y[-1] and sum(a != b for a, b in zip(x, y, strict=True)) == 1
+        for x, y in zip(before, after, strict=False)
+        if x and y
+    ]
     reordered = sorted(map(str, before)) == sorted(map(str, after))
-    if not reordered and len(before) == len(after) and any(map(_only_shorter, before, after)):
+    if not reordered and len(before) == len(after) and any(sharded):
         return (
             f"{cls} {shapes}: tokens were sharded or gathered inside this block, by a hook on it or by its own code. "
             "The cache runs outside the block and its hooks, and needs the same tokens before and after it. Shard "
@@ -230,11 +234,3 @@ def _wrong_streams(cls: str, streams: tuple[str, ...], before: _Shapes, after: _
         f"{cls} {shapes}. Name in BlockGroup(streams=...) the parameters whose new values it returns, in the order in "
         "which it returns them."
     )
-
-
-def _only_shorter(before: tuple[int, ...] | None, after: tuple[int, ...] | None) -> bool:
-    """Whether two shapes differ in exactly one dim, which is neither the first (batch) nor the last (channels)."""
-    if before is None or after is None or len(before) != len(after):
-        return False
-    differing = [dim for dim, (x, y) in enumerate(zip(before, after, strict=True)) if x != y]
-    return len(differing) == 1 and 0 < differing[0] < len(before) - 1

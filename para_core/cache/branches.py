@@ -57,8 +57,7 @@ class _Branch:
 
 
 class _FirstCalls:
-    """The arguments of the first calls of a model, to detect CFG branches that the conditions (the arguments that
-    should identify a branch) do not tell apart.
+    """The arguments of the first calls of a model, to detect CFG branches that the conditions do not tell apart.
 
     A pipeline may create new tensors with the same text or latents for each call. Tensors in different memory are
     therefore compared by value, for which the host waits for the device.
@@ -70,37 +69,32 @@ class _FirstCalls:
         self._over = False
 
     def alternating(self, branch: str, arguments: Mapping[str, Any]) -> list[str]:
-        """Add a call, and return the names of the arguments that seem to alternate between two branches of one step.
+        """Add a call of ``branch``, and return the names of the ``arguments`` (without the conditions) that seem to
+        alternate between two branches of one step.
 
-        The list is empty if there are none. Branches that are called in turn are recognized by this pattern: two calls
-        have the same latents, the next call has new latents, and the text of an earlier call comes back.
-
-        Args:
-            branch: The name of the call's branch according to the conditions.
-            arguments: The arguments of the call, except the conditions, by name.
+        Branches that are called in turn are recognized by this pattern: two calls have the same latents, the next call
+        has new latents, and the text of an earlier call comes back.
         """
         if self._over:
             return []
         self._branches.append(branch)
         self._calls.append({name: [_Leaf(x) for x in pytree.tree_leaves(value)] for name, value in arguments.items()})
-        same_branch = len(self._calls) > 2 and self._branches[-2] == self._branches[-3]
-        returned = self._returned() if same_branch else []
-        if returned or len(self._calls) == _MOST_COMPARED:
+        alternating: list[str] = []
+        if len(self._calls) > 2 and self._branches[-2] == self._branches[-3]:
+            now, before, first = self._calls[-1], self._calls[-2], self._calls[-3]
+            changed = [name for name in now if not _are_same(now[name], before.get(name))]
+            returned = [
+                name
+                for name in changed
+                if not _are_same(before.get(name), first.get(name))
+                and any(_are_same(now[name], call.get(name)) for call in self._calls[:-2])
+            ]
+            if returned and any(_are_same(before.get(name), first.get(name)) for name in changed):
+                alternating = returned
+        if alternating or len(self._calls) == _MOST_COMPARED:
             self._over = True
             self._calls = []
-        return returned
-
-    def _returned(self) -> list[str]:
-        now, before, first = self._calls[-1], self._calls[-2], self._calls[-3]
-        changed = [name for name in now if not _are_same(now[name], before.get(name))]
-        returned = [
-            name
-            for name in changed
-            if not _are_same(before.get(name), first.get(name))
-            and any(_are_same(now[name], call.get(name)) for call in self._calls[:-2])
-        ]
-        moved = returned and any(_are_same(before.get(name), first.get(name)) for name in changed)
-        return returned if moved else []
+        return alternating
 
 
 class _Leaf:
@@ -162,21 +156,16 @@ class Branches:
         self._announced = (self._name_of(arguments),)
 
     def name_of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the name of the branch of a model call: ``branch 0`` for the first conditions, ``branch 1`` for the
-        next.
+        """Return the name of the branch of a model call: ``branch 0``, ``branch 1``, …; None if it is unknown.
 
-        Return None if branches cannot be identified. The host waits for the device at most once, to compare the values
-        of conditions that are new tensors.
+        The host waits for the device at most once, to compare the values of conditions that are new tensors.
         """
         announced, self._announced = self._announced, None
         name = self._name_of(arguments) if announced is None else announced[0]
-        if name is not None:
-            self._warn_of_unnamed(name, arguments)
-        return name
-
-    def _warn_of_unnamed(self, branch: str, arguments: Mapping[str, Any]) -> None:
-        others = {name: x for name, x in arguments.items() if name not in self.conditions}
-        unnamed = self._first_calls.alternating(branch, others)
+        if name is None:
+            return None
+        others = {other: x for other, x in arguments.items() if other not in self.conditions}
+        unnamed = self._first_calls.alternating(name, others)
         if unnamed:
             named = (*self.conditions, *unnamed)
             warn_user(
@@ -186,6 +175,7 @@ class Branches:
                 "inside `with model.cache_context(name)`.",
                 CacheWarning,
             )
+        return name
 
     def why_unknown(self, model: str) -> str:
         """Return the text of the warning to show after :meth:`name_of` returned None."""
@@ -217,7 +207,12 @@ class Branches:
         return name
 
     def _find(self, leaves: list[Any]) -> _Branch | None:
-        candidates = [branch for branch in self._branches if _may_be_equal(branch.leaves, leaves)]
+        # Those with equal values, if tensors are compared by shape, dtype and device only.
+        candidates = [
+            branch
+            for branch in self._branches
+            if len(branch.leaves) == len(leaves) and all(map(_form_is_same, branch.leaves, leaves))
+        ]
         for branch in candidates:
             if all(x is y for x, y in zip(branch.leaves, leaves, strict=True) if isinstance(x, Tensor)):
                 return branch
@@ -232,11 +227,6 @@ class Branches:
         return next(
             (branch for branch, is_equal in zip(candidates, torch.stack(equal).tolist(), strict=True) if is_equal), None
         )
-
-
-def _may_be_equal(before: list[Any], now: list[Any]) -> bool:
-    """Whether two lists are equal if tensors are compared by shape, dtype and device, not by value."""
-    return len(before) == len(now) and all(map(_form_is_same, before, now))
 
 
 def _form_is_same(x: Any, y: Any) -> bool:

@@ -59,12 +59,11 @@ def cond(
 
 
 class WrappedLinear(NamedTuple):
-    """A linear layer whose weight is a tensor wrapper subclass.
+    """A linear layer ``module`` whose weight is a tensor wrapper subclass.
 
     Args:
-        module: The layer.
         paths: The attribute paths from its weight to the plain tensors inside.
-        structure: The class, sizes and context of the weight, to detect that it was replaced.
+        structure: The :class:`_WeightStructure` of the weight, to detect that it was replaced.
         linear: The function ``linear(input, bias, *tensors)`` that computes the layer from the plain tensors. Dynamo
             puts it into a graph without tracing it.
     """

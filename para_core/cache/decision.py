@@ -211,11 +211,8 @@ class DecisionInput:
 class NumberDecider:
     """The object that decides the steps of one CFG branch in eager code, with Python numbers.
 
-    The first call of the branch creates it. The host waits for the device at most once per call, and only if the
-    difference decides.
-
-    Attributes:
-        first: The compared values of the last computed step (of its first-block residual or modulated input).
+    The first call of the branch creates it. ``first`` holds the compared values of the last computed step. The host
+    waits for the device at most once per call, and only if the difference decides.
     """
 
     def __init__(self, inputs: DecisionInput) -> None:
@@ -242,10 +239,7 @@ class NumberDecider:
         return skip, DecisionOutcome(differences, verdict, counts.computed, inputs.samples)
 
     def weights(self, options: CacheOptions, params: Any) -> list[float]:
-        """Return the weights of the stored residuals in the forecast for this call, newest first.
-
-        Call :meth:`decide` first, because it updates the counters on which the weights depend.
-        """
+        """Return the weights of the stored residuals in the forecast, newest first. Call :meth:`decide` before."""
         if options.num_residuals == 1:
             return [1.0]
         numbers = self._counts.times, params.time, self._counts.computed
@@ -300,8 +294,7 @@ def blocks_before_deciding(model: str, blocks: CachedBlocks, options: CacheOptio
     """Return the number of blocks that run before a step is decided: 0 if the rule compares the input of block 0.
 
     Raises:
-        ValueError: The rule decides before block 0, but ``blocks`` of the class ``model`` has no ``modulated``, or
-            ``first_blocks`` is set.
+        ValueError: The rule decides before block 0, but ``modulated`` is None, or ``first_blocks`` is set.
     """
     if not options.decides_before_blocks:
         return options.first_blocks

@@ -1,12 +1,19 @@
-"""Forecasts: rules that compute the residual of a skipped step from the residuals of computed steps."""
+"""Forecasts: rules that compute the residual of a skipped step from the residuals of computed steps.
+
+The operators that compare and forecast residuals use Triton kernels on a GPU (few launches) and PyTorch elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from para_core.distributed.collectives import LIBRARY, define_operator
+from para_core.kernels import residual_reference
+from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
 
 
 @dataclass(frozen=True)
@@ -106,20 +113,49 @@ FOCA = Forecast("foca", 3, foca_weights, "FoCa, arXiv:2508.16211")
 FORECASTS = {forecast.name: forecast for forecast in (FOCA,)}
 
 
-def forecast_of(forecast: str | Forecast) -> Forecast:
-    """Return the forecast with the name ``forecast``, or ``forecast`` itself if it is a :class:`Forecast`.
+define_operator("residual_change(Tensor now, Tensor before) -> Tensor")
+define_operator("forecast(Tensor entry, Tensor[] residuals, float[] weights) -> Tensor")
 
-    Raises:
-        TypeError: ``forecast`` is neither a string nor a :class:`Forecast`.
-        ValueError: There is no forecast with this name.
-    """
-    if isinstance(forecast, Forecast):
-        return forecast
-    if not isinstance(forecast, str):
-        raise TypeError(
-            f"forecast is {forecast!r}; expected a name, a Forecast of para_core, or None: forecast_order=1."
-        )
-    if forecast not in FORECASTS:
-        names = ", ".join(map(repr, FORECASTS))
-        raise ValueError(f"forecast is {forecast!r}; expected one of {names}, a Forecast, or None: forecast_order=1.")
-    return FORECASTS[forecast]
+
+def change_on_gpu(now: Tensor, before: Tensor) -> Tensor:
+    fused = load_kernel("residual", now.device)
+    if fused is None or not are_floats(now, before):
+        return residual_reference.change(now, before)
+    with on_device_of(now):
+        sums: Tensor = fused.change(now, before)
+    return sums
+
+
+def forecast_on_gpu(entry: Tensor, residuals: list[Tensor], weights: list[float]) -> Tensor:
+    fused = load_kernel("residual", entry.device)
+    if fused is None or not are_floats(entry, *residuals) or len(residuals) > fused.MOST_RESIDUALS:
+        return residual_reference.forecast(entry, residuals, weights)
+    with on_device_of(entry):
+        output: Tensor = fused.forecast(entry, residuals, weights)
+    return output
+
+
+LIBRARY.impl("residual_change", residual_reference.change, "CompositeExplicitAutograd")
+LIBRARY.impl("residual_change", change_on_gpu, "CUDA")
+LIBRARY.impl("forecast", residual_reference.forecast, "CompositeExplicitAutograd")
+LIBRARY.impl("forecast", forecast_on_gpu, "CUDA")
+torch.library.register_fake(
+    "para_core::residual_change", lambda now, _: now.new_empty(now.shape[0], 2, dtype=torch.float32), lib=LIBRARY
+)
+torch.library.register_fake("para_core::forecast", lambda entry, *_: torch.empty_like(entry), lib=LIBRARY)
+
+
+def change(now: Tensor, before: Tensor) -> Tensor:
+    """Return ``[B, 2]`` sums that compare ``now`` with ``before``, as :func:`residual_reference.change` does."""
+    if needs_plain(now, before):
+        return residual_reference.change(now, before)
+    sums: Tensor = torch.ops.para_core.residual_change.default(now, before)
+    return sums
+
+
+def forecast(entry: Tensor, residuals: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return ``entry`` plus the weighted sum of ``residuals``, as :func:`residual_reference.forecast` does."""
+    if needs_plain(entry, *residuals):
+        return residual_reference.forecast(entry, residuals, weights)
+    output: Tensor = torch.ops.para_core.forecast.default(entry, list(residuals), list(weights))
+    return output

@@ -11,8 +11,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from para_core.cache.forecasts import Forecast, forecast_of, taylor
-from para_core.cache.operators import change
+from para_core.cache.forecasts import FORECASTS, Forecast, change, taylor
 
 Number = float | Tensor
 
@@ -49,10 +48,7 @@ def _ratio(sums: Tensor) -> Tensor:
 
 # The difference is mean|now - before| / mean|before| of the first-block residual.
 FIRST_BLOCK = Rule(
-    "first_block",
-    change,
-    _ratio,
-    source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)",
+    "first_block", change, _ratio, source="ParaAttention, First Block Cache (github.com/chengzeyi/ParaAttention)"
 )
 
 # The difference is mean|now - before| / mean|before| of the input of block 0 after its normalization and modulation.
@@ -68,20 +64,28 @@ MODULATED_INPUT = Rule(
 RULES = {rule.name: rule for rule in (FIRST_BLOCK, MODULATED_INPUT)}
 
 
-def rule_of(rule: str | Rule) -> Rule:
-    """Return the rule with the name ``rule``, or ``rule`` itself if it is a :class:`Rule`.
+Value = TypeVar("Value", Rule, Forecast)
+
+
+def _named(option: str, value: Any, kind: type[Value], by_name: Mapping[str, Value], otherwise: str = "") -> Value:
+    """Return ``value`` if it is a ``kind``, else the one with this name in ``by_name``.
 
     Raises:
-        TypeError: ``rule`` is neither a string nor a :class:`Rule`.
-        ValueError: There is no rule with this name.
+        TypeError, ValueError: ``value`` is neither a string nor a ``kind``, or it is an unknown name.
     """
-    if isinstance(rule, Rule):
-        return rule
-    if not isinstance(rule, str):
-        raise TypeError(f"rule is {rule!r}; expected a name, or a Rule of para_core.")
-    if rule not in RULES:
-        raise ValueError(f"rule is {rule!r}; expected one of {', '.join(map(repr, RULES))}, or a Rule.")
-    return RULES[rule]
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{option} is {value!r}; expected a name, or a {kind.__name__} of para_core{otherwise}.")
+    if value not in by_name:
+        names = ", ".join(map(repr, by_name))
+        raise ValueError(f"{option} is {value!r}; expected one of {names}, or a {kind.__name__}{otherwise}.")
+    return by_name[value]
+
+
+def rule_of(rule: str | Rule) -> Rule:
+    """Return the rule with the name ``rule``, or ``rule`` itself. Raise ``TypeError`` or ``ValueError`` for others."""
+    return _named("rule", rule, Rule, RULES)
 
 
 @dataclass(frozen=True)
@@ -169,36 +173,45 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", rule_of(self.rule))
-        _require_number("residual_diff_threshold", self.residual_diff_threshold, at_least=0.0)
-        _require_int("warmup_steps", self.warmup_steps, at_least=0)
+        self._require("residual_diff_threshold", float, at_least=0.0)
+        self._require("warmup_steps", int, at_least=0)
         for name in ("max_consecutive_hits", "max_hits"):
             if getattr(self, name) is not None:
-                _require_int(name, getattr(self, name), at_least=0)
-        _require_int("first_blocks", self.first_blocks, at_least=1)
-        _require_int("last_blocks", self.last_blocks, at_least=0)
+                self._require(name, int, at_least=0)
+        self._require("first_blocks", int, at_least=1)
+        self._require("last_blocks", int, at_least=0)
         self._require_forecast()
         if self.compute_steps is not None:
             object.__setattr__(self, "compute_steps", self._require_steps())
-        _require_int("downsample", self.downsample, at_least=1)
+        self._require("downsample", int, at_least=1)
         if not isinstance(self.always_compute_last, bool):
             raise TypeError(f"always_compute_last is {self.always_compute_last!r}; expected True or False.")
-        _require_number("start", self.start, at_least=0.0, at_most=1.0)
-        _require_number("end", self.end, at_least=0.0, at_most=1.0)
+        self._require("start", float, at_least=0.0, at_most=1.0)
+        self._require("end", float, at_least=0.0, at_most=1.0)
         if self.start > self.end:
             raise ValueError(f"start={self.start} is after end={self.end}; expected start <= end.")
         if self.policy is not None and not callable(self.policy):
             raise TypeError(f"policy is {self.policy!r}; expected a function of an Observation, or None.")
 
+    def _require(self, name: str, kind: type, at_least: float, at_most: float = math.inf) -> None:
+        value = getattr(self, name)
+        is_number = isinstance(value, kind) or (kind is float and isinstance(value, int))
+        if not is_number or isinstance(value, bool) or math.isnan(value):
+            raise TypeError(f"{name} is {value!r}; expected {'an integer' if kind is int else 'a number'}.")
+        if not at_least <= value <= at_most:
+            upper = "" if at_most == math.inf else f" and at most {at_most}"
+            raise ValueError(f"{name} is {value}; expected at least {at_least}{upper}.")
+
     def _require_forecast(self) -> None:
         if self.forecast_order is not None:
-            _require_int("forecast_order", self.forecast_order, at_least=0, at_most=2)
+            self._require("forecast_order", int, at_least=0, at_most=2)
         if self.forecast is None:
             return
-        object.__setattr__(self, "forecast", forecast_of(self.forecast))
+        chosen = _named("forecast", self.forecast, Forecast, FORECASTS, ", or None: forecast_order=1")
+        object.__setattr__(self, "forecast", chosen)
         if self.forecast_order is not None:
             raise ValueError(
-                f"forecast_order={self.forecast_order} and forecast={self.chosen_forecast.name} were given; leave one "
-                "of them out."
+                f"forecast_order={self.forecast_order} and forecast={chosen.name} were given; leave one of them out."
             )
 
     def _require_steps(self) -> tuple[int | bool, ...]:
@@ -262,7 +275,7 @@ class CacheOptions:
     @cached_property
     def chosen_forecast(self) -> Forecast:
         """The forecast that ``forecast`` or ``forecast_order`` selects."""
-        return taylor(self.forecast_order or 0) if self.forecast is None else forecast_of(self.forecast)
+        return self.forecast if isinstance(self.forecast, Forecast) else taylor(self.forecast_order or 0)
 
     @property
     def decides_before_blocks(self) -> bool:
@@ -298,24 +311,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def shows_options(**defaults: Any) -> Callable[[Function], Function]:
     """Return a decorator that replaces ``**options`` in a function's signature by the fields of :class:`CacheOptions`.
 
-    Args:
-        defaults: Default values that differ from those of :class:`CacheOptions`.
+    ``defaults`` are default values that differ from those of :class:`CacheOptions`.
     """
 
     def show(function: Function) -> Function:
         signature = inspect.signature(function)
         own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        options = [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults.get(
-                    field.name, inspect.Parameter.empty if field.default is MISSING else field.default
-                ),
-                annotation=field.type,
-            )
-            for field in fields(CacheOptions)
-        ]
+        options = []
+        for field in fields(CacheOptions):
+            default = defaults.get(field.name, inspect.Parameter.empty if field.default is MISSING else field.default)
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            options.append(inspect.Parameter(field.name, keyword, default=default, annotation=field.type))
         function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
         return function
 
@@ -323,11 +329,7 @@ def shows_options(**defaults: Any) -> Callable[[Function], Function]:
 
 
 def options_of(function: str, kwargs: Mapping[str, Any]) -> CacheOptions:
-    """Convert the keyword arguments of a function to :class:`CacheOptions`.
-
-    Args:
-        function: The name of the function, for error messages.
-        kwargs: The keyword arguments of the call, by name.
+    """Convert the keyword arguments of ``function``, a name for error messages, to :class:`CacheOptions`.
 
     Raises:
         TypeError, ValueError: An option is unknown, the threshold is missing, or a value is invalid.
@@ -339,21 +341,3 @@ def options_of(function: str, kwargs: Mapping[str, Any]) -> CacheOptions:
     if "residual_diff_threshold" not in kwargs:
         raise TypeError(f"{function} needs residual_diff_threshold=, for example 0.08 for FLUX.1-dev.")
     return CacheOptions(**kwargs)
-
-
-def _require_int(name: str, value: Any, at_least: int, at_most: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; expected an integer.")
-    _require_range(name, value, at_least, at_most)
-
-
-def _require_number(name: str, value: Any, at_least: float, at_most: float | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-        raise TypeError(f"{name} is {value!r}; expected a number.")
-    _require_range(name, value, at_least, at_most)
-
-
-def _require_range(name: str, value: float, at_least: float, at_most: float | None) -> None:
-    if value < at_least or (at_most is not None and value > at_most):
-        upper = "" if at_most is None else f" and at most {at_most}"
-        raise ValueError(f"{name} is {value}; expected at least {at_least}{upper}.")

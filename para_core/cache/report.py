@@ -114,10 +114,7 @@ MOST_READINGS = 4096
 
 
 class Readings(deque[StepRecord]):
-    """The records of the model calls since :meth:`clear`, at most of the last ``MOST_READINGS``.
-
-    ``dropped`` counts the calls whose records were dropped because of this limit.
-    """
+    """The records of the last ``MOST_READINGS`` model calls since :meth:`clear`; ``dropped`` counts those before."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=MOST_READINGS)
@@ -151,27 +148,23 @@ def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
     if held > 1 and samples % held == 0:
         each = len(differences) // held
         of_branches = {f"{reading.branch}/{i}": differences[i * each : (i + 1) * each] for i in range(held)}
-    held_back_by = _held_back_by(of_branches, reading.threshold) if verdict is Verdict.MISS else ()
+    held_back_by: tuple[str, ...] = ()
+    if verdict is Verdict.MISS:
+        names = [
+            (name if len(part) == 1 else f"{name} sample {i}", difference)
+            for name, part in of_branches.items()
+            for i, difference in enumerate(part)
+        ]
+        above = tuple(name for name, difference in names if difference >= reading.threshold)
+        held_back_by = above if len(above) < len(names) else ()
     seconds, num_used = reading.stopwatch.seconds, min(int(computed), reading.room) if verdict.skips else 0
     rows = []
     for name, part in of_branches.items():
         measured = [x for x in part if x is not None]
         largest = next((x for x in measured if math.isnan(x)), max(measured, default=None))
-        row = CachedStep(
-            reading.step, name, largest, reading.threshold, verdict, seconds, call, tuple(part), held_back_by, num_used
-        )
-        rows.append(row)
+        position = reading.step, name, largest, reading.threshold, verdict
+        rows.append(CachedStep(*position, seconds, call, tuple(part), held_back_by, num_used))
     return rows
-
-
-def _held_back_by(of_branches: dict[str, list[float]], threshold: float) -> tuple[str, ...]:
-    names = [
-        (name if len(of_branch) == 1 else f"{name} sample {i}", difference)
-        for name, of_branch in of_branches.items()
-        for i, difference in enumerate(of_branch)
-    ]
-    above = tuple(name for name, difference in names if difference >= threshold)
-    return above if len(above) < len(names) else ()
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,11 @@ from torch import Tensor
 
 from para_core.cache.cond import Streams
 from para_core.cache.decision import NumberDecider, TensorDecider
-from para_core.cache.operators import forecast
+from para_core.cache.forecasts import forecast
 
 
 class Residuals:
-    """The residuals (output minus input) of one group's skippable blocks at the last computed steps.
-
-    Args:
-        room: Maximum number of residuals per stream.
+    """The residuals (output minus input) of one group's skippable blocks at the last ``room`` computed steps.
 
     Attributes:
         histories: For each stream, the list of its residuals, newest first; None if the blocks return None for the
@@ -28,13 +25,10 @@ class Residuals:
         self.histories: list[list[Tensor] | None] = []
 
     def store(self, entries: Streams, outputs: Streams, *, in_graph: bool) -> None:
-        """Store the residuals of a computed step. The last ``self.room`` residuals of each stream are kept.
+        """Store the residuals of a computed step, from the inputs and the outputs of the group.
 
-        Args:
-            entries: The inputs of the group.
-            outputs: The outputs of the group.
-            in_graph: Whether later steps run in a compiled graph. A graph needs a fixed number of tensors
-                (``self.room``), so zero tensors, whose weight is 0, are placeholders for later residuals.
+        If later steps run in a compiled graph (``in_graph``), which needs a fixed number of tensors, zero tensors whose
+        weight is 0 are placeholders for later residuals.
         """
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
         if not self.histories:
@@ -60,31 +54,21 @@ class Residuals:
         """Return the forecast outputs of the skipped blocks: their inputs ``entries`` plus weighted residuals."""
         return tuple([_added(x, history, weights) for x, history in zip(entries, self.histories, strict=True)])
 
-    def tensors(self) -> list[Tensor]:
-        return [x for history in self.histories for x in history or ()]
-
 
 class CacheState:
-    """The stored residuals and the decider of one CFG branch.
+    """The stored residuals of each block group, and the decider, of one CFG branch.
 
-    Args:
-        num_groups: Number of block groups.
-        room: Maximum number of residuals per stream.
-
-    Attributes:
-        groups: The residuals of each block group.
-        decider: The object that decides whether steps are skipped. None before the first step.
-        signature: The shapes, dtypes and devices of the model's arguments, for which the residuals are valid.
+    ``decider`` is None before the first step. ``signature`` holds the shapes, dtypes and devices of the model's
+    arguments for which the residuals are valid.
     """
 
     def __init__(self, num_groups: int, room: int) -> None:
-        self.room = room
         self.groups = [Residuals(room) for _ in range(num_groups)]
         self.decider: NumberDecider | TensorDecider | None = None
         self.signature: object = None
 
     def leave_graph(self) -> None:
-        """Clone all stored tensors that a graph returned, because the next replay of a CUDA graph overwrites them.
+        """Clone all tensors that a graph returned, before the next replay of a CUDA graph overwrites them.
 
         This is needed once per branch and generation, because later calls of the graph change the clones in place.
         """
@@ -94,7 +78,6 @@ class CacheState:
             group.histories = [None if history is None else [x.clone() for x in history] for history in group.histories]
 
     def clear(self) -> None:
-        """Drop the residuals, the decider and the signature."""
         self.decider, self.signature = None, None
         self.drop_residuals()
 
@@ -105,8 +88,8 @@ class CacheState:
 
     def tensors(self) -> list[Tensor]:
         """Return all stored tensors, to count their memory."""
-        kept = [x for group in self.groups for x in group.tensors()]
-        return [*([] if self.decider is None else [self.decider.first]), *kept]
+        kept = [x for group in self.groups for history in group.histories for x in history or ()]
+        return kept if self.decider is None else [self.decider.first, *kept]
 
 
 def _residual(output: Tensor | None, entry: Tensor | None) -> Tensor | None:

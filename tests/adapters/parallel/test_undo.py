@@ -282,7 +282,7 @@ STEPS_OF_CACHE = {
     "cache": "para_core.adapters.cache.pipeline.BlockCache",
     "call": "para_core.adapters.cache.pipeline.wrap_method",
     "blocks": "para_core.cache.block_cache.attach",
-    "wrappers": "para_core.cache.attachment.wrap_alike",
+    "wrappers": "para_core.cache.attachment.wrap_method",
     "earlier blocks": "para_core.cache.block_cache.detach",
 }
 
