@@ -216,13 +216,7 @@ class ShardingMode(TorchFunctionMode):
         return layout
 
     def _fitting(
-        self,
-        x: Tensor,
-        dim: int,
-        sequence: SequenceLayout | None,
-        *,
-        whole: bool,
-        balance: Literal["causal"] | None,
+        self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool, balance: Literal["causal"] | None
     ) -> SequenceLayout:
         if sequence is not None and balance is not None:
             raise ValueError("shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal').")

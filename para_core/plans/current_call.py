@@ -21,18 +21,13 @@ STAGES = "stages"
 
 
 def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
-    """Return the mesh dim over which the samples of the current call of ``module`` are split; None if no dim splits
-    them.
-    """
+    """Return the mesh dim over which the samples of the current call of ``module`` are split; None if none is."""
     region = region_of(module)
-    return None if region is None else region.sharing_samples
+    return region.sharing_samples[-1] if region is not None and region.sharing_samples else None
 
 
 def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
-    """Return the mesh and the segments of the current call of ``module``.
-
-    Returns None outside of a call, or if the mesh has one sequence rank.
-    """
+    """Return the mesh and the segments of the current call of ``module``; None outside of a call, or on one rank."""
     region = region_of(module)
     if region is None or region.mesh.ranks == 1 or region.interception is None:
         return None
@@ -46,10 +41,9 @@ def interception_of(module: nn.Module) -> Interception | None:
 
 
 def attention_is_skipped(module: nn.Module) -> None:
-    """Allow the current eager call of ``module`` to end without an intercepted attention call.
+    """Allow the current eager call of ``module`` to end without an intercepted attention call, which else raises.
 
-    Without this, a call that shards tokens and never calls attention raises. A cache that skips all blocks calls no
-    attention, and PipeFusion computes the attention of patches itself.
+    A cache that skips all blocks calls no attention, and PipeFusion computes the attention of patches itself.
     """
     if (interception := interception_of(module)) is not None:
         interception.planned.intercepted[0] = True
@@ -61,8 +55,7 @@ def attention_is_skipped(module: nn.Module) -> None:
 def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
     """Return the ``output`` of a transformer ``block`` of ``module``, sent to all ranks along the mesh dim ``pipe``.
 
-    This is a collective call. Each block is computed by one rank along ``pipe``; on the other ranks it returns its
-    input. If ``module`` has no pipeline stages, return ``output``.
+    Collective, unless ``module`` has no pipeline stages. The other ranks along ``pipe`` pass the input of the block.
     """
     stages = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
     return output if stages is None else stages.on_all(block, output)

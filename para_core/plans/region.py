@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,16 +21,7 @@ from para_core.attention.backend_selection import Backend
 from para_core.distributed.consistency import RequireEqual
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
-from para_core.instance_patching import (
-    Around,
-    ModuleTree,
-    WrapperPriority,
-    is_entry,
-    unwrap,
-    wrap_alike,
-    wrap_method,
-    wrapper,
-)
+from para_core.instance_patching import Around, ModuleTree, WrapperPriority, is_entry, unwrap, wrap_method, wrapper
 from para_core.modes import fused_encoder
 from para_core.modes.flash_attention import has_other_builds
 from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
@@ -61,10 +52,7 @@ _KEY = "parallel"
 
 @dataclass(eq=False)
 class Region:
-    """A plan applied to one module, its attention settings, and the state of the module's current call.
-
-    The fields are the arguments of :func:`apply_plan`.
-    """
+    """A plan applied to one module, and the state of its current call. The fields are as in :func:`apply_plan`."""
 
     module: InitVar[nn.Module]
     plan: Plan
@@ -78,17 +66,18 @@ class Region:
 
     def __post_init__(self, module: nn.Module) -> None:
         self.attn_func = unintercepted(self.attn_func)
-        # True while the caller has already verified that all ranks pass equal arguments (consistency.inputs_verified).
+        if self.batch is not None and (self.batch.size == 1 or not self.plan.batched):
+            self.batch = None
+        # Whether the caller has verified that all ranks pass equal arguments (consistency.inputs_verified).
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
-        # By (options, cross_backend), so that nothing is prepared or compiled again if earlier options return.
+        # By (options, cross_backend), so that nothing is compiled again if earlier options return.
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(self.options, self.cross_backend)
         encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
         self._has_encoders = any(isinstance(submodule, encoders) for submodule in module.modules())
-        # The dispatcher cannot intercept attention in fused encoder layers, nor in higher-order operators such as
-        # flex_attention, which take Python functions. Modules with either need an attention mode.
+        # Only a mode intercepts attention in fused encoder layers, and in operators that run functions: flex_attention.
         self._must_use_mode = self._has_encoders or uses_flex_attention(module)
         attending = self.plan.attention.values()
         # Parameters that ranks do not compare, because each rank fills in the cached keys of its own heads.
@@ -98,8 +87,8 @@ class Region:
         self._mixes_over_ranks = self.mesh.ranks > 1 and (
             bool(self.plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
         )
-        # The compiled call of a module that Module.compile() compiled before the plan was applied. That graph would
-        # bypass the wrapper of _call_impl, so call_outer shards and gathers outside of the graph.
+        # The compiled call of a module that Module.compile() compiled before. That graph would bypass the wrapper of
+        # _call_impl, so call_outer shards and gathers outside of the graph.
         self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
             self._compiled_before = None
@@ -112,26 +101,20 @@ class Region:
         self._executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
         # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this call.
         self._continues = False
-        # Holds the HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
+        # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
         self._head_exchanges: list[HeadExchange] = []
-        self._sharing_samples: list[MeshDim] = []
+        self.sharing_samples: list[MeshDim] = []
 
     def use(self, options: AttnOptions, cross_backend: Backend | None = None) -> None:
-        """Use these attention options from the next call on.
+        """Use these attention options, and this backend for cross-attention, from the next call on.
 
-        ``cross_backend`` is the backend for cross-attention, whether its keys are sharded or replicated. By default,
-        sharded keys use ``options.backend`` and replicated keys plain SDPA. A compiled module is compiled once for each
-        pair (``options``, ``cross_backend``), and keeps the graphs.
+        Without ``cross_backend``, sharded keys use ``options.backend`` and replicated keys plain SDPA. A compiled
+        module is compiled once for each pair (``options``, ``cross_backend``), and keeps the graphs.
         """
         self.options, self.cross_backend = options, cross_backend
         cross = None if cross_backend is None else replace(options, backend=cross_backend)
         prepared = PreparedAttention(self.mesh, options, cross, self.attn_func)
         self._prepared = self._prepared_for.setdefault((options, cross_backend), prepared)
-
-    @property
-    def sharing_samples(self) -> MeshDim | None:
-        """The mesh dim over which the samples of the current call are split; None if no dim splits them."""
-        return self._sharing_samples[-1] if self._sharing_samples else None
 
     @property
     def interception(self) -> Interception | None:
@@ -140,14 +123,11 @@ class Region:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments of the current call, sharded and replicated; empty outside of a call."""
+        """The segments of the current call, sharded and replicated."""
         return tuple(self._executor.segments.values())
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped ``__call__`` of the module after verifying the arguments.
-
-        This wrapper is outside of what ``Module.compile`` compiles, so its checks run eagerly.
-        """
+        """Verify the arguments, and run ``call``. Outside of what ``Module.compile`` compiles, so this is eager."""
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         around: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
@@ -187,10 +167,10 @@ class Region:
         self._interceptions.append(interception)
         try:
             samples = None
-            if self.batch is not None and self.batch.size > 1 and self.plan.batched:
+            if self.batch is not None:
                 own = own_arguments(self.plan, self.parameters, args, kwargs, self.batch, self._warnings)
                 args, kwargs, samples = own
-                self._sharing_samples += [self.batch] if samples is not None else []
+                self.sharing_samples += [self.batch] if samples is not None else []
             args, kwargs = self._executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
             with fused_encoder.disabled_if(self._has_encoders), interception.entered():
                 inputs = [*args, *kwargs.values()]
@@ -220,7 +200,7 @@ class Region:
             raise
         finally:
             self._interceptions.clear()
-            self._sharing_samples.clear()
+            self.sharing_samples.clear()
             self._executor.segments.clear()
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,18 +210,16 @@ class Region:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not is_in_backward():
                 return function(*args, **kwargs)
-            before = dict(self._executor.segments)
+            before = self._executor.segments
             interception = Interception(planned.within(planned.attending), at_dispatcher=False)
             self._interceptions.append(interception)
-            self._executor.segments.clear()
-            self._executor.segments.update(segments)
+            self._executor.segments = dict(segments)
             try:
                 with fused_encoder.disabled_if(self._has_encoders), interception.entered():
                     return function(*args, **kwargs)
             finally:
                 self._interceptions.pop()
-                self._executor.segments.clear()
-                self._executor.segments.update(before)
+                self._executor.segments = before
 
         return run
 
@@ -273,11 +251,7 @@ class Region:
             interception.planned.active[0] = True
 
     def attach(self, module: nn.Module) -> None:
-        """Wrap the submodules that the plan names. Does nothing if they are already wrapped and none was replaced.
-
-        Raises:
-            ValueError: The plan names a module that does not exist.
-        """
+        """Wrap the submodules that the plan names, unless they are wrapped. Raise ``ValueError`` if one is missing."""
         if self._tree is not None and self._tree.is_unchanged():
             return
         matches = match_modules(module, self.plan)
@@ -286,16 +260,15 @@ class Region:
             for submodule in self.submodules.values():
                 unwrap(submodule, _KEY)
             self.submodules = submodules
-            groups: dict[tuple[ModuleRules, tuple[str, ...]], list[nn.Module]] = {}
+            hook_of = cache(self._submodule_hook)
             for submodule, rules in matches.values():
-                groups.setdefault((rules, parameters_of(submodule)), []).append(submodule)
-            for key, submodules_alike in groups.items():
                 # Wrap __call__, so that the wrapper stays outside of the graph of a compiled submodule.
-                wrap_alike(submodules_alike, "__call__", _KEY, self._submodule_hook(*key), order=WrapperPriority.PLAN)
+                hook = hook_of(rules, parameters_of(submodule))
+                wrap_method(submodule, "__call__", _KEY, hook, order=WrapperPriority.PLAN)
         self._tree = ModuleTree(module)
 
     def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Around:
-        """Return the wrapper of a submodule, which applies ``rules`` during a call of the model, and else nothing."""
+        """Return the wrapper of a submodule with ``rules``. Submodules of equal rules share it, and so their graphs."""
         if rules.exchange is not None:
             return self._enter_heads if rules.exchange == "enter" else self._leave_heads
         name, attention, halo, gathers = rules.name, rules.attention, rules.halo, rules.gathers
@@ -356,12 +329,10 @@ class Region:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
 
     def _enter_heads(self, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a projection on this rank's tokens, and return all tokens of this rank's heads."""
         output = call(projection, *args, **kwargs)
         return self._head_exchanges[-1].enter(output) if self._head_exchanges else output
 
     def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run an output projection on this rank's tokens, given all tokens ``x`` of this rank's heads."""
         return call(projection, self._head_exchanges[-1].leave(x) if self._head_exchanges else x, *args, **kwargs)
 
 
@@ -378,11 +349,11 @@ def apply_plan(
     on_one_rank: bool = False,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Change ``module`` in place so that its calls run over ``mesh``: sharded inputs, attention over all ranks,
-    gathered outputs.
+    """Change ``module`` in place so that its calls run over ``mesh``, with sharded inputs, attention over all ranks and
+    gathered outputs. A plan that was applied before is replaced.
 
-    A plan that was applied before is replaced. On a mesh of one rank nothing is applied, unless ``options.backend``,
-    ``attn_func``, ``cross_backend`` or ``on_one_rank`` is given, or ``batch`` splits samples. Inside
+    On a mesh of one rank nothing is applied, unless ``options.backend``, ``attn_func``, ``cross_backend`` or
+    ``on_one_rank`` is given, or ``batch`` splits samples. Inside
     :func:`~para_core.distributed.consistency.inputs_verified`, neither ``require_equal`` nor ``around`` is called.
 
     Args:
@@ -390,7 +361,7 @@ def apply_plan(
         batch: The mesh dim over which the samples of a batch are split, if ``plan.batched`` is set.
         require_equal: Called with the arguments of each eager call; raises if they differ between ranks.
         attn_func: Computes local attention instead of SDPA.
-        options, cross_backend: Attention options, and the backend for cross-attention, as in :meth:`Region.use`.
+        options, cross_backend: As in :meth:`Region.use`.
         on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other options later.
         around: Returns a context manager in which each eager call runs, entered after ``require_equal``.
 
@@ -401,11 +372,10 @@ def apply_plan(
     if not isinstance(plan, Plan):
         plan = published_plan(plan)
     options = options or AttnOptions()
-    is_default_attention = options.backend is None and cross_backend is None and attn_func is None
-    splits_samples = batch is not None and batch.size > 1 and bool(plan.batched)
-    if mesh.ranks == 1 and is_default_attention and not on_one_rank and not splits_samples:
-        return
     region = Region(module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around)
+    is_default_attention = options.backend is None and cross_backend is None and attn_func is None
+    if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
+        return
     region.attach(module)
     wrap_method(module, CALL_WITH_HOOKS, _KEY, region.run, order=WrapperPriority.PLAN)
     wrap_method(module, "__call__", _KEY, region.call_outer, order=WrapperPriority.PLAN)
@@ -414,8 +384,7 @@ def apply_plan(
 def remove_plan(module: nn.Module) -> None:
     """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
     region = region_of(module)
-    submodules = [] if region is None else list(region.submodules.values())
-    for submodule in {*module.modules(), *submodules}:
+    for submodule in {*module.modules(), *(() if region is None else region.submodules.values())}:
         unwrap(submodule, _KEY)
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -23,7 +23,7 @@ from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import define_collective, done
 from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
-from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_alike
+from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_method
 from para_core.modes.interceptor import intercept
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
@@ -270,15 +270,14 @@ class PatchHooks:
             self._attending.pop()
 
     def install(self) -> None:
-        groups: dict[tuple[ModuleRules, tuple[str, ...]], list[nn.Module]] = {}
+        hook_of = cache(self._hook)
+        outputs_hook_of = cache(lambda rules: partial(self._split_outputs, rules.of_outputs, rules.name))
         for submodule, rules in self._matches.values():
-            groups.setdefault((rules, parameters_of(submodule)), []).append(submodule)
-        for (rules, parameters), submodules in groups.items():
-            hook = self._hook(rules, parameters)
-            wrap_alike(submodules, "__call__", _INPUTS, hook, order=WrapperPriority.PATCH)
+            hook = hook_of(rules, parameters_of(submodule))
+            wrap_method(submodule, "__call__", _INPUTS, hook, order=WrapperPriority.PATCH)
             if rules.of_outputs:
-                hook = partial(self._split_outputs, rules.of_outputs, rules.name)
-                wrap_alike(submodules, "__call__", _OUTPUTS, hook, order=WrapperPriority.PATCH_OUTPUTS)
+                hook = outputs_hook_of(rules)
+                wrap_method(submodule, "__call__", _OUTPUTS, hook, order=WrapperPriority.PATCH_OUTPUTS)
 
     def remove(self) -> None:
         for submodule, _ in self._matches.values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -19,15 +20,7 @@ from torch import Tensor, nn
 from para_core.distributed.consistency import RequireEqual
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
-from para_core.instance_patching import (
-    WrapperPriority,
-    is_compiled,
-    original_class,
-    unwrap,
-    wrap_alike,
-    wrap_method,
-    wrapper,
-)
+from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_method, wrapper
 from para_core.plans.current_call import STAGES, attention_is_skipped
 from para_core.plans.module_matching import parameters_of
 from para_core.torch_internals import is_registered, pytree
@@ -139,17 +132,15 @@ class Stages:
     def install(self) -> None:
         """Wrap the model, the blocks of other stages, and, except on the first stage, the first block of this stage."""
         wrap_method(self.module, "__call__", STAGES, self.run, order=WrapperPriority.STAGES)
-        # The blocks with one wrapper, by what it does in place of the block, by the streams and by the parameters.
-        wrapped: dict[tuple[_Instead | None, tuple[str, ...], tuple[str, ...]], list[nn.Module]] = {}
+        # Blocks with equal wrappers share one, and so a class and a graph.
+        around_of = cache(_Around)
         for index, staged in enumerate(self.blocks):
             instead: _Instead | None = self._sent if index == self.own.stop else None
             if index == self.own.start and self.dim.index > 0:
                 instead = self._received
             if instead is not None or index not in self.own:
-                kind = (instead, staged.streams, parameters_of(staged.block))
-                wrapped.setdefault(kind, []).append(staged.block)
-        for key, modules in wrapped.items():
-            wrap_alike(modules, "__call__", STAGES, _Around(*key), order=WrapperPriority.STAGED_BLOCK)
+                around = around_of(instead, staged.streams, parameters_of(staged.block))
+                wrap_method(staged.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
         self.gradients.stop(self.module)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -180,6 +171,7 @@ class Stages:
         return output
 
     def on_all(self, block: nn.Module, output: Any) -> Any:
+        """Return the ``output`` of ``block`` on every stage."""
         # A cache may skip all blocks of this stage, so allow the call to end without an intercepted attention call.
         attention_is_skipped(self.module)
         index = next(index for index, staged in enumerate(self.blocks) if staged.block is block)
@@ -209,9 +201,7 @@ _Instead = Callable[[list[Any], Callable[[list[Any]], Any]], Any]
 class _Around:
     """A wrapper of blocks that returns ``instead(inputs, compute)``, or the block's inputs if there is no result.
 
-    Args:
-        instead: Called in place of the block.
-        streams, parameters: Names of the token streams, and of all parameters, of the block.
+    ``streams`` and ``parameters`` are the names of the token streams, and of all parameters, of the block.
     """
 
     def __init__(self, instead: _Instead | None, streams: tuple[str, ...], parameters: tuple[str, ...]) -> None:
@@ -303,7 +293,12 @@ def gather_stages(module: nn.Module) -> None:
 
 
 def _gather_weights(stages: Stages) -> None:
-    _require_ranks(stages)
+    if not torch.distributed.is_initialized() or not is_registered(stages.dim.group):
+        raise RuntimeError(
+            f"this {original_class(stages.module).__name__} holds blocks {stages.own.start} to {stages.own.stop - 1} "
+            f"of {len(stages.blocks)}; the other stages have the rest, and their process group was destroyed. Load the "
+            "pipeline again: from_pretrained(...)."
+        )
     # Synchronise the links, because a failed generation may have left messages in flight.
     stages.links.begin()
     # The blocks of this stage may have no weights; the layers around them, which every rank has, then tell the device.
@@ -329,12 +324,3 @@ def _gather_weights(stages: Stages) -> None:
                     whole = nn.Parameter(whole, requires_grad=weight.requires_grad)
                 put_weight(owners, whole)
     stages.freed = False
-
-
-def _require_ranks(stages: Stages) -> None:
-    if not torch.distributed.is_initialized() or not is_registered(stages.dim.group):
-        raise RuntimeError(
-            f"this {original_class(stages.module).__name__} holds blocks {stages.own.start} to {stages.own.stop - 1} "
-            f"of {len(stages.blocks)}; the other stages have the rest, and their process group was destroyed. Load the "
-            "pipeline again: from_pretrained(...)."
-        )

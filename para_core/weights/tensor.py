@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from para_core.instance_patching import (
-    Around,
-    WrapperPriority,
-    unwrap,
-    unwrapped_class,
-    wrap_alike,
-    wrap_method,
-)
+from para_core.instance_patching import Around, WrapperPriority, unwrap, unwrapped_class, wrap_alike, wrap_method
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import parameter_slots
 from para_core.weights.parameters import Gradients, consists_of_tensors, map_plain_tensors, plain_tensors

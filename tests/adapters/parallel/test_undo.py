@@ -159,7 +159,7 @@ WEIGHTS = "para_core.adapters.weights"
 # Functions that a step calls, by the module in which it looks them up.
 STEPS_OF_PIPE = {
     "plan": f"{PARALLEL}.transformer.apply_plan",
-    "submodules": "para_core.plans.region.wrap_alike",
+    "submodules": "para_core.plans.region.wrap_method",
     "time-out": f"{PARALLEL}.parts.override_timeouts",
     "one group": "para_core.distributed.timeouts.set_group_timeout",
     "call": f"{PARALLEL}.call.wrap_method",
