@@ -85,29 +85,9 @@ class _Arriving(NamedTuple):
 def _give(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[_Arriving] = ()
 ) -> _Arriving:
-    """Start an all-to-all that sends a copy of ``rows``, ``[S, B, H, D]``, to each of ``peers``.
-
-    ``sizes[i]`` rows are received from ``peers[i]``. In autograd this all-to-all depends on the ``earlier`` ones.
-    """
+    """Start an all-to-all like :func:`_start` that sends a copy of ``rows`` to each of ``peers``."""
     copies = rows if len(peers) == 1 else rows.expand(len(peers), *rows.shape)
     return _start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
-
-
-def _give_back(
-    rows: Tensor,
-    peers: Sequence[int],
-    sizes: Sequence[int],
-    num_own: int,
-    dim: MeshDim,
-    earlier: Sequence[_Arriving] = (),
-) -> _Arriving:
-    """Start an all-to-all that returns to each peer the results for the rows that came from it by :func:`_give`.
-
-    ``rows``, ``[S, B, H, D]``, holds ``sizes[i]`` rows for each ``peers[i]``, in order. From each peer this rank
-    receives ``num_own`` rows, one for each row that it gave. In autograd this all-to-all depends on the ``earlier``
-    ones.
-    """
-    return _start(rows, peers, sizes, [num_own] * len(peers), dim, earlier)
 
 
 def _start(
@@ -116,8 +96,12 @@ def _start(
     send: Sequence[int],
     receive: Sequence[int],
     dim: MeshDim,
-    earlier: Sequence[_Arriving],
+    earlier: Sequence[_Arriving] = (),
 ) -> _Arriving:
+    """Start an all-to-all that sends the next ``send[i]`` rows of ``rows``, ``[S, B, H, D]``, to ``peers[i]``.
+
+    ``receive[i]`` rows are received from ``peers[i]``. In autograd this all-to-all depends on the ``earlier`` ones.
+    """
     shape = rows.shape[-3:]
     send_sizes, receive_sizes = [0] * dim.size, [0] * dim.size
     for peer, sent, received in zip(peers, send, receive, strict=True):
@@ -171,7 +155,7 @@ def attention_2d(
         others.add((keys, values), 1, is_last=True)
         inputs = [query, key, value, *([] if mask is None else [mask])]
         packed = add_autograd_dependency(_pack(*others.result(key, value), inputs), inputs)
-        arriving.append(_give_back(packed, grid.row, sizes, S, dim, arriving))
+        arriving.append(_start(packed, grid.row, sizes, [S] * len(grid.row), dim, arriving))
     own.add((keys, values), 1, is_last=others is None)
     merged = Merged()
     merged.add(*own.result(key, value))
@@ -238,10 +222,11 @@ def attention_2d_backward(
     of_column = None if others is None else others.add((keys, values), 1)
     of_row, mask_of_row = (None, None) if others is None else others.result()
     if of_row is not None:
-        arriving_queries = _give_back(_by_token(of_row), grid.row, sizes, S, dim)
+        arriving_queries = _start(_by_token(of_row), grid.row, sizes, [S] * len(grid.row), dim)
     grads = own.add((keys, values), 1)
     of_column = grads if of_column is None else [grad.add_(other) for grad, other in zip(grads, of_column, strict=True)]
-    arriving_keys = _give_back(_by_token(*of_column), grid.column, grid.column_sizes, travels[0].shape[2], dim)
+    num_own = [travels[0].shape[2]] * len(grid.column)
+    arriving_keys = _start(_by_token(*of_column), grid.column, grid.column_sizes, num_own, dim)
     grad_query, grad_mask = own.result()
     if of_row is not None:
         grad_query = grad_query + _by_head(_summed(arriving_queries.wait(), len(grid.row)), D)[0]

@@ -20,7 +20,7 @@ from para_core.attention.backends import (
     fold_causal,
     no_backend,
 )
-from para_core.attention.libraries import LIBRARIES, require_tensors
+from para_core.attention.libraries import LIBRARIES, refuse_mask_and_causal_oblong, require_tensors
 from para_core.torch_internals import math_sdp_enabled
 from para_core.triton_support import has_triton, is_interpreting
 
@@ -71,25 +71,10 @@ def resolve_backend(
             f'backend="{backend}" needs a CUDA device, and query is on the CPU. Name another backend, or none.'
         )
     elif backend == "flash" and not query.is_cpu:
-        _require_flash_of_cuda(query, value, masked=masked, is_causal=is_causal)
+        # PyTorch's FlashAttention operator on CUDA would silently compute these calls wrongly: it has no argument for a
+        # mask (see transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
+        refuse_mask_and_causal_oblong(backend, query, value, masked=masked, is_causal=is_causal)
     return backend
-
-
-def _require_flash_of_cuda(query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
-    """Raise ``RuntimeError`` for calls that PyTorch's FlashAttention operator on CUDA would silently compute wrongly.
-
-    The operator has no argument for a mask, and it aligns the causal diagonal with the last key
-    (transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
-    """
-    if masked:
-        raise RuntimeError(
-            'backend="flash" takes no attn_mask on a GPU, and this call has one. Name another backend, or none.'
-        )
-    if is_causal and query.shape[-2] != value.shape[-2]:
-        raise RuntimeError(
-            f'backend="flash" takes is_causal on a GPU for as many keys as queries; these are {query.shape[-2]} '
-            f"queries and {value.shape[-2]} keys. Name another backend, or none."
-        )
 
 
 def _fastest(query: Tensor, *, masked: bool, is_causal: bool) -> Backend | None:

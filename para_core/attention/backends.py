@@ -118,26 +118,22 @@ def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
 def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
     """Return ``(mask, is_causal)`` with the causal mask merged into ``mask``, so that at most one of them is set.
 
-    The returned mask has a dtype that the backends accept. If ``mask`` is None, both arguments are returned unchanged.
+    The returned mask has a dtype that SDPA accepts: bool or that of ``query``; on a CPU also float32. If ``mask`` is
+    None, both arguments are returned unchanged.
     """
     if mask is None:
         return None, is_causal
     if is_causal:
         causal = mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -inf)
-    return _in_taken_dtype(mask, query), False
-
-
-def _in_taken_dtype(mask: Tensor, query: Tensor) -> Tensor:
-    """Return ``mask`` in a dtype that SDPA accepts: bool or the dtype of query; on a CPU also float32."""
     if mask.dtype in (torch.bool, query.dtype) or (mask.dtype == torch.float32 and query.is_cpu):
-        return mask
+        return mask, False
     largest = torch.finfo(query.dtype).max
     if torch.finfo(mask.dtype).max <= largest:
-        return mask.to(query.dtype)
+        return mask.to(query.dtype), False
     # finfo(float32).min must not become -inf: in a row full of finfo.min SDPA gives all keys equal weights, but a row
     # full of -inf has no keys. Clamp to half of the range, because kernels multiply scores by log2(e).
-    return mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(mask == -inf, -inf)
+    return mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(mask == -inf, -inf), False
 
 
 def fully_masked_rows(mask: Tensor) -> Tensor:

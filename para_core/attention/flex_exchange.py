@@ -92,19 +92,6 @@ def _key_order(plan: AttentionPlan) -> TokenOrder:
     return TokenOrder(runs, ascending=True)
 
 
-def _replicated(x: Tensor, plan: AttentionPlan) -> Tensor:
-    """Return the replicated tokens of a ring rank's keys ``x``, ``[B, H, S_block, D]``.
-
-    After a Ulysses exchange the replicated tokens are the last ones. With one Ulysses rank no exchange takes place, and
-    the tokens are in the order of the layout.
-    """
-    layout, mesh = plan.spec.key_layout, plan.spec.mesh
-    if mesh.ulysses.size > 1:
-        return UlyssesPlan.replicated_of(x, layout)
-    _, replicated = split_by_kind(x, layout, mesh.rank)
-    return x[:, :, :0] if replicated is None else replicated
-
-
 # The functions below implement the operators. ``*call`` stands for the spec as text, its numbers, and the argument
 # ``after`` that every operator of define_collective has.
 
@@ -126,8 +113,14 @@ def _enter(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tenso
 def _all_gather_ring(x: Tensor, plan: AttentionPlan) -> Tensor:
     if not plan.ring.rotates:
         return x
-    sharded = take(x, 2, plan.ring.travels)
-    return torch.cat([all_gather(sharded, plan.ring.block_sizes, 2, plan.ring.dim), _replicated(x, plan)], dim=2)
+    layout, mesh = plan.spec.key_layout, plan.spec.mesh
+    # After a Ulysses exchange the replicated tokens are the last ones. With one Ulysses rank no exchange takes place,
+    # and the tokens are in the order of the layout.
+    replicated = (
+        UlyssesPlan.replicated_of(x, layout) if mesh.ulysses.size > 1 else split_by_kind(x, layout, mesh.rank)[1]
+    )
+    gathered = all_gather(take(x, 2, plan.ring.travels), plan.ring.block_sizes, 2, plan.ring.dim)
+    return torch.cat([gathered, x[:, :, :0] if replicated is None else replicated], dim=2)
 
 
 def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:

@@ -69,17 +69,7 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
 def flash_attention_4(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
     """Return a function for ``attn_func=`` that runs FlashAttention-4 (Hopper and Blackwell GPUs).
 
-    The result is exact up to rounding in the dtype of the input.
-
-    Args:
-        function (`Callable`, *optional*): The kernel. Defaults to ``flash_attn.cute.flash_attn_func``.
-        options: Keyword arguments of the kernel, such as ``pack_gqa=True``.
-
-    Returns:
-        A function that returns ``(out, lse)``. It accepts no mask.
-
-    Raises:
-        ImportError: The library is not installed.
+    It is like that of :func:`flash_attention_3`. ``function`` defaults to ``flash_attn.cute.flash_attn_func``.
     """
     return _flash_attention(_FLASH_4, function, options)
 
@@ -116,11 +106,7 @@ def _flash_attention(library: Library, function: Callable[..., Any] | None, opti
 
 
 def _asking_for_lse(function: Callable[..., Any], library: Library) -> dict[str, Any]:
-    """Return the keyword argument that makes ``function`` return lse, as a dict ``{name: True}``.
-
-    The dict is empty if ``function`` has no such argument, as in early versions of FlashAttention, which always return
-    lse.
-    """
+    """Return the keyword argument that makes ``function`` return lse, as ``{name: True}``; empty if it has none."""
     parameters = signature(function).parameters
     return {name: True for name in library.asks_for_lse if name in parameters}
 
@@ -207,23 +193,29 @@ def require_library(backend: str | None) -> None:
         import_kernel(LIBRARIES[backend][0])
 
 
-def require_tensors(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
-    """Raise ``RuntimeError`` if the library of ``backend`` does not support a call with these tensors.
+def refuse_mask_and_causal_oblong(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
+    """Raise ``RuntimeError`` for a call with a mask, or a causal one with unequal numbers of queries and keys.
 
-    A call must be without a mask, in float16 or bfloat16, and on CUDA. A causal call needs as many keys as queries,
-    because the libraries align the causal diagonal with the last key.
+    The backends for which this is called align the causal diagonal with the last key.
     """
-    library, _ = LIBRARIES[backend]
     if masked:
         raise RuntimeError(
-            f"backend={backend!r}: {library.name} takes no attn_mask, and this call has one. Name another backend, or "
-            "none."
+            f"backend={backend!r} takes no attn_mask on a GPU, and this call has one. Name another backend, or none."
         )
     if is_causal and query.shape[-2] != value.shape[-2]:
         raise RuntimeError(
-            f"backend={backend!r} takes is_causal for as many keys as queries; these are {query.shape[-2]} queries and "
-            f"{value.shape[-2]} keys. Name another backend, or none."
+            f"backend={backend!r} takes is_causal on a GPU for as many keys as queries; these are {query.shape[-2]} "
+            f"queries and {value.shape[-2]} keys. Name another backend, or none."
         )
+
+
+def require_tensors(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
+    """Raise ``RuntimeError`` if the library of ``backend`` does not support a call with these tensors.
+
+    A call must be in float16 or bfloat16, on CUDA, and pass :func:`refuse_mask_and_causal_oblong`.
+    """
+    library, _ = LIBRARIES[backend]
+    refuse_mask_and_causal_oblong(backend, query, value, masked=masked, is_causal=is_causal)
     if query.dtype not in DTYPES or query.device.type not in DEVICES:
         raise RuntimeError(
             f"backend={backend!r}: {library.name} takes float16 and bfloat16 on a CUDA device; this is {query.dtype} "

@@ -19,9 +19,9 @@ from torch import Tensor
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.ring_plan import GridPlan
 from para_core.attention.tiles import own_runs
-from para_core.attention.ulysses import UlyssesPlan, split_by_kind
+from para_core.attention.ulysses import split_by_kind
 from para_core.distributed.collectives import all_to_all
-from para_core.distributed.layout import Run, SequenceLayout
+from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.sharding import gather_tokens
 
 # A mask dim is "broadcast" if its size is 1, "global" if it has one entry per token of the whole sequence, and "local"
@@ -119,7 +119,12 @@ def _for_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tenso
         mask = gather_tokens(mask, 3, plan.spec.key_layout, mesh)
     heads = plan.heads.of_query if mask.shape[1] > 1 else [(0, 1)] * mesh.ulysses.size
     if extents.queries == "local" and plan.ulysses is not None:
-        mask = _rows_of_group(mask, plan.ulysses, heads)
+        # Exchange this rank's rows for all heads for the rows of the Ulysses group for this rank's heads.
+        layout = plan.spec.query_layout
+        sharded, text = split_by_kind(mask, layout, mesh.rank)
+        (mask,) = plan.ulysses.transfer([layout], [tuple(heads)], to_heads=True).start([sharded])()
+        if text is not None:
+            mask = torch.cat([mask, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)
     elif mask.shape[1] > 1:
         mask = mask.narrow(1, *heads[mesh.ulysses.index])
     of_row = [] if plan.grid is None else plan.grid.row_runs
@@ -143,15 +148,3 @@ def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
         send[peer], receive[peer] = rows.shape[0], size
     arrived = all_to_all(torch.cat([rows] * len(grid.row)), send, receive, grid.ring.dim)
     return torch.cat([rows, arrived]).movedim(0, 2)
-
-
-def _rows_of_group(mask: Tensor, ulysses: UlyssesPlan, heads: Sequence[Run]) -> Tensor:
-    """Exchange a mask's rows for heads in the Ulysses group.
-
-    ``mask`` has this rank's rows for all heads. The result has the rows of the whole group for this rank's heads. This
-    is a collective call, and differentiable.
-    """
-    layout, mesh = ulysses.query_layout, ulysses.mesh
-    sharded, text = split_by_kind(mask, layout, mesh.rank)
-    (block,) = ulysses.transfer([layout], [tuple(heads)], to_heads=True).start([sharded])()
-    return block if text is None else torch.cat([block, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)

@@ -25,11 +25,10 @@ from para_core.attention.call_agreement import (
     own_part,
     settle_call,
 )
-from para_core.attention.checks import check, check_kind, refuse_transforms
 from para_core.attention.local_rows import MaskReviews, has_single_tokens
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
-from para_core.attention.sdpa_call import SdpaCall
+from para_core.attention.sdpa_call import SdpaCall, check, check_kind, refuse_transforms
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.collectives import HostGroups
@@ -259,18 +258,6 @@ class MeshAttention:
         return usp_forward(plan, query, key, value, mask, attn_func=partial(run_attn_func, self._attn_func))[0]
 
 
-def _as_autocast_does(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Return the tensors cast to the autocast dtype, as autocast does for SDPA. float64 and bool are not cast."""
-    return tuple(
-        [
-            x.to(torch.get_autocast_dtype(x.device.type))
-            if x is not None and x.is_floating_point() and x.dtype != torch.float64
-            else x
-            for x in tensors
-        ]
-    )
-
-
 def _normalized(call: SdpaCall) -> SdpaCall:
     """Return ``call`` in a canonical form.
 
@@ -280,7 +267,14 @@ def _normalized(call: SdpaCall) -> SdpaCall:
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):
         # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its place.
-        query, key, value, mask = _as_autocast_does(query, key, value, mask)
+        # float64 and bool are not cast.
+        tensors: list[Any] = [
+            x.to(torch.get_autocast_dtype(x.device.type))
+            if x is not None and x.is_floating_point() and x.dtype != torch.float64
+            else x
+            for x in (query, key, value, mask)
+        ]
+        query, key, value, mask = tensors
     elif (
         mask is None
         and (is_causal is False or is_causal is True)

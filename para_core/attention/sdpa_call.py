@@ -1,15 +1,53 @@
-"""The arguments of an intercepted call of ``scaled_dot_product_attention``, as a named tuple."""
+"""The arguments of an intercepted call of ``scaled_dot_product_attention``: a named tuple, and their validation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import guard_or_true
 
-from para_core.attention.checks import LengthCheck
+from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_ad_globals, innermost_transform
+
+
+@dataclass(frozen=True)
+class LengthCheck:
+    """The lengths that a FlashAttention call requires of the whole sequences of queries and keys.
+
+    The lengths are checked later than the other arguments, when the layouts of queries and keys are known.
+
+    Args:
+        name: Name of the calling function, for error messages.
+        lower_right: Whether the call is causal and aligns its mask with the last query and the last key, as
+            FlashAttention does. Over several ranks only SDPA's alignment with the first ones is supported, so both
+            lengths must then be equal.
+        num_queries, num_keys: The lengths that the call passes (``cu_seqlens``), or None if it passes none.
+    """
+
+    name: str
+    lower_right: bool = False
+    num_queries: int | None = None
+    num_keys: int | None = None
+
+    def check(self, num_queries: int, num_keys: int) -> None:
+        """Raise ``ValueError`` if the call does not allow ``num_queries`` queries and ``num_keys`` keys in all."""
+        for kind, told, total in (("query", self.num_queries, num_queries), ("key", self.num_keys, num_keys)):
+            if told is not None and told != total:
+                raise ValueError(
+                    f"{self.name} was told that the {kind} has {told} tokens; expected those that this rank holds, or "
+                    f"all {total} of the sequence. Pass the offsets of the tokens that are in the tensor."
+                )
+        if self.lower_right and num_queries != num_keys:
+            raise ValueError(
+                f"{self.name} got causal=True with {num_queries} queries and {num_keys} keys. It aligns the mask with "
+                "the last query and key, which is not computed over several ranks. Pass causal=False for a single "
+                "query; otherwise use F.scaled_dot_product_attention with a mask for all tokens."
+            )
 
 
 class SdpaCall(NamedTuple):
@@ -56,3 +94,124 @@ class SdpaCall(NamedTuple):
 
 # An SdpaHandler is a function that computes an intercepted call of SDPA.
 SdpaHandler = Callable[[SdpaCall], Tensor]
+
+
+# The following functions validate the arguments of a call before anything is sent.
+
+
+def check_kind(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ``TypeError`` unless query, key and value are dense tensors, neither nested tensors nor DTensors."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor.")
+        if x.is_nested:
+            raise TypeError(
+                f"{name} is a nested tensor; attention over several ranks takes dense ones. Pad it "
+                "(x.to_padded_tensor(0.0)) and pass attn_mask, or attend under UnifiedAttnMode.disable()."
+            )
+        if isinstance(x, DTensor):
+            raise TypeError(
+                f"{name} is a DTensor; attention over several ranks takes this rank's part as a plain tensor: "
+                "x.to_local()."
+            )
+
+
+def check(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
+) -> None:
+    """Raise ``ValueError`` for arguments that SDPA refuses or that are not supported on several ranks."""
+    if not (query.ndim == key.ndim == value.ndim >= 3):
+        raise ValueError(
+            f"query, key and value must have the same number of dims, [B, H, S, D]; got {_shapes(query, key, value)}."
+        )
+    if not (query.dtype == key.dtype == value.dtype):
+        raise ValueError(
+            f"query, key and value must have one dtype; got {query.dtype}, {key.dtype}, {value.dtype}. Cast them."
+        )
+    if not (query.device == key.device == value.device):
+        raise ValueError(
+            f"query, key and value must be on one device; got {query.device}, {key.device}, {value.device}."
+        )
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same head dim; got {_shapes(query, key, value)}.")
+    if not _equal_shapes(key.shape[:-1], value.shape[:-1]):
+        raise ValueError(f"key and value must have the same batch, heads and length; got {_shapes(query, key, value)}.")
+    if query.shape[:-3] != key.shape[:-3]:
+        raise ValueError(
+            f"query and key must have the same batch; got {_shapes(query, key, value)}. Expand the smaller one."
+        )
+    num_heads, num_kv_heads = query.shape[-3], key.shape[-3]
+    if num_heads != num_kv_heads and not enable_gqa:
+        raise ValueError(f"query has {num_heads} heads and key {num_kv_heads}; pass enable_gqa=True for grouped heads.")
+    if num_heads != num_kv_heads and (num_kv_heads == 0 or num_heads % num_kv_heads):
+        raise ValueError(f"enable_gqa needs query heads divisible by key heads; got {num_heads} and {num_kv_heads}.")
+    if attn_mask is not None:
+        _check_mask(attn_mask, query)
+    refuse_dropout(dropout_p)
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+
+
+def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
+    """Whether two shapes are equal.
+
+    While tracing, lengths may depend on data. Two sizes count as equal if the comparison cannot be decided then.
+    """
+    if len(shape) != len(other):
+        return False
+    return all(guard_or_true(length == expected) for length, expected in zip(shape, other, strict=True))
+
+
+def _check_mask(mask: Tensor, query: Tensor) -> None:
+    """Raise ``ValueError`` if the mask has a wrong dtype or device, or does not broadcast over batch and heads.
+
+    The last two dims are not checked here, because they depend on the layouts.
+    """
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float that is added."
+        )
+    if mask.device != query.device:
+        raise ValueError(f"attn_mask is on {mask.device}, query on {query.device}; move the mask.")
+    if mask.ndim > query.ndim:
+        raise ValueError(f"attn_mask {list(mask.shape)} has more dims than query {list(query.shape)}.")
+    leading = mask.shape[:-2]
+    wanted = query.shape[query.ndim - 2 - len(leading) : -2]
+    if any(size not in (1, full) for size, full in zip(leading, wanted, strict=True)):
+        raise ValueError(
+            f"attn_mask {list(mask.shape)} does not broadcast over batch and heads of query {list(query.shape)}."
+        )
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    """Raise ``ValueError`` unless ``dropout_p`` is 0."""
+    if dropout_p > 0.0:
+        raise ValueError(
+            f"dropout_p={dropout_p} cannot be the same on several ranks as on one: each draws its own random numbers. "
+            "Pass dropout_p=0.0 (model.eval())."
+        )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def refuse_transforms() -> bool:
+    """Raise ``RuntimeError`` inside ``torch.func.vmap`` and in forward-mode AD, which collectives do not support.
+
+    Otherwise return True. Dynamo runs this function once, while tracing, and needs a result that it can treat as a
+    constant.
+    """
+    interpreter = innermost_transform()
+    kind = None if interpreter is None else interpreter.key()
+    if kind == TransformType.Vmap:
+        raise RuntimeError(
+            "attention over several ranks inside torch.func.vmap: a collective has no batching rule. Put the mapped "
+            "dim into the batch dim of query, key and value instead."
+        )
+    if kind == TransformType.Jvp or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
+        raise RuntimeError(
+            "attention over several ranks in forward-mode AD (torch.func.jvp, torch.autograd.forward_ad): tangents "
+            "would be lost. "
+            "Use reverse mode (torch.func.vjp, .backward()), or attend on one rank under UnifiedAttnMode.disable()."
+        )
+    return True

@@ -182,18 +182,15 @@ class UlyssesPlan:
     def _start_enter_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
         kinds = [split_by_kind(x, layout, self.mesh.rank) for x, layout in zip(tensors, self._layouts, strict=True)]
         finish = self._entering.start([sharded for sharded, _ in kinds])
-        return lambda: self._with_replicated(finish(), [text for _, text in kinds])
-
-    def _with_replicated(self, blocks: Sequence[Tensor], texts: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the blocks of query, key and value with this rank's heads of the replicated tokens appended.
-
-        ``texts`` are the replicated tokens of each tensor with all heads; None for a tensor without any.
-        """
         index = self.mesh.ulysses.index
-        return [
-            block if text is None else torch.cat([block, text.narrow(1, *heads[index])], dim=2)
-            for block, text, heads in zip(blocks, texts, self._heads, strict=True)
-        ]
+
+        def with_own_heads() -> list[Tensor]:
+            return [
+                block if text is None else torch.cat([block, text.narrow(1, *heads[index])], dim=2)
+                for block, (_, text), heads in zip(finish(), kinds, self._heads, strict=True)
+            ]
+
+        return with_own_heads
 
     @cached_property
     def _leaving(self) -> SlicedAllToAll:

@@ -116,10 +116,6 @@ def _all_gather_into(gathered: Tensor, x: Tensor, **options: Any) -> Any:
     return getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, x, **options)
 
 
-def _all_equal(sizes: Sequence[int]) -> bool:
-    return all(size == sizes[0] for size in sizes)
-
-
 LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 
 
@@ -215,7 +211,7 @@ def _all_to_all_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     rows, group = x.new_empty(sum(sizes), *x.shape[1:]), group_named(group_name)
-    if _all_equal(sizes):
+    if all(size == sizes[0] for size in sizes):
         _all_gather_into(rows, x.contiguous(), group=group)
         return rows, done(x)
     parts = list(rows.split(sizes))

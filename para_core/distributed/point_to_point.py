@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,33 +54,15 @@ class IncomingTensor:
         return self._buffer
 
 
-def _new_number() -> int:
-    """Return a number that was never returned before in this job, on any rank."""
-    if dist.get_backend() == "fake":
-        # The store of the fake backend cannot count. Any number will do, because that backend sends nothing.
-        return 1
-    number: int = default_store().add("para_core: links", 1)
-    return number
+class _Transfer(NamedTuple):
+    """One send or receive that was started: the transfer with index ``number``, from 0, of its edge."""
 
-
-class _Transfer:
-    """One send or receive that was started.
-
-    Args:
-        edge: The sender and the receiver.
-        number: The index of the transfer among all transfers of the edge, from 0.
-        work: The handle to wait for.
-        tensor: The buffer. It is kept here because it must exist until the transfer has ended: if the buffer of a
-            message in flight is freed, gloo permanently blocks the connection of the two ranks (``Pair::write`` and
-            ``Pair::prepareRead`` of its TCP transport).
-    """
-
-    __slots__ = ("edge", "number", "tensor", "work")
-
-    def __init__(self, edge: Edge, number: int, work: dist.Work | None, tensor: Tensor) -> None:
-        if work is None:
-            raise RuntimeError(f"this rank does not belong to the group of edge {edge[0]} → {edge[1]}.")
-        self.edge, self.number, self.work, self.tensor = edge, number, work, tensor
+    edge: Edge
+    number: int
+    work: dist.Work
+    # The buffer must exist until the transfer has ended: if the buffer of a message in flight is freed, gloo
+    # permanently blocks the connection of the two ranks (Pair::write and Pair::prepareRead of its TCP transport).
+    tensor: Tensor
 
 
 class Links:
@@ -103,6 +86,7 @@ class Links:
         self.dim, self._group = dim, dim.group
         self._ranks = dist.get_process_group_ranks(dim.group)
         self._nccl_device = _nccl_device(dim.group)
+        self._device = self._nccl_device or torch.device("cpu")
         self._edges = sorted(set(edges))
         self._groups: dict[Edge, ProcessGroup] = {}
         self._tag = 0
@@ -125,9 +109,11 @@ class Links:
         Raises:
             RuntimeError: A rank did not answer within the timeout.
         """
-        mesh = GuidedMesh(dim_of_one("batch"), one_rank(self._group_device.type), dim_of_one(TENSOR_DIM), self.dim)
+        mesh = GuidedMesh(dim_of_one("batch"), one_rank(self._device.type), dim_of_one(TENSOR_DIM), self.dim)
         started = [self._started[edge] for edge in self._edges]
-        records = exchange({"broken": self._is_broken(), "started": started}, mesh)
+        # Other Links between the same ranks share the communicators, and may have destroyed these.
+        broken = self._broken or not all(map(is_registered, self._groups.values()))
+        records = exchange({"broken": broken, "started": started}, mesh)
         counts = {
             edge: (records[edge[0]]["started"][number], records[edge[1]]["started"][number])
             for number, edge in enumerate(self._edges)
@@ -136,9 +122,20 @@ class Links:
             sent == received for sent, received in counts.values()
         ):
             return
-        self._end_transfers({edge: min(count) for edge, count in counts.items()})
+        # With gloo, wait for the transfers that both ranks of their edge have started. Drop the others.
+        if self._nccl_device is None:
+            for transfer in [*self._leaving, *self._arriving.values()]:
+                if transfer.number < min(counts[transfer.edge]):
+                    self.wait(transfer.work)
+        self._leaving.clear()
+        self._arriving.clear()
+        self._abort()
         numbers = [self._group_number(edge) for edge in self._edges]
-        new = _new_number() if self.dim.index == 0 else 0
+        new = 0
+        if self.dim.index == 0:
+            # This number was never used before in this job, on any rank. The fake backend, which sends nothing, has no
+            # store that counts.
+            new = 1 if dist.get_backend() == "fake" else default_store().add("para_core: links", 1)
         records = exchange({"numbers": numbers, "new": new}, mesh)
         self._tag = records[0]["new"]
         for number, edge in enumerate(self._edges):
@@ -170,28 +167,6 @@ class Links:
         self._leaving.clear()
         self._arriving.clear()
 
-    def _is_broken(self) -> bool:
-        # Other Links between the same ranks share the communicators, and may have destroyed these.
-        return self._broken or not all(map(is_registered, self._groups.values()))
-
-    def _end_transfers(self, matched: dict[Edge, int]) -> None:
-        """Wait for the first ``matched[edge]`` transfers of each edge, which both of its ranks have started. Drop the
-        others.
-
-        On NCCL all transfers are aborted instead.
-        """
-        if self._nccl_device is None:
-            for transfer in [*self._leaving, *self._arriving.values()]:
-                if transfer.number < matched[transfer.edge]:
-                    self.wait(transfer.work)
-        self._leaving.clear()
-        self._arriving.clear()
-        self._abort()
-
-    @property
-    def _group_device(self) -> torch.device:
-        return self._nccl_device or torch.device("cpu")
-
     def _description(self, edge: Edge) -> str:
         first, second = (self._ranks[index] for index in edge)
         return f"para_core: from rank {first} to rank {second}, "
@@ -216,7 +191,7 @@ class Links:
             self._groups[edge] = self._group
             return
         is_new = number != self._group_number(edge)
-        timeout = group_timeout(self._group, self._group_device)
+        timeout = group_timeout(self._group, self._device)
         ranks = [self._ranks[index] for index in edge]
         self._groups[edge] = find_or_make_group(f"{self._description(edge)}{number}", ranks, timeout=timeout)
         if is_new:
@@ -224,8 +199,7 @@ class Links:
             # other rank. Here all ranks go through the edges in the same order, so no cycle of ranks can wait for each
             # other, as might happen in the middle of a generation.
             x = torch.zeros(1, device=self._nccl_device)
-            transfer = self._send if self.dim.index == edge[0] else self._receive
-            transfer(edge, x).work.wait()
+            self._start(edge, x).work.wait()
             x.item()
 
     def _abort(self) -> None:
@@ -249,15 +223,14 @@ class Links:
         timeout: timedelta = group_timeout(self._group, torch.device("cpu"))
         return timeout
 
-    def _send(self, edge: Edge, x: Tensor) -> _Transfer:
-        work = dist.isend(x, self._ranks[edge[1]], group=self._groups[edge], tag=self._tag)
+    def _start(self, edge: Edge, x: Tensor) -> _Transfer:
+        """Start to send ``x`` if this rank is the sender of ``edge``, or to receive into it if it is the receiver."""
+        call, peer = (dist.isend, edge[1]) if self.dim.index == edge[0] else (dist.irecv, edge[0])
+        work = call(x, self._ranks[peer], group=self._groups[edge], tag=self._tag)
+        if work is None:
+            raise RuntimeError(f"this rank does not belong to the group of edge {edge[0]} → {edge[1]}.")
         self._started[edge] += 1
         return _Transfer(edge, self._started[edge] - 1, work, x)
-
-    def _receive(self, edge: Edge, buffer: Tensor) -> _Transfer:
-        work = dist.irecv(buffer, self._ranks[edge[0]], group=self._groups[edge], tag=self._tag)
-        self._started[edge] += 1
-        return _Transfer(edge, self._started[edge] - 1, work, buffer)
 
     def send(self, x: Tensor, to: int) -> None:
         """Start to send ``x`` to the rank with index ``to``. Do not change ``x`` until :meth:`drain` has returned."""
@@ -265,7 +238,7 @@ class Links:
             self._leaving.popleft()
         # Copy the tensor to the CPU for gloo, which can only send CPU tensors.
         x = x.detach().to(self._host_or_own(x)).contiguous()
-        self._leaving.append(self._send((self.dim.index, to), x))
+        self._leaving.append(self._start((self.dim.index, to), x))
         self.sent, self.bytes_sent = self.sent + 1, self.bytes_sent + x.numel() * x.element_size()
 
     def receive(self, like: Tensor, source: int) -> IncomingTensor:
@@ -276,7 +249,7 @@ class Links:
         can send (to load a kernel, or to allocate memory), and then both ranks wait for ever.
         """
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self._host_or_own(like))
-        transfer = self._receive((source, self.dim.index), buffer)
+        transfer = self._start((source, self.dim.index), buffer)
         self._arriving[transfer.edge, transfer.number] = transfer
         return IncomingTensor(self, transfer, like.device)
 

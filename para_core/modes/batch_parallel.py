@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.attention.checks import refuse_dropout
-from para_core.attention.sdpa_call import SdpaCall
+from para_core.attention.sdpa_call import SdpaCall, refuse_dropout
 from para_core.distributed.create_mesh import require_own_gpus
 from para_core.distributed.layout import SequenceLayout, even_layout
 from para_core.distributed.mesh import batch_mesh

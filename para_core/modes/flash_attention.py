@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from para_core.attention.checks import LengthCheck
-from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
+from para_core.attention.sdpa_call import LengthCheck, SdpaCall, SdpaHandler
 from para_core.torch_internals import (
     CustomOpDef,
     DisableTorchFunctionSubclass,
