@@ -107,10 +107,7 @@ def _in_tensor(region: CopyRegion, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _in_buffer(region: CopyRegion, tensors: Sequence[Tensor], buffer: Tensor, rounded_to: torch.dtype | None) -> Tensor:
-    """Return the region as a view of the buffer, ``[tokens, B, heads, D]``.
-
-    With ``rounded_to`` the last dim is D + 4: the rounded numbers and their scale.
-    """
+    """Return the region as a view of the buffer, ``[tokens, B, heads, D]``, or D + 4 if rounded."""
     batch, _, _, width = tensors[region.tensor].shape
     width += 0 if rounded_to is None else SCALE_BYTES
     size = region.tokens, batch, region.heads, width

@@ -31,11 +31,8 @@ def moments(x: Tensor, groups: int) -> Tensor:
 
 
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the variance and the mean of each group, like ``torch.var_mean`` but faster on a CPU.
-
-    ``torch.var_mean`` is not vectorized on CPUs and takes twelve times as long. This function first reduces each
-    channel, then the channels of a group. A single sum over a group would take up to 60 times as long if channels are
-    the last dim in memory, as after CPU convolutions, because that sum is not vectorized either.
+    """Return the variance and the mean of each group, like ``torch.var_mean``, which is not vectorized on CPUs and
+    takes twelve times as long. Reduce each channel first: a sum over a group is as slow if channels are last in memory.
     """
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims)

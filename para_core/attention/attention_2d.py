@@ -61,10 +61,8 @@ def _by_token(*tensors: Tensor) -> Tensor:
 
 
 def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
-    """Undo :func:`_by_token`: split ``[S, B, H, sum of D_i]`` into tensors ``[B, H, S, D_i]``; ``widths`` are the D_i.
-
-    The results are views if all widths are equal. Otherwise they are copies, because kernels require rows that begin at
-    multiples of their width.
+    """Undo :func:`_by_token`: split rows into tensors ``[B, H, S, D_i]`` of these widths D_i. These are views, or
+    copies if the widths differ, because kernels require rows that begin at multiples of their width.
     """
     parts = [rows] if len(widths) == 1 else rows.split_with_sizes(list(widths), dim=-1)
     if any(width != widths[0] for width in widths):
@@ -169,10 +167,8 @@ def attention_2d(
 
 
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return ``out`` as ``[S, B, H, D_v + n]``, in which each vector of ``out`` is followed by its lse.
-
-    If any of ``inputs`` requires a gradient, the result has the dtype of lse, and n is 1. Otherwise it has the dtype of
-    the query, ``inputs[0]``, and the bytes of one lse fill n = 1 or 2 elements of this dtype.
+    """Return ``out`` and ``lse`` as ``[S, B, H, D_v + n]``, in the dtype of lse (n is 1) if any of ``inputs`` requires
+    a gradient, else in that of the query, ``inputs[0]``, in which the bytes of one lse fill n = 1 or 2 elements.
     """
     lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -182,12 +178,8 @@ def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield out ``[B, H, S, D_v]`` and lse ``[B, H, S]`` of each rank from ``rows``, which :func:`_pack` packed.
-
-    Args:
-        rows: The packed results of ``num_ranks`` ranks, concatenated along dim 0.
-        width: D_v.
-        dtype: The dtype of lse.
+    """Yield out ``[B, H, S, width]`` and lse ``[B, H, S]``, of ``dtype``, of each rank from ``rows``, which
+    :func:`_pack` packed on ``num_ranks`` ranks.
     """
     rows = rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:])
     lses = _as_lse(rows[..., width:], dtype)

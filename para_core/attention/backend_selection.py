@@ -146,10 +146,7 @@ def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend
 
 
 def _choice_of_pytorch(query: Tensor, value: Tensor, mask: Tensor | None) -> int | None:
-    """Return the ``SDPBackend`` value that SDPA would choose for a small call with the same dtypes and head dims.
-
-    Return None if no enabled backend can compute it.
-    """
+    """Return the ``SDPBackend`` value that SDPA would choose for a small call of this kind; None if no backend can."""
     enabled = tuple([is_enabled() for is_enabled in SWITCHES.values()])
     mask_dtype = None if mask is None else mask.dtype
     choice: int | None = _constant_choice(
@@ -174,10 +171,7 @@ def _cached_choice(
     mask_dtype: torch.dtype | None,
     enabled: tuple[bool, ...],
 ) -> int | None:
-    """Return the ``SDPBackend`` value that SDPA chooses for two tokens and one head; None if no backend can.
-
-    ``enabled`` says which of the backends in ``SWITCHES`` are enabled. It is not read, but must be in the cache key.
-    """
+    """Compute :func:`_choice_of_pytorch`. ``enabled``, the backends that are enabled, is only in the cache key."""
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
     mask, _ = fold_causal(mask, False, query, query)

@@ -33,10 +33,7 @@ def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
 
 
 def expand(x: Tensor, heads: Tensor | None) -> Tensor:
-    """Return ``x``, ``[B, H_kv, S, D]``, with one key head per query head: key head ``heads[i]`` for query head ``i``.
-
-    If ``heads`` is None, return ``x`` itself.
-    """
+    """Return ``x``, ``[B, H_kv, S, D]``, with key head ``heads[i]`` for query head i, or ``x`` itself without heads."""
     return x if heads is None else x.index_select(1, heads)
 
 
@@ -107,16 +104,10 @@ class FiniteMaskedRows:
         ]
 
     def lse_of_tile(self, lse: Tensor, mask: Tensor, num_keys: int, *, diagonal: bool) -> Tensor:
-        """Return the corrected lse ``[B, H, S_q]`` of attention to some of the keys (a tile).
+        """Return the corrected lse ``[B, H, S_q]`` of attention to some of the keys (a tile), which have this ``mask``.
 
-        In absorbed rows this is the logarithm of the number of the tile's keys that have the row's maximum; other rows
-        keep ``lse``.
-
-        Args:
-            lse: ``[B, H, S_q]``, the lse that a backend computed.
-            mask: ``[B or 1, H or 1, S_q or 1, S_k or 1]``, the mask of the tile's keys.
-            num_keys: S_k, the number of the tile's keys.
-            diagonal: Whether query i sees only keys 0 … i of the tile.
+        In absorbed rows this is the logarithm of the number of the tile's ``num_keys`` keys that have the row's
+        maximum; other rows keep ``lse``. With ``diagonal``, query i sees only keys 0 … i of the tile.
         """
         equal = (mask == self.highest).expand(*mask.shape[:-1], num_keys)
         if diagonal:
@@ -138,13 +129,9 @@ class BlockAttention:
     """Attention of one set of queries to key blocks that are added one by one. Partial results are merged by lse.
 
     Args:
-        query: ``[B, H, S_q, D]``.
-        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows are in the order of ``query``, columns are positions in
-            the whole sequence.
+        query, mask, heads, attn_func: The arguments of :func:`~para_core.attention.ring.ring_attention`.
         tiling: Which queries see which keys of each block.
         spec: The specification of the call; its scale and backend are used.
-        heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
-        attn_func: Computes local attention in place of the backend, if it is not None.
     """
 
     def __init__(
@@ -171,12 +158,9 @@ class BlockAttention:
         self._attn_func = partial(local_attention_with_lse, backend=self._backend) if attn_func is None else attn_func
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
-        """Compute attention to one more key block and merge it into the result.
+        """Compute attention to the key block with index ``step`` in the tiling, and merge it into the result.
 
-        Args:
-            block: Keys ``[B, H_kv, S_k, D]`` and values ``[B, H_kv, S_k, D_v]``.
-            step: The index of the block in the tiling.
-            is_last: Whether no other block follows, so that the result may be rounded to the dtype of query.
+        If it ``is_last``, the result may be rounded to the dtype of query.
         """
         by_position = self._tiling.by_position
         k, v = block
@@ -216,9 +200,7 @@ class BlockAttention:
     def result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return out ``[B, H, S_q, D_v]``, in float32 if partial results were merged, and lse ``[B, H, S_q]``.
 
-        Args:
-            key, value: Keys and values of any block, from which the result of queries that saw no key gets its shape
-                and dtype.
+        The result of queries that saw no key gets its shape and dtype from ``key`` and ``value`` of any block.
         """
         nothing = key[:, :, :0], value[:, :, :0]
         results = [
@@ -238,11 +220,8 @@ def rows_of_pieces(mask: Tensor | None, tiling: Tiling) -> Sequence[Tensor | Non
 class BlockGradients:
     """The backward of :class:`BlockAttention`, one key block at a time.
 
-    Args:
-        grad_out: The gradient of out, ``[B, H, S_q, D_v]``.
-        out, lse: ``[B, H, S_q, D_v]`` and ``[B, H, S_q]``, the final results over the keys of all ranks.
-        query, mask, tiling, spec, heads: The arguments of :class:`BlockAttention`.
-        mask_gradient: Whether to compute the gradient of ``mask``.
+    ``out`` and ``lse`` are the final results over the keys of all ranks, and ``mask_gradient`` says whether to compute
+    the gradient of ``mask``. The other arguments are those of :class:`BlockAttention`.
     """
 
     def __init__(
@@ -323,10 +302,7 @@ class BlockGradients:
 
 @dataclass(frozen=True)
 class _QueryGroup:
-    """A group of queries that all see the same keys of every block, with their tensors and the gradients so far.
-
-    The gradients are accumulated in place, in the dtype of lse.
-    """
+    """A group of queries that see the same keys, with their tensors and their gradients so far, in the dtype of lse."""
 
     query: Tensor
     grad_out: Tensor

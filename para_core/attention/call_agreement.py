@@ -155,8 +155,7 @@ NO_MASK = OwnPart(-1, -1, 0, 0, 0)
 def _mask_code(mask: Tensor, num_leading: int) -> int:
     """Encode the dtype, the ``requires_grad`` and the leading dims of ``mask`` as one integer, which ranks compare.
 
-    For each leading dim (all but the last two) the integer has a bit that is 0 if the size is 1. ``num_leading`` is the
-    number of leading dims of the query, to which those of the mask are broadcast.
+    Each of the ``num_leading`` leading dims of the query has a bit, which is 0 if the size of the mask there is 1.
     """
     dtype = _DTYPES.index(mask.dtype) + 1 if mask.dtype in _DTYPES else len(_DTYPES) + 1
     leading = [1] * (num_leading - max(mask.ndim - 2, 0)) + [*mask.shape[:-2]]
@@ -318,9 +317,7 @@ def _texts(parts: Sequence[OwnPart]) -> str:
 
 def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
     """Whether the masks are key masks: each has equal rows and a column for each key of its rank, and one hides a key.
-
-    Ranks without a mask, or with a mask of one row, are not checked. If no other mask hides a key, the masks may also
-    be parts of a larger mask that was cut along both dims.
+    Otherwise they may be parts of a larger mask that was cut along both dims. Masks of one row are not checked.
     """
     held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     return all(
@@ -330,12 +327,10 @@ def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
 
 
 def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
-    """Return the mask sizes ``(rows, columns)`` of all ranks, with sizes filled in for ranks without a mask.
-
-    A rank without a mask gets one row with a column for each of its own keys. The other masks must have this form too.
+    """Return the mask sizes of all ranks, with one row and a column for each of its keys for a rank without a mask.
 
     Raises:
-        ValueError: The masks of the other ranks have another form, so the missing mask cannot be guessed.
+        ValueError: The masks of the other ranks do not have this form, so the missing mask cannot be guessed.
     """
     held = spec.key_layout.sizes()
     fits = all(rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes))
@@ -345,13 +340,8 @@ def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) ->
 
 
 def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
-    """Return a mask that hides nothing, for a rank without a mask.
-
-    Args:
-        code: The result of :func:`_mask_code` on the other ranks, from which the mask gets its dtype,
-            ``requires_grad`` and leading dims.
-        query: The query of this rank.
-        last: The numbers of rows and columns of the mask.
+    """Return a mask that hides nothing, with ``last`` as its numbers of rows and columns, for a rank without a mask.
+    ``code`` is what :func:`_mask_code` returned on the other ranks.
     """
     dtype = _dtype_of(code) or _DTYPES[-1]
     leading = [size if code >> _DTYPE_BITS + dim & 1 else 1 for dim, size in enumerate(query.shape[:-2])]
@@ -366,12 +356,7 @@ def _with_broadcast_rows(
 ) -> tuple[Tensor | None, list[tuple[int, int]]]:
     """Give a rank without queries a mask of one row, if the mask of every other rank has one row for all queries.
 
-    Args:
-        mask: The mask of this rank.
-        sizes: The mask sizes ``(rows, columns)`` of all ranks.
-
-    Returns:
-        The mask of this rank and the mask sizes of all ranks, both unchanged if the condition is not met.
+    Return the mask of this rank and the mask sizes of all ranks, both unchanged if the condition is not met.
     """
     held = layout.sizes()
     without = [own for own, (rows, _) in enumerate(sizes) if rows == 0 and held[own] == 0]

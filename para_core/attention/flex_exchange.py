@@ -80,10 +80,7 @@ def _query_order(plan: AttentionPlan) -> TokenOrder:
 
 
 def _key_order(plan: AttentionPlan) -> TokenOrder:
-    """Return the mapping between the order of the gathered keys and the order of the sequence.
-
-    Keys gathered over the ring are the sharded tokens of each ring rank, followed by the replicated tokens.
-    """
+    """Return the order of gathered keys: the sharded tokens of each ring rank, followed by the replicated tokens."""
     layout, mesh = plan.spec.key_layout, plan.spec.mesh
     runs = own_runs(layout, mesh)
     if plan.ring.rotates:

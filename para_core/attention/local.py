@@ -139,15 +139,12 @@ def continued_attention(
     backend: Backend | None = None,
     is_last: bool = False,
 ) -> None:
-    """Compute attention to ``key`` and merge the result into ``so_far`` in place, outside of autograd.
+    """Compute attention to ``key`` outside of autograd, and merge it into ``so_far``, that of the same queries to
+    earlier keys.
 
-    The Triton kernel continues from ``so_far`` in one launch, which reads and writes the float32 partial result once.
-    With any other backend, merging is one more launch.
-
-    Args:
-        so_far: The result of the same queries over the keys of earlier calls.
-        query, key, value, mask, is_causal, scale, backend: The arguments of :func:`local_attention_with_lse`.
-        is_last: Whether the result may be rounded to the dtype of query. Otherwise the merged result stays in float32.
+    The Triton kernel continues from ``so_far`` in one launch. With any other backend, merging is one more launch. If
+    the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged result stays in float32.
+    The other arguments are those of :func:`local_attention_with_lse`.
     """
     if so_far.count and 0 in (*query.shape, *key.shape):
         return
@@ -232,10 +229,8 @@ def _triton(
 
 
 def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
-    """Return the range ``(0, end of the last visible key)`` of each sample, an int32 tensor ``[B or 1, 1, 2]``.
-
-    The Triton kernel uses the range to skip padding at the end of the keys. The range stays on the device, so
-    the host does not wait. Return None unless the mask is a bool mask that is equal for all heads and queries.
+    """Return the range ``(0, end of the last visible key)`` of each sample, int32 ``[B or 1, 1, 2]``, by which the
+    Triton kernel skips padding at the end; None unless the mask is bool and equal for all heads and queries.
     """
     if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
         return None
@@ -244,10 +239,7 @@ def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
 
 
 def as_sdpa(out: Tensor) -> Tensor:
-    """Return ``out``, ``[B, H, S, D]``, with the memory layout of SDPA's result, ``[B, S, H, D]``.
-
-    Models rely on this layout when they call ``out.transpose(1, 2).view(...)``.
-    """
+    """Return ``out``, ``[B, H, S, D]``, with SDPA's memory layout, ``[B, S, H, D]``, on which models rely."""
     by_token = out.transpose(1, 2)
     return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
 

@@ -71,9 +71,7 @@ class MaskReviews:
     def of(self, mask: Tensor, num_common: int) -> Review:
         """Return the review of ``mask``. If none is cached, the mask is read, and the host waits for the device.
 
-        Args:
-            num_common: Number of rows that every rank's mask has at least. It must not change between calls with the
-                same mask.
+        ``num_common``, the number of rows that every rank's mask has at least, must not change for the same mask.
         """
         owner, version = _identity(mask)
         for known_owner, known_version, review in self._reviews:
@@ -85,10 +83,9 @@ class MaskReviews:
 
 
 def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
-    """Return a cache key for ``mask``: a weak reference to the tensor that owns its memory, and a tuple for the view.
+    """Return a weak reference to the tensor that owns the memory of ``mask``, and a tuple that identifies the view.
 
-    Equal views of the same memory have equal keys until that memory is changed in place. A model may pass a new view of
-    one mask to each layer, and these share one cache entry.
+    A model may pass a new view of one mask to each layer. These share one entry until the memory is changed in place.
     """
     owner = owner_of(mask)
     written = None if owner.is_inference() else version_of(owner)

@@ -136,10 +136,7 @@ def _for_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tenso
 
 
 def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:
-    """Return ``mask`` followed by the masks of the other ranks in this rank's row of the grid, along dim 2.
-
-    Each mask is ``[B or 1, H_local or 1, S_block, total or 1]``. This is a collective call, and differentiable.
-    """
+    """Return ``mask`` followed along dim 2 by the masks of the others in this rank's row of the grid. Collective."""
     if not grid.row:
         return mask
     rows = mask.movedim(2, 0)

@@ -50,12 +50,9 @@ _MOST_STATES = 64
 class _Prepared:
     """The cached result of validating and planning a call, for all calls with the same shapes and flags.
 
-    Args:
-        signature: The record of the call that must be equal on all ranks; None if the ranks do not compare calls.
-        extents: The extents of the mask; None if there is no mask, or if ranks exchange the sizes of their masks in
-            each call.
-        has_single_tokens: Whether some rank holds a single token, in a call without ``is_causal``. Each call must then
-            check whether the calling module is causal.
+    ``signature`` is None if the ranks do not compare calls. ``extents`` is None without a mask, and if ranks exchange
+    the sizes of their masks in each call. With ``has_single_tokens`` (some rank holds a single token, without
+    ``is_causal``), each call must check whether the calling module is causal.
     """
 
     plan: AttentionPlan
@@ -151,10 +148,8 @@ class MeshAttention:
         return out.reshape(*leading, *out.shape[1:])
 
     def _learns_in_float32(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-        """Whether a single device would compute this 16-bit call and its gradient in float32.
-
-        Several ranks then have to do the same: with partial results rounded to 16 bits, gradients that nearly cancel
-        would be lost.
+        """Whether a single device would compute this 16-bit call and its gradient in float32. Several ranks then do the
+        same: with partial results rounded to 16 bits, gradients that nearly cancel would be lost.
         """
         tensors = [x for x in (query, key, value, mask) if isinstance(x, Tensor)]
         if self._attn_func is not None or len(tensors) < 3 or any(x.is_nested for x in tensors):
@@ -166,9 +161,8 @@ class MeshAttention:
     def _agree(
         self, prepared: _Prepared, expected: Signature, query: Tensor, key: Tensor, mask: Tensor | None
     ) -> tuple[Tensor | None, MaskExtents | None]:
-        """Compare this call with those of the other ranks, and return the mask to use and the extents of its dims.
-
-        All ranks raise if the calls differ. ``expected`` is the record that must be equal on all ranks.
+        """Compare this call with those of the other ranks, which must have the record ``expected``; raise on all ranks
+        if they differ. Return the mask to use and the extents of its dims.
         """
         look, own = self.looks_for_copies, NO_MASK
         if mask is not None or look or prepared.has_single_tokens:
@@ -182,10 +176,7 @@ class MeshAttention:
         return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])
 
     def _prepare(self, call: SdpaCall, lookup_key: Any) -> _Prepared:
-        """Validate and plan a call. The result depends only on the shapes and flags of the call.
-
-        The result is cached under ``lookup_key``, unless ``lookup_key`` is None.
-        """
+        """Validate and plan a call by its shapes and flags. Cache the result under ``lookup_key`` unless it is None."""
         query, key, value, mask, options = call.query, call.key, call.value, call.attn_mask, self._options
         exchanges = not (self._assume_equal or torch.compiler.is_compiling())
         if exchanges:
@@ -259,10 +250,8 @@ class MeshAttention:
 
 
 def _normalized(call: SdpaCall) -> SdpaCall:
-    """Return ``call`` in a canonical form.
-
-    If autocast is enabled, tensors are cast as it would cast them for SDPA. ``is_causal`` and ``scale`` become plain
-    Python values. A mask that expands one row to all queries is replaced by that row.
+    """Return ``call`` in a canonical form: cast as autocast would for SDPA, with ``is_causal`` and ``scale`` as plain
+    Python values, and with one row of a mask that expands one row to all queries.
     """
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):

@@ -91,15 +91,10 @@ def multi_head_attention(
 def _merged_mask(
     key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, dtype: torch.dtype
 ) -> Tensor | None:
-    """Combine both masks to one mask for SDPA, additive or bool; None if both are None.
+    """Combine both masks to one mask for SDPA, bool or additive in ``dtype``; None if both are None.
 
-    In bool arguments True hides a key; in a bool result True shows it.
-
-    Args:
-        key_padding_mask: ``[B, S_k]`` or ``[S_k]``.
-        attn_mask: ``[S_q, S_k]`` or ``[B · num_heads, S_q, S_k]``.
-        num_heads: Number of heads.
-        dtype: The dtype of an additive result.
+    In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]`` or
+    ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]`` or ``[B · num_heads, S_q, S_k]``.
     """
     if attn_mask is not None and attn_mask.ndim == 3:
         attn_mask = torch.unflatten(attn_mask, 0, (-1, num_heads))

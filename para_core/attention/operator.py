@@ -68,13 +68,10 @@ def _followed_outside(tensors: Sequence[Any]) -> bool:
 
 
 def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
-    """Raise ``RuntimeError`` if this gradient would itself be differentiated.
+    """Raise ``RuntimeError`` if this gradient would itself be differentiated, which would silently be wrong, because
+    autograd does not record the operators that compute it.
 
-    Autograd does not record the operators that compute the gradient, so the second derivative would silently be wrong.
-
-    Args:
-        followed_outside: Whether an input requires a gradient outside the torch.func transform of the forward.
-        grad_out: The gradient of the output.
+    ``followed_outside`` says whether an input requires a gradient outside the torch.func transform of the forward.
     """
     if not torch.is_grad_enabled():
         return

@@ -44,12 +44,10 @@ from para_core.kernels.exchange_reference import SCALE_BYTES, CopyRegion
 
 
 class Packing:
-    """The format in which a ring rank sends its keys and values: one flat buffer.
+    """The format in which a ring rank sends keys and values, ``[B, H, S, D]`` and ``[B, H, S, D_v]``: one flat buffer.
 
-    Args:
-        key, value: ``[B, H, S, D]`` and ``[B, H, S, D_v]``. Only B, H, D, D_v and the dtype are used.
-        lengths: Number of tokens that each ring rank sends.
-        comm_dtype: The 8-bit dtype to which keys and values are rounded (not exact); None to send them unchanged.
+    ``lengths`` are the numbers of tokens that each ring rank sends. ``comm_dtype`` rounds to 8 bits, which is not
+    exact.
     """
 
     def __init__(
@@ -223,8 +221,7 @@ def ring_attention_backward(
 def _key_gradients(gradients: BlockGradients, key: Tensor, value: Tensor, plan: RingPlan) -> list[Tensor]:
     """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``gradients``.
 
-    The gradient of a block follows the block around the ring, every rank adds its share, and the last hop returns it to
-    the owner. With a block mask, every rank sends its share directly to the owner.
+    The gradient of a block follows it around the ring; with a block mask every rank sends its share to the owner.
     """
     dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
     own: list[Tensor] = []

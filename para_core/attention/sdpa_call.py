@@ -155,10 +155,7 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
-    """Whether two shapes are equal.
-
-    While tracing, lengths may depend on data. Two sizes count as equal if the comparison cannot be decided then.
-    """
+    """Whether two shapes are equal. While tracing, sizes whose comparison depends on data count as equal."""
     if len(shape) != len(other):
         return False
     return all(guard_or_true(length == expected) for length, expected in zip(shape, other, strict=True))

@@ -35,14 +35,8 @@ Unpack = Callable[[Tensor], Sequence[Tensor]]
 class _PeerView:
     """A view ``[peers, S, B, heads, D]`` of a tensor ``[B, H, S, D]`` that shows the slices of several uniform peers.
 
-    These are peers with slices of equal size at equal distances. :meth:`see` creates the view with
-    ``narrow``, ``view``, ``permute`` and ``expand``, in this order.
-
-    Args:
-        narrows: The arguments of each ``narrow``.
-        shape: The argument of ``view``; None for a single peer, whose view has no dim for peers.
-        order: The argument of ``permute``.
-        copies: Number of peers that get the same slice, to which the dim of peers is expanded.
+    :meth:`see` calls ``narrow`` with each of ``narrows``, ``view`` with ``shape`` (None for a single peer, whose view
+    has no dim for peers), ``permute`` with ``order``, and ``expand`` to the ``copies`` peers that get the same slice.
     """
 
     narrows: tuple[tuple[int, int, int], ...]
@@ -83,10 +77,7 @@ class _PeerView:
 
 
 class _Steps(NamedTuple):
-    """The steps of an all-to-all for tensors of certain shapes: pack, exchange, unpack.
-
-    ``send`` and ``receive`` are the numbers of buffer elements that are sent to and received from each peer.
-    """
+    """Pack, exchange and unpack for tensors of certain shapes; ``send`` and ``receive`` are elements per peer."""
 
     pack: Pack
     send: list[int]
@@ -195,15 +186,8 @@ def _choose_packing(
 
     Views are preferred, because a kernel could not do better than one strided copy or none. Peers with slices of
     different sizes, tensors of different widths and overlapping slices are copied region by region: by one kernel if
-    possible, otherwise group by group.
-
-    Args:
-        of: The all-to-all.
-        shapes: The shapes of the tensors.
-        widths: For each tensor, the number of buffer elements per token and head.
-        dtype: The dtype of the tensors.
-        numel: Number of elements of the packed buffer.
-        by_kernel: Whether a Triton kernel may be used.
+    ``by_kernel`` and possible, otherwise group by group. ``widths`` are the numbers of buffer elements per token and
+    head of each tensor, and the packed buffer has ``numel`` elements.
     """
     out_groups, in_groups = of.groups
     rounds = of.comm_dtype is not None
@@ -243,11 +227,8 @@ def _pack_views(views: Sequence[_PeerView], tensors: Sequence[Tensor]) -> Tensor
 
 
 def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor) -> Sequence[Tensor]:
-    """Unpack a buffer in which the slices of all peers have the same shape, with views or with one copy.
-
-    Args:
-        table: The shape of the buffer, ``[peers, S, B, heads of all tensors, D]``.
-        heads: Number of heads of each tensor in it.
+    """Unpack a buffer ``table``, ``[peers, S, B, heads of all tensors, D]``, with views or one copy; ``heads`` are the
+    numbers of heads of each tensor in it.
     """
     peers, tokens, batch, all_heads, width = table
     if peers == 1:
@@ -307,10 +288,8 @@ def _unpack_groups(
 def _slots(
     buffer: Tensor, groups: Sequence[UniformPeers], one_table: bool, shapes: Sequence[Sequence[int]]
 ) -> Iterator[tuple[UniformPeers, Tensor, Iterable[Tensor]]]:
-    """Yield ``(group, part, views)`` for each group of peers.
-
-    ``part`` is the group's part of the buffer, and ``views`` yields one view ``[peers, S, B, heads, D]`` of this part
-    per tensor.
+    """Yield ``(group, part, views)`` for each group of peers: the group's part of the buffer, and an iterator of one
+    view ``[peers, S, B, heads, D]`` of this part per tensor.
     """
     batch, offset = shapes[0][0], 0
     for peers in groups:

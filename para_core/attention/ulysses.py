@@ -140,8 +140,7 @@ class UlyssesPlan:
         A local tensor is ``[B, H, S_local, D]``, a block is ``[B, H_local, sharded tokens of the group, D]``.
 
         Args:
-            layouts: The layout of each tensor.
-            heads: For each tensor, the heads that each Ulysses rank computes.
+            layouts, heads: For each tensor, its layout, and the heads that each Ulysses rank computes.
             num_common: If not None, one more tensor with this number of replicated tokens is exchanged. From blocks to
                 local tensors, every rank gets all heads; in reverse, the contributions of all ranks are summed.
             to_heads: Whether to exchange local tensors for blocks; otherwise the reverse.

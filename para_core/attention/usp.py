@@ -79,13 +79,9 @@ def attend_block(
     """Compute attention of this rank's queries and heads to the keys of all ring ranks, after the Ulysses exchange.
 
     Args:
-        plan: The plan of the call.
-        query, key, value: This rank's tensors after the exchange, with all tokens of its Ulysses group and the rank's
-            own heads. ``query`` is ``[B, H_local, S_block, D]``.
-        mask: The result of :func:`~para_core.attention.mask.mask_of_block`, or None.
+        query, key, value: ``[B, H_local, S_block, D]``: all tokens of this rank's Ulysses group, and its own heads.
         heads: The heads that each Ulysses rank computes in this call.
-        attn_func: Computes local attention in place of the backend, if it is not None.
-        save: Whether to return lse, which the backward needs.
+        plan, mask, attn_func, save: As in :func:`usp_forward`.
 
     Returns:
         out, ``[B, H_local, S_block, D_v]``; and lse, ``[B, H_local, S_block]``, or None without ``save``.
@@ -130,10 +126,7 @@ def _in_chunks(
     mask: Tensor | None,
     attn_func: LocalAttention | None,
 ) -> Tensor:
-    """Compute attention in chunks of heads, so that communication overlaps with computation.
-
-    While one chunk is computed, the tensors of the next one arrive and the output of the previous one is sent.
-    """
+    """Compute attention in chunks of heads: while one is computed, the next arrives and the previous output is sent."""
     rank = plan.spec.mesh.ulysses.index
     first_head = plan.heads.of_query[rank][0]
     chunks = plan.chunks

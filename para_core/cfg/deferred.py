@@ -162,10 +162,9 @@ def materialize(tree: Any) -> Any:
 def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the call ``func(*args, **kwargs)`` can and should be postponed until the round ends.
 
-    Its result must not depend on when it runs: the operator must neither draw random numbers nor change its arguments.
-    If some tensor arguments are ordinary tensors, the operator must also be pointwise, as are those that pipelines run
-    between two branches, and some ranks must still wait for a model call of this round. Operators that are not
-    pointwise may take weights, which should not be copied.
+    The operator must neither draw random numbers nor change its arguments. With ordinary tensors among them, it must
+    also be pointwise (others may take weights, which should not be copied), and some ranks must still wait for a model
+    call of this round.
     """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     deferred = [x for x in tensors if isinstance(x, Deferred)]
@@ -184,9 +183,8 @@ def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
-    """Postpone a call of the operator ``func``, and return its results as deferred tensors.
-
-    Return None and postpone nothing if the shapes of the results depend on data, or if some result is not a tensor.
+    """Postpone a call of the operator ``func``, and return its results as deferred tensors. Return None and do nothing
+    if their shapes depend on data, or if some result is not a tensor.
     """
     first = next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Deferred))
     outputs = run_without_data(func, args, kwargs)

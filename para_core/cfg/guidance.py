@@ -38,11 +38,8 @@ PredictOutput = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class _Form:
-    """The form of a model's output: its containers, and the shapes, dtypes and devices of its tensors.
-
-    Args:
-        leaves: The shape, dtype and device of each tensor; None for each None in the output.
-        spec: The pytree structure of the output.
+    """The form of a model's output: the shape, dtype and device of each tensor in ``leaves`` (None for each None), and
+    the containers in ``spec``.
     """
 
     leaves: list[Expected | None]
@@ -65,12 +62,10 @@ class _Form:
 
 @dataclass
 class _Call:
-    """One model call of the current round.
+    """One model call of the current round, computed by the ranks with index ``owner`` along the mesh dim; None for all.
 
-    Args:
-        owner: The ranks with this index along the mesh dim compute the call; None if all ranks compute it.
-        leaves: The output's tensors; empty until the exchange if this rank does not compute the call.
-        failure: The exception that this rank raised while computing the call, if any.
+    ``leaves`` are the output's tensors, empty until the exchange if this rank does not compute the call, and
+    ``failure`` is the exception that this rank raised while computing it.
     """
 
     owner: int | None

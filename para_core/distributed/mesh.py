@@ -62,10 +62,8 @@ def dim_of_one(name: str) -> MeshDim:
 
 
 def _device_type_of(group: ProcessGroup) -> str:
-    """Return the device type on which the ranks of ``group`` compute.
-
-    It is ``"cuda"`` if the group has a backend for CUDA and a GPU is available, otherwise another device type of the
-    group.
+    """Return the device type on which the ranks of ``group`` compute: ``"cuda"`` if the group has a backend for it and
+    a GPU is available, otherwise another device type of the group.
     """
     if torch.compiler.is_compiling():
         # Look the group up by its name: if it is an argument of a graph, Dynamo can only read its name and size.

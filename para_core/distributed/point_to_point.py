@@ -172,10 +172,8 @@ class Links:
         return f"para_core: from rank {first} to rank {second}, "
 
     def _group_number(self, edge: Edge) -> int:
-        """Return the number in the description of the newest communicator of ``edge`` in this process; 0 if there is
-        none.
-
-        Another ``Links`` object between the same ranks may have created this communicator.
+        """Return the number of the newest communicator of ``edge`` in this process, which another ``Links`` object may
+        have created; 0 if there is none.
         """
         prefix = self._description(edge)
         names = [group.group_desc for group in process_groups()]
@@ -184,8 +182,7 @@ class Links:
     def _connect(self, edge: Edge, number: int) -> None:
         """Set the process group of ``edge``, whose communicator has this ``number``; create the group if needed.
 
-        Both ranks of the edge call this method. A rank with several edges calls it in the sorted order of its edges.
-        With gloo all edges use the group of the mesh dim.
+        Both ranks of the edge call this method, in the sorted order of edges. gloo uses the group of the mesh dim.
         """
         if self._nccl_device is None:
             self._groups[edge] = self._group
@@ -203,20 +200,15 @@ class Links:
             x.item()
 
     def _abort(self) -> None:
-        """Abort and remove the NCCL communicators of the edges, with all transfers on them.
-
-        With gloo there are none.
-        """
+        """Abort and remove the NCCL communicators of the edges, with all transfers on them; gloo has none."""
         groups = [group for group in self._groups.values() if group is not self._group and is_registered(group)]
         self._groups = {}
         abort_groups(groups)
 
     @property
     def _timeout(self) -> timedelta | None:
-        """The time after which a wait on the host fails; None on NCCL, where the host does not wait.
-
-        It is read again for each wait, because users may change the group's timeout, and it must be passed to gloo,
-        which has no default timeout for a send.
+        """The time after which a wait on the host fails, read again because users may change it, and passed to gloo
+        because a send has no default; None on NCCL, where the host does not wait.
         """
         if self._nccl_device is not None:
             return None
@@ -296,10 +288,6 @@ class Links:
 
 
 def _nccl_device(group: ProcessGroup) -> torch.device | None:
-    """Return the device whose tensors ``group`` sends over NCCL; None if it does not use NCCL.
-
-    A group may have a different backend for each device, so the name of the group's backend does not tell which device
-    uses NCCL.
-    """
+    """Return the device whose tensors ``group`` sends over NCCL; None if it uses NCCL for none of its devices."""
     devices = [device for device in group_devices(group) if device.type == "cuda"]
     return next((device for device in devices if backend_of(group, device).name() == "nccl"), None)

@@ -27,10 +27,7 @@ class _Override:
 
 @dataclass
 class _Overrides:
-    """The timeouts that were set on one group and are not undone yet, the latest last.
-
-    ``initial`` is the group's timeout before the first of them was set.
-    """
+    """The timeouts set on one group and not undone yet, the latest last, and the one before them (``initial``)."""
 
     initial: timedelta
     active: list[_Override] = field(default_factory=list)

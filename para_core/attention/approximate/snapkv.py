@@ -80,10 +80,7 @@ def _positions(runs: Sequence[Run], device: torch.device) -> Tensor:
 
 
 def _on_device(rows: Sequence[Sequence[int | None]], device: torch.device) -> Tensor:
-    """Return ``rows``, lists of integers of equal length, as a 2-dim int64 tensor on ``device``.
-
-    The copy is non-blocking, because ``torch.tensor(rows, device=device)`` would make the host wait for the device.
-    """
+    """Return ``rows``, equally long lists of integers, as int64 on ``device``, for which the host does not wait."""
     return torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
 
 
@@ -111,11 +108,8 @@ def _rows_of(wanted: Tensor, held: Tensor) -> Tensor:
 
 
 def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor:
-    """Return the rows of ``x`` at ``positions`` of the whole sequence, gathered from all ring ranks.
-
-    Args:
-        x: ``[B, H, S_block, …]``, with a row for each query that this rank holds.
-        positions: n positions in the whole sequence. The result, ``[B, H, n, …]``, is equal on all ring ranks.
+    """Return the rows of ``x``, ``[B, H, S_block, …]``, at n positions of the whole sequence, gathered from all ring
+    ranks: ``[B, H, n, …]``.
     """
     dim, layout = plan.dim, plan.spec.query_layout
     runs = sharded_runs(layout, plan.spec.mesh, dim.index)
@@ -134,9 +128,8 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
 
 
 def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
-    """Return the positions of the keys whose votes ring rank ``index`` counts, as runs ``(start, length)``.
-
-    These are its sharded keys. The first rank also counts the votes of the replicated keys, which all ranks hold.
+    """Return the positions of the keys whose votes ring rank ``index`` counts: its sharded keys; on the first rank also
+    the replicated ones, which all ranks hold.
     """
     runs = sharded_runs(plan.spec.key_layout, plan.spec.mesh, index)
     return [*runs, *plan.spec.key_layout.runs(0, replicated=True)] if index == 0 else runs
@@ -174,12 +167,7 @@ def sparse_attention(
 
 
 def hide(mask: Tensor | None, is_kept: Tensor) -> Tensor:
-    """Return a mask that hides the keys for which ``is_kept`` is False, in addition to those that ``mask`` hides.
-
-    Args:
-        mask: ``[B or 1, H or 1, S_q or 1, S_k or 1]``, bool or float; or None.
-        is_kept: Bool ``[B, H, S_k]``.
-    """
+    """Return a mask that hides what ``mask`` hides, and the keys for which ``is_kept``, ``[B, H, S_k]``, is False."""
     is_kept = is_kept[:, :, None]
     if mask is None:
         return is_kept
@@ -191,9 +179,8 @@ def _kept_blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield ``(keys, values, mask)`` of each ring block, this rank's first, with the kept keys and values only.
 
-    Heads may keep different numbers of keys of a block. For heads that keep fewer, other keys fill up the tensors, and
-    the yielded mask hides these. The next block is in flight while the caller computes. Received buffers through which
-    gradients must flow are appended to ``received``.
+    For heads that keep fewer keys of a block than others, other keys fill up the tensors, and the mask hides these. The
+    next block is in flight while the caller computes. Buffers with gradients are appended to ``received``.
     """
     held, dim = _positions(plan.key_runs(0), key.device), plan.dim
     travels: list[Tensor] = []
@@ -218,14 +205,10 @@ def _kept_blocks(
 
 
 def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each block the offsets of the keys that each head keeps, ``[B, H, n]``.
+    """Return for each block (positions of its keys) the offsets of the keys that each head keeps, ``[B, H, n]``.
 
     n is the largest number of keys of the block that any head keeps. A head that keeps fewer gets offsets of other keys
     at the end, which the mask must hide. The host waits for the device once, to read n for all blocks.
-
-    Args:
-        is_kept: Bool ``[B, H, S_k]``.
-        blocks: For each block, the positions of its keys in the whole sequence.
     """
     flags = [is_kept.index_select(2, positions) for positions in blocks]
     filled = [block for block in flags if block.numel()]
@@ -244,11 +227,5 @@ def _take(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _mask_of(mask: Tensor, positions: Tensor, chosen: Tensor) -> Tensor:
-    """Return the columns of ``mask`` for the chosen keys of a block: ``[B, H, 1, n]``.
-
-    Args:
-        mask: ``[B, H, 1, S_k]``.
-        positions: The positions of the block's keys in the sequence.
-        chosen: Offsets in the block, ``[B, H, n]``.
-    """
+    """Return the columns of ``mask``, ``[B, H, 1, S_k]``, at offsets ``chosen`` of a block's ``positions``."""
     return mask.index_select(3, positions).gather(3, chosen[:, :, None])
