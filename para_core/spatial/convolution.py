@@ -12,9 +12,8 @@ from para_core.spatial import rows as plans
 from para_core.spatial.fetch import fetch, start_fetch
 from para_core.spatial.local import bind
 from para_core.spatial.rows import Layout
-from para_core.spatial.tag import RowTag, name_of, rows_of, tagged, unknown
+from para_core.spatial.tag import Function, RowTag, name_of, rows_of, tagged, unknown
 
-Function = Callable[..., Any]
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at either end.
 Run = Callable[[Tensor, int], Tensor]
 
@@ -34,7 +33,10 @@ def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         return tagged(func(x, weight, bias, stride, padding, dilation, groups), rows)
     strides, dilations = _each(stride, spatial), _each(dilation, spatial)
     extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
-    paddings = _paddings(func, padding, extents, rows)
+    if padding == "same" and any(extent % 2 == 0 for extent in extents):
+        raise unknown(func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends")
+    paddings = [extent // 2 for extent in extents] if padding == "same" else _each(padding, spatial)
+    paddings = [0] * spatial if padding == "valid" else paddings
 
     def run(part: Tensor, padded: int) -> Tensor:
         local_paddings = [padded if i == axis else p for i, p in enumerate(paddings)]
@@ -60,8 +62,7 @@ def windowed(
 
     Args:
         x: This rank's rows, sharded as ``rows`` says.
-        extent: Size of a window in rows, including dilation.
-        stride: Distance between windows in rows.
+        extent, stride: Size of a window, including dilation, and distance between windows, in rows.
         padding: Number of rows of padding, of value ``fill``, at either end of the image.
         run: Computes the operator on local rows.
     """
@@ -91,9 +92,7 @@ def _require_rows(func: Function, rows: RowTag, layout: Layout) -> None:
 
 def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | None]:
     """Return the tag of ``x`` and the index of the sharded dim in the ``spatial`` last ones; None for the batch dim.
-
-    Raises:
-        MixesRows: If the channels are sharded, or one dim contains the rows of several frames.
+    Raise :class:`MixesRows` if the channels are sharded, or one dim contains the rows of several frames.
     """
     rows = rows_of(x)
     if rows is None:
@@ -109,16 +108,6 @@ def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | N
 def _each(value: Any, spatial: int) -> list[int]:
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values
-
-
-def _paddings(func: Function, padding: Any, extents: list[int], rows: RowTag) -> list[int]:
-    if padding == "valid":
-        return [0] * len(extents)
-    if padding == "same":
-        if any(extent % 2 == 0 for extent in extents):
-            raise unknown(func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends")
-        return [extent // 2 for extent in extents]
-    return _each(padding, len(extents))
 
 
 def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

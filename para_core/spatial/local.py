@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
 from para_core.spatial.tag import (
+    Function,
     RowTag,
     ShardedSize,
     first_sharded,
@@ -24,9 +25,6 @@ from para_core.spatial.tag import (
     unknown,
     untagged,
 )
-
-Function = Callable[..., Any]
-
 
 # Functions that work along one dim and leave the other dims as they are, each with the position and the default of its
 # argument ``dim``. The position is None for functions that always work along the last dims.

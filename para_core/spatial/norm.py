@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,8 @@ from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.spatial.fetch import all_ranks
 from para_core.spatial.local import argument, bind, only_first
 from para_core.spatial.rows import Layout
-from para_core.spatial.tag import rows_of, tagged, unknown
+from para_core.spatial.tag import Function, rows_of, tagged, unknown
 from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
-
-Function = Callable[..., Any]
 
 
 def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

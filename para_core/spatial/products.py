@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
-from para_core.spatial.local import bind, only_first
-from para_core.spatial.tag import RowTag, name_of, rows_of, tagged, unknown, untagged
-
-Function = Callable[..., Any]
+from para_core.spatial.fetch import all_ranks, gather, part_of
+from para_core.spatial.local import aligned, bind, only_first
+from para_core.spatial.tag import Function, RowTag, name_of, rows_of, tagged, unknown, untagged
 
 
 def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -41,8 +39,10 @@ def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     if min(a.ndim, b.ndim) < 2:
         raise unknown(func, rows_a or rows_b, "one operand is a vector")
     role_a, role_b = _role(a, rows_a, "row", "inner"), _role(b, rows_b, "inner", "column")
-    if role_a == "inner" and role_b in ("inner", None):
-        return _sum_of_products(ranks, func, a, b)
+    if role_a == "inner" and role_b in ("inner", None) and rows_a is not None:
+        partial = torch.matmul(a, aligned(ranks, func, b, rows_a, -2))
+        wide = partial.float() if partial.dtype in (torch.float16, torch.bfloat16) else partial
+        return all_ranks(wide, ranks).sum(0).to(partial.dtype)
     if role_a == "inner" and rows_a is not None:
         a, rows_a, role_a = untagged(gather(a, rows_a, ranks)), None, None
     if rows_b is not None and (role_b == "inner" or (role_b == "column" and role_a is not None)):
@@ -51,9 +51,9 @@ def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
     dim_a, dim_b = (None if r is None else r.dim - x.ndim for x, r in ((a, rows_a), (b, rows_b)))
     if "batch" in (role_a, role_b):
         if rows_a is not None and rows_b is not None:
-            if dim_a != dim_b or rows_a.outer != rows_b.outer or sum(rows_a.layout) != sum(rows_b.layout):
+            if dim_a is None or dim_a != dim_b:
                 raise unknown(func, rows_a, f"with one sharded as {rows_b}")
-            b = relayout(b, rows_b, rows_a.layout, ranks)
+            b = aligned(ranks, func, b, rows_a, dim_a)
         else:
             sharded, other, dim = (a, b, dim_a) if dim_a is not None else (b, a, dim_b)
             if dim is not None and other.ndim >= -dim and other.shape[dim] != 1:
@@ -67,21 +67,6 @@ def _role(x: Tensor, rows: RowTag | None, second_last: str, last: str) -> str | 
     if rows is None:
         return None
     return {1: last, 2: second_last}.get(x.ndim - rows.dim, "batch")
-
-
-def _sum_of_products(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
-    rows_a, rows_b = rows_of(a), rows_of(b)
-    if rows_a is None:
-        raise TypeError(f"{name_of(func)}: the first operand is replicated.")
-    if rows_b is None:
-        b = part_of(b, rows_a.at(b.ndim - 2), ranks)
-    elif rows_b.outer != rows_a.outer or sum(rows_b.layout) != sum(rows_a.layout):
-        raise unknown(func, rows_a, f"with one sharded as {rows_b}")
-    else:
-        b = relayout(b, rows_b, rows_a.layout, ranks)
-    partial = torch.matmul(a, b)
-    wide = partial.float() if partial.dtype in (torch.float16, torch.bfloat16) else partial
-    return all_ranks(wide, ranks).sum(0).to(partial.dtype)
 
 
 def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -161,15 +146,12 @@ def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | 
 
 
 def _fits(mask: Tensor, own: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:
-    """Whether a sharded mask fits the queries: it is sharded like the queries, or all tokens of a frame have the same
-    mask on every rank.
-    """
+    """Whether a sharded mask is sharded like the queries, or equal for all tokens of a frame, on every rank."""
     if own.dim != mask.ndim - 2 or own.total != rows_q.total:
         return False
     if own == rows_q.at(own.dim):
         return True
-    # If image columns are sharded, each frame's tokens form several runs, so the two layouts differ. The mask fits
-    # nevertheless if it is the same for all tokens of a frame.
+    # If image columns are sharded, each frame's tokens form several runs, so the two layouts differ.
     if rows_q.outer % own.outer or torch.compiler.is_compiling():
         return False
     frames = mask.unflatten(-2, (own.outer, -1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,9 +16,7 @@ from para_core.spatial import rows as plans
 from para_core.spatial.fetch import fetch, relayout
 from para_core.spatial.local import argument, bind, only_first
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import RowTag, ShardedSize, local_sizes, name_of, rows_of, tagged, unknown
-
-Function = Callable[..., Any]
+from para_core.spatial.tag import Function, RowTag, ShardedSize, local_sizes, name_of, rows_of, tagged, unknown
 
 
 def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor
 from para_core.spatial.rows import Layout
 
 _TAG = "_para_core_rows"
+# A torch function. Each rule is called as rule(ranks, function, args, kwargs).
+Function = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class MixesRows(RuntimeError):
     """An error for a function that has no rule for sharded rows, or combines rows in an unsupported way."""
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Function) -> str:
     """Return the name by which the rule of a torch function is found, for example ``add`` for ``Tensor.__iadd__``."""
     name: str = getattr(getattr(func, "func", func), "__name__", str(func))
     if name in ("__get__", "__set__"):
@@ -142,7 +144,7 @@ def name_of(func: Callable[..., Any]) -> str:
     return stripped
 
 
-def unknown(func: Callable[..., Any], rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:
+def unknown(func: Function, rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:
     """Return (not raise) the error that ``func`` cannot run on tensors sharded as ``rows``, for ``reason``."""
     sharding = ""
     if isinstance(rows, RowTag):

@@ -22,9 +22,7 @@ from para_core.distributed.mesh import GuidedMesh, MeshDim
 class Tiles(TorchFunctionMode):
     """Mode in which tiles are distributed round-robin over ranks: each call through :meth:`call` runs on one rank only.
 
-    Args:
-        ranks: The ranks over which tiles are distributed.
-        mesh: The same ranks as a mesh, for the exchange of shapes.
+    ``ranks`` are the ranks over which tiles are distributed, ``mesh`` the same ranks, for the exchange of shapes.
     """
 
     def __init__(self, ranks: MeshDim, mesh: GuidedMesh) -> None:
@@ -79,7 +77,7 @@ class Tiles(TorchFunctionMode):
             return None
         if self._writes and any(x is target for x in args for target, _, _ in self._writes):
             self._write()
-        if any(isinstance(x, Pending) for x in _flat(args)):
+        if any(isinstance(x, Pending) for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])):
             return Pending.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
@@ -166,10 +164,6 @@ class Pending:
         return self.value() * other
 
     __rmul__ = __mul__
-
-
-def _flat(values: Sequence[Any]) -> list[Any]:
-    return [item for value in values for item in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def _mapped(args: Any, read: Callable[[Any], Any]) -> Any:

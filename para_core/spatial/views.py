@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,7 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.local import aligned, argument, only_first, tag_all
 from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import RowTag, local_sizes, name_of, rows_of, tagged, unknown
-
-Function = Callable[..., Any]
+from para_core.spatial.tag import Function, RowTag, local_sizes, name_of, rows_of, tagged, unknown
 
 
 def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
