@@ -75,8 +75,6 @@ def wrap_method(
     If the method already has a wrapper with this ``key``, that wrapper is replaced.
 
     Args:
-        instance: The object, changed in place.
-        method: Name of the method.
         key: Name of the wrapper, for :func:`unwrap`.
         around: Called as ``around(call, instance, *args, **kwargs)``, where ``call(instance, *args, **kwargs)`` runs
             the next wrapper or the method.
@@ -89,10 +87,7 @@ def wrap_method(
 
 
 def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, *, order: WrapperPriority) -> None:
-    """Call :func:`wrap_method` for each of ``instances``, which gives instances of equal class the same private class.
-
-    A graph that was compiled for one block of a model is then valid for its other blocks, too.
-    """
+    """Call :func:`wrap_method` for each of ``instances``. Those of equal class then share graphs."""
     for instance in instances:
         wrap_method(instance, method, key, around, order=order)
 
@@ -176,9 +171,8 @@ def uncompiled(module: Any) -> Any:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether ``module`` itself was compiled, in any of three ways.
-
-    These are ``torch.compile(module)``, ``module.compile()``, and ``module.forward = torch.compile(module.forward)``.
+    """Whether ``module`` itself was compiled by ``torch.compile(module)``, ``module.compile()`` or
+    ``module.forward = torch.compile(module.forward)``.
     """
     state = module.__dict__
     if state.get(COMPILED_CALL) is not None or ORIGINAL_MODULE in state[SUBMODULES]:
@@ -192,12 +186,9 @@ def has_compiled_parts(module: Any) -> bool:
 
 
 def submodules_of(module: nn.Module) -> list[nn.Module]:
-    """Return ``module`` and all modules inside it, without a Python call per module. Parents come first.
-
-    A module that two parents share is listed twice.
-    """
+    """Return ``module`` and all modules inside it, parents first. A module that two parents share is listed twice."""
     modules: list[nn.Module] = [module]
-    # The loop appends to the list that it iterates over, which is faster than module.modules().
+    # The loop appends to the list that it iterates over, without a Python call per module, unlike module.modules().
     for submodule in modules:
         children = submodule.__dict__[SUBMODULES].values()
         modules.extend(children if None not in children else [child for child in children if child is not None])
@@ -277,13 +268,13 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
         chain = _CHAIN + method
         # Chain the wrappers by partial(), because it adds no Python frame between them.
         namespace[chain] = partial(around, namespace.get(chain) or getattr(base, method))
-        namespace[method] = _dispatch(method, getattr(base, method))
+        namespace[method] = _entry(method, getattr(base, method))
     if issubclass(base, nn.Module) and all(method == "__call__" for _, method in wrappers):
         call: Callable[..., Any] = partial(_call_as_original, base)
         for _, (_, around, _) in innermost_first:
             call = partial(around, call)
         namespace[_COMPILED_CHAIN] = call
-        namespace["__call__"] = _entry_of_module(base.__call__)
+        namespace["__call__"] = _entry("__call__", base.__call__, compiled_in_place=True)
     private: type = _metaclass(type(base))(base.__name__, (base,), namespace)
     return private
 
@@ -329,40 +320,29 @@ def is_entry(function: Any) -> bool:
     return hasattr(getattr(function, "__func__", function), "_para_core_entry")
 
 
-def _dispatch(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _entry(method: str, original: Callable[..., Any], *, compiled_in_place: bool = False) -> Callable[..., Any]:
+    """Return the ``method`` of a private class. It looks up the chain in each call, because code such as Module.compile
+    keeps this bound method while the wrappers change.
+
+    If ``compiled_in_place``, it also runs the wrappers of modules that were compiled in place.
+    """
     chain = _CHAIN + method
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Look up the chain in each call, because code such as Module.compile keeps this bound method while the wrappers
-        # change.
         return getattr(type(self), chain, original)(self, *args, **kwargs)
 
-    return _presented_as(enter, method, original)
-
-
-def _entry_of_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the ``__call__`` of a private class for modules that have no other wrapped method.
-
-    It also runs the wrappers of modules that were compiled in place.
-    """
-    chain = _CHAIN + "__call__"
-
-    def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def enter_module(self: Any, *args: Any, **kwargs: Any) -> Any:
         cls = type(self)
         if not torch.compiler.is_compiling() and self.__dict__.get(COMPILED_CALL) is not None:
             return getattr(cls, _COMPILED_CHAIN, getattr(cls, chain, original))(self, *args, **kwargs)
         return getattr(cls, chain, original)(self, *args, **kwargs)
 
-    return _presented_as(enter, "__call__", original)
-
-
-def _presented_as(enter: Any, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    enter.__name__, enter.__doc__ = method, original.__doc__
+    entry: Any = enter_module if compiled_in_place else enter
+    entry.__name__, entry.__doc__ = method, original.__doc__
     # Set __wrapped__, so that inspect.signature returns the signature of the original method.
-    enter.__wrapped__ = original
-    enter._para_core_entry = True
-    entry: Callable[..., Any] = enter
-    return entry
+    entry.__wrapped__ = original
+    entry._para_core_entry = True
+    return entry  # type: ignore[no-any-return]
 
 
 def _dir_as_original(self: Any) -> list[str]:

@@ -22,11 +22,11 @@ MaskMod = Callable[..., Tensor]
 
 
 class ShardedMaskMod:
-    """The ``mask_mod`` of a sharded mask. It also stores the layouts of the mask.
+    """The ``mask_mod`` of a sharded mask. It also stores the layouts, because the operator of flex attention gets no
+    other attributes of a ``BlockMask``.
 
-    The operator of flex attention gets the lengths, blocks and ``mask_mod`` of a ``BlockMask``, but no other
-    attributes, so the ``mask_mod`` must store the layouts. Calling the object raises RuntimeError: a call means that
-    neither a mode nor a plan has intercepted ``flex_attention``.
+    Calling the object raises RuntimeError: a call means that neither a mode nor a plan has intercepted
+    ``flex_attention``.
 
     Args:
         of_rows: The ``mask_mod(b, h, row, key)`` that the operator uses on this rank. ``row`` is an index into the
@@ -100,10 +100,9 @@ def shard_block_mask(
 def _restricted(
     mask: BlockMask, rows: Sequence[Run]
 ) -> tuple[MaskMod, tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
-    """Return the ``mask_mod``, the partial blocks and the full blocks of ``mask``, restricted to some query rows.
+    """Return the ``mask_mod``, the partial blocks and the full blocks of ``mask``, restricted to the query ``rows``.
 
-    The blocks are given as numbers and indices, as in a ``BlockMask``. ``rows`` are the positions of the rows to keep,
-    as ascending runs ``(start, length)``.
+    The blocks are given as numbers and indices, as in a ``BlockMask``. ``rows`` are ascending runs ``(start, length)``.
     """
     full_numbers, full_indices = mask.full_kv_num_blocks, mask.full_kv_indices
     num_rows = sum([length for _, length in rows])
@@ -152,10 +151,8 @@ def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def position_of_row(rows: Sequence[Run], device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function from the index of a query row on this rank to its position in the sequence.
-
-    Args:
-        rows: The positions of the rows of this rank, as ascending runs ``(start, length)``.
+    """Return a function from the index of a query row on this rank to its position in the sequence. ``rows`` are the
+    positions of this rank's rows, as ascending runs ``(start, length)``.
     """
     if len(rows) <= 1:
         start = rows[0][0] if rows else 0
@@ -167,8 +164,8 @@ def position_of_row(rows: Sequence[Run], device: torch.device) -> Callable[[Tens
 def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size: tuple[int, int]) -> MaskMod:
     """Return a ``mask_mod`` that also hides the blocks of the whole mask that are False in ``table``.
 
-    A row block of this rank may contain rows of several row blocks of the whole mask. The kernel evaluates ``mask_mod``
-    in each key block that any of these rows sees, so here the key block must be hidden from the other rows.
+    A row block of this rank may contain rows of several row blocks of the whole mask, and the kernel evaluates
+    ``mask_mod`` in each key block that any of these rows sees. The other rows must not see that key block.
     """
     batch, heads = table.shape[:2]
     row_block, key_block = block_size

@@ -109,7 +109,7 @@ def _overload(operator: Operator) -> OpOverload:
 
 def has_other_builds() -> bool:
     """Whether a build of FlashAttention is loaded that only a mode can intercept, because its namespace is not in
-    ``FLASH_OPERATORS``. Builds from the Hugging Face Hub have such namespaces.
+    ``FLASH_OPERATORS``, such as one from the Hugging Face Hub.
     """
     intercepted = [namespace for namespace, _ in FLASH_OPERATORS]
     return any("flash_attn" in namespace and namespace not in intercepted for namespace in vars(torch.ops))
@@ -118,9 +118,8 @@ def has_other_builds() -> bool:
 def is_called_by_a_graph(operator: Operator) -> bool:
     """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was traced.
 
-    Return False while a graph is being traced, and for a packet, because graphs call overloads. The Python function of
-    a ``torch.library.custom_op`` (FlashAttention-3 has one) also calls an overload; if the stack shows that such a
-    function is the caller, return False.
+    Graphs call overloads. So does the Python function of a ``torch.library.custom_op`` (FlashAttention-3 has one); the
+    stack then shows such a function as the caller.
     """
     if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
         return False
@@ -157,12 +156,10 @@ class _FlashCall(NamedTuple):
 def flash_attention(
     handler: SdpaHandler, fail: Fail, operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, ...]:
-    """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``.
+    """Run a forward operator of FlashAttention as an SDPA call, computed by ``handler``, and return all its outputs.
 
-    Returns:
-        All outputs of the operator. The first is the attention output in the shape of ``q``. The second is a
-        placeholder for the lse: in eager code any use of this output raises an error, in compiled code its values are
-        NaN. The other outputs are placeholders too.
+    The first is the attention output in the shape of ``q``. The second is a placeholder for the lse: in eager code any
+    use of it raises an error, in compiled code its values are NaN. The other outputs are placeholders too.
 
     Raises:
         ValueError: The call uses dropout, a sliding window, softcap, ALiBi, a KV cache or several sequences.
@@ -223,10 +220,8 @@ def _cached_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], 
 
 
 def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
-    """Return the arguments of a FlashAttention operator converted to those of SDPA.
-
-    Raises:
-        ValueError: An argument requests a feature that is not supported over several ranks.
+    """Return the arguments of a FlashAttention operator converted to those of SDPA. Raise ``ValueError`` for a
+    feature that is not supported over several ranks.
     """
     for name, value in arguments.items():
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
@@ -259,8 +254,8 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
     A number is None if it equals the length of ``q`` or ``k``. Both are None if the call has neither argument.
 
     Raises:
-        ValueError: The call has only one of the two arguments, or the arguments describe several sequences, or a
-            sequence that does not begin at token 0.
+        ValueError: The call has only one of the two arguments, or these describe several sequences, or one that does
+            not begin at token 0.
         RuntimeError: The call is inside a compiled function, where the values of ``cu_seqlens`` are unknown.
     """
     offsets = arguments.get("cu_seqlens_q"), arguments.get("cu_seqlens_k")
@@ -318,7 +313,7 @@ class _UnknownLse(Tensor):
 
     @staticmethod
     def make(shape: Sequence[int], graph: tuple[Sequence[Tensor], Tensor] | None) -> _UnknownLse:
-        """Return a placeholder for an lse of shape ``shape``.
+        """Return a placeholder for an lse of this ``shape``.
 
         ``graph`` is ``((query, key, value), output)``, where ``output`` has an autograd graph that leads to the three
         inputs; None if :func:`_backward` is not needed.
@@ -346,12 +341,8 @@ class _UnknownLse(Tensor):
 def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """Run a backward operator of FlashAttention over the mesh: write the gradients into ``dq``, ``dk`` and ``dv``.
 
-    Returns:
-        An empty tensor in place of the operator's result, which the caller ignores.
-
-    Raises:
-        RuntimeError: The argument ``softmax_lse`` is not a placeholder with an autograd graph, or ``dq``, ``dk`` or
-            ``dv`` is missing.
+    Return an empty tensor in place of the operator's result, which the caller ignores. Raise ``RuntimeError`` if
+    ``softmax_lse`` is not a placeholder with an autograd graph, or ``dq``, ``dk`` or ``dv`` is missing.
     """
     names, _ = _signature(operator)
     arguments = {**dict(names), **dict(zip([name for name, _ in names], args, strict=False)), **kwargs}

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -72,8 +71,8 @@ class FlexOverMesh:
             layout)``.
         options: The options of the mode. If one of them selects keys (``block_mask``, ``kept_keys``), every call raises
             RuntimeError.
-        assume_equal: Whether to skip the exchange that in eager code makes all ranks raise if the input of one is
-            invalid.
+        assume_equal: Whether to skip the exchange before a call in eager code, as in
+            :class:`~para_core.modes.unified.UnifiedAttnMode`.
     """
 
     def __init__(self, mesh: SequenceMesh, layouts: ChooseLayouts, options: AttnOptions, *, assume_equal: bool) -> None:
@@ -170,7 +169,7 @@ class FlexOverMesh:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def called_in_eager_code() -> bool:
-    """Whether the operator is called by ``flex_attention`` in eager code, and not by a graph that the user compiled.
+    """Whether ``flex_attention`` in eager code calls the operator, and not a graph that the user compiled.
 
     Return True if the stack of this thread has a frame of ``flex_attention``.
     """
@@ -183,10 +182,8 @@ def called_in_eager_code() -> bool:
 
 
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the operator's arguments, in which a sharded mask has ``-1 - layout_id`` as lengths, and ``of_rows`` as
-    ``mask_mod``.
-
-    A traced graph stores the two negative numbers, but no attributes of a ``mask_mod``, so at run time only the numbers
+    """Return the operator's arguments, with ``-1 - layout_id`` as the lengths and ``of_rows`` as the ``mask_mod`` of a
+    sharded mask. A traced graph stores these two numbers, but no attributes of a ``mask_mod``, so at run time only they
     show for which layouts the mask was sharded.
     """
     mask = args[4]
@@ -313,9 +310,7 @@ _OTHER_SEQUENCE = (
 
 def _refused(call: _FlexCall, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
     """Add an operator to the traced graph that raises ValueError, with ``message`` formatted with ``numbers``, when the
-    graph runs. Return uninitialized results.
-
-    The error is not raised while Dynamo traces, because Dynamo would replace it by an error of its own.
+    graph runs, because Dynamo would replace an error that is raised while it traces. Return uninitialized results.
     """
     out = torch.ops.para_core.refuse_flex_attention(call.query, call.value, message, numbers)
     stat = call.query.new_empty(call.query.shape[:3], dtype=torch.float32)
@@ -326,20 +321,18 @@ def _refuse(query: Tensor, value: Tensor, message: str, numbers: list[int]) -> T
     raise ValueError(message.format(*numbers))
 
 
-def _refuse_shape(query: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(*query.shape[:3], value.shape[3])
-
-
 define_operator("refuse_flex_attention(Tensor query, Tensor value, str message, SymInt[] numbers) -> Tensor")
 LIBRARY.impl("refuse_flex_attention", _refuse, "CompositeExplicitAutograd")
-torch.library.register_fake("para_core::refuse_flex_attention", _refuse_shape, lib=LIBRARY)
+torch.library.register_fake(
+    "para_core::refuse_flex_attention",
+    lambda query, value, *_: query.new_empty(*query.shape[:3], value.shape[3]),
+    lib=LIBRARY,
+)
 
 
 def explain_unsharded_mask(error: BaseException | None) -> None:
-    """Raise a ValueError that recommends ``cp.shard(block_mask)`` if ``error`` is a length mismatch of a mask.
-
-    ``flex_attention`` itself raises such an error for an unsharded mask, before any mode sees the call. ``error`` is
-    None if the mode is left without an exception.
+    """Raise a ValueError that recommends ``cp.shard(block_mask)`` if ``error`` is a length mismatch of a mask, which
+    ``flex_attention`` raises for an unsharded mask before any mode sees the call.
     """
     # Without an error there is no message to search. Dynamo traces this function if a mode is left inside a graph, and
     # in torch 2.11 it could not trace a search in a string.
@@ -355,17 +348,15 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
 def uses_flex_attention(module: nn.Module) -> bool:
     """Whether the code of ``module`` uses a name such as ``flex_attention`` or ``BlockMask``.
 
-    The code consists of the Python modules that define the classes of all submodules and of their attention processors.
-    Modules of torch are not searched.
+    Searches the Python modules, other than torch's, of the classes of all submodules and their attention processors.
     """
     parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
     names = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}
-    files = [sys.modules.get(name) for name in names if not name.startswith("torch.")]
-    return any(file is not None and _names_flex_attention(file) for file in files)
-
-
-def _names_flex_attention(file: ModuleType) -> bool:
-    own = [value for value in vars(file).values() if getattr(value, "__module__", None) == file.__name__]
-    functions = [value for x in own for value in (vars(x).values() if isinstance(x, type) else [x])]
-    codes = [getattr(function, "__code__", None) for function in functions]
-    return any(not _NAMES.isdisjoint(names) for names in (vars(file), *[getattr(x, "co_names", ()) for x in codes]))
+    for file in [sys.modules.get(name) for name in names if not name.startswith("torch.")]:
+        values = {} if file is None else vars(file)
+        own = [value for value in values.values() if getattr(value, "__module__", None) == values["__name__"]]
+        functions = [value for x in own for value in (vars(x).values() if isinstance(x, type) else [x])]
+        codes = [getattr(function, "__code__", None) for function in functions]
+        if any(not _NAMES.isdisjoint(used) for used in (values, *[getattr(code, "co_names", ()) for code in codes])):
+            return True
+    return False

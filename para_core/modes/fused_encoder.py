@@ -21,61 +21,56 @@ from para_core.torch_internals import CompileContext, TraceId
 
 
 class _CountedSwitch:
+    """The users of the process's switch. There is one object for the process, because there is one switch."""
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         # How often each holder has disabled the kernels: a thread, and its Dynamo trace, which is None in eager code.
         # Each restart of a trace has a new id.
-        self._holders: Counter[tuple[int, TraceId | None]] = Counter()
-        self._was_on = True
+        self.holders: Counter[tuple[int, TraceId | None]] = Counter()
+        self.was_on = True
 
-    def disable(self) -> None:
-        own = threading.get_ident(), CompileContext.current_trace_id()
-        with self._lock:
-            if not self._holders:
-                self._was_on = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            self._drop_stale(*own)
-            self._holders[own] += 1
-
-    def restore(self) -> None:
-        own = threading.get_ident(), CompileContext.current_trace_id()
-        with self._lock:
-            if not self._holders:
-                return
-            self._drop_stale(*own)
-            # A graph that calls cp.gather without cp.shard calls restore() without disable(). Unary + of a Counter
-            # drops counts that are not positive.
-            self._holders[own] -= 1
-            self._holders = +self._holders
-            if not self._holders:
-                torch.backends.mha.set_fastpath_enabled(self._was_on)
-
-    def _drop_stale(self, own_thread: int, own_trace: TraceId | None) -> None:
+    def drop_stale(self, own_thread: int, own_trace: TraceId | None) -> None:
         """Remove the holders that belong to traces that Dynamo has aborted.
 
-        If Dynamo stops a trace, because of an error or to restart it, the trace never calls :meth:`restore`. Dynamo
+        If Dynamo stops a trace, because of an error or to restart it, the trace never calls :func:`restore`. Dynamo
         traces in one thread at a time. During a trace, the holders of all other traces are therefore removed; in eager
         code, the holders of all traces in this thread are removed.
         """
-        for thread, trace in list(self._holders):
+        for thread, trace in list(self.holders):
             if trace not in (None, own_trace) and (own_trace is not None or thread == own_thread):
-                del self._holders[thread, trace]
+                del self.holders[thread, trace]
 
 
-# There is one counter for the process, because ``torch.backends.mha`` is one switch for the process.
 _SWITCH = _CountedSwitch()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def disable() -> None:
     """Disable torch's fused encoder kernels until :func:`restore`. In a compiled function this runs while tracing."""
-    _SWITCH.disable()
+    own = threading.get_ident(), CompileContext.current_trace_id()
+    with _SWITCH.lock:
+        if not _SWITCH.holders:
+            _SWITCH.was_on = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _SWITCH.drop_stale(*own)
+        _SWITCH.holders[own] += 1
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def restore() -> None:
     """Undo one call of :func:`disable`. Once the calls of all threads are undone, the original state is restored."""
-    _SWITCH.restore()
+    own = threading.get_ident(), CompileContext.current_trace_id()
+    with _SWITCH.lock:
+        if not _SWITCH.holders:
+            return
+        _SWITCH.drop_stale(*own)
+        # A graph that calls cp.gather without cp.shard calls restore() without disable(). Unary + of a Counter drops
+        # counts that are not positive.
+        _SWITCH.holders[own] -= 1
+        _SWITCH.holders = +_SWITCH.holders
+        if not _SWITCH.holders:
+            torch.backends.mha.set_fastpath_enabled(_SWITCH.was_on)
 
 
 @contextmanager

@@ -59,11 +59,8 @@ def sequence_of_length(
 def sequence_of_symbolic_length(
     held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
 ) -> SequenceLayout:
-    """Return the result of :func:`sequence_of_length` for symbolic lengths, which can be compared but not hashed.
-
-    Raises:
-        ValueError: For the reasons of :func:`sequence_of_length`, or because there are more than 8 segments, which have
-            too many concatenations to compare all of them.
+    """Return the result of :func:`sequence_of_length` for symbolic lengths, which can be compared but not hashed. Raise
+    ``ValueError`` also for more than 8 segments, which have too many concatenations to compare all of them.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -79,14 +76,12 @@ def sequence_of_symbolic_length(
 
 
 def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
-    """Return the layout of the segment that has ``total`` tokens over all ranks.
-
-    If neither a segment nor a concatenation of segments has ``total`` tokens, return a layout of equal parts.
+    """Return the layout of the segment that has ``total`` tokens over all ranks; equal parts if none has, nor any
+    concatenation.
 
     Raises:
-        ValueError: Several segments or concatenations have ``total`` tokens; or a concatenation has ``total`` tokens,
-            because its order is unknown; or there are more than 8 segments, which have too many concatenations to
-            compare all of them.
+        ValueError: Several segments or concatenations have ``total`` tokens; or a concatenation has, whose order is
+            unknown; or there are more than 8 segments.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -161,16 +156,11 @@ def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceL
 def _rivals(
     fitting: SequenceLayout, fitting_choice: tuple[int, ...], segments: tuple[Segment, ...], ordered: bool, kind: str
 ) -> Iterator[SequenceLayout]:
-    """Yield the layout of each other choice of ``segments`` that has the same length as ``fitting`` on some rank.
+    """Yield the layout of each choice of ``segments`` other than ``fitting_choice``, the indices of the segments of
+    ``fitting``, that has the same length as ``fitting`` on some rank.
 
     A layout may be yielded several times. Nothing is yielded if choices cannot conflict: the order of tokens does not
-    matter, all ranks hold equal lengths, and no segment is replicated.
-
-    Args:
-        fitting_choice: The indices in ``segments`` of the segments of ``fitting``.
-
-    Raises:
-        ValueError: There are more than 4096 such choices.
+    matter, all ranks hold equal lengths, and no segment is replicated. Raise ``ValueError`` for more than 4096.
     """
     # Ranks with the same lengths of all segments have the same candidates. Keep one rank for each tuple of lengths.
     columns = {

@@ -74,7 +74,7 @@ def intercept(
         flex: A function ``(operator, args, kwargs)`` that computes a call of the operator of ``flex_attention``. If
             None, such a call raises RuntimeError.
         fail: A function that raises the exception it gets, for attention operators of other packages that cannot be
-            computed. A mode that a user enters passes a function that makes all ranks raise.
+            computed.
 
     Raises:
         RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
@@ -116,10 +116,7 @@ def intercept(
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-    """Return ``func(*args, **kwargs)`` without interception.
-
-    While Dynamo traces, ``torch.unflatten`` replaces ``Tensor.unflatten``, as in :func:`intercept`.
-    """
+    """Return ``func(*args, **kwargs)`` without interception. For Dynamo, ``Tensor.unflatten`` is replaced here too."""
     if func is _UNFLATTEN and torch.compiler.is_compiling():
         return torch.unflatten(*args, **kwargs)
     return func(*args, **kwargs)
@@ -189,10 +186,8 @@ def run_functions(mode: TorchFunctionMode, func: HigherOrderOperator, args: Sequ
 
 
 class _ReenteredMode(TorchFunctionMode):
-    """A mode that forwards all calls to ``mode``.
-
-    It is needed in branches of ``torch.cond``, where Dynamo cannot enter a mode that was constructed outside of the
-    branch.
+    """A mode that forwards all calls to ``mode``, for branches of ``torch.cond``, where Dynamo cannot enter a mode that
+    was constructed outside of the branch.
     """
 
     def __init__(self, mode: TorchFunctionMode) -> None:
@@ -238,10 +233,8 @@ THREAD_STATE = ThreadState()
 
 
 def outer_attention(call: SdpaCall) -> Tensor:
-    """Return the output of ``call``, computed by the handler of the enclosing :func:`at_the_dispatcher` context.
-
-    Only the handler of the innermost context may call this function. Without an enclosing context, the call runs on one
-    device.
+    """Return the output of ``call``, computed by the handler of the enclosing :func:`at_the_dispatcher` context, or
+    without one on one device. Only the handler of the innermost context may call this function.
     """
     handlers = THREAD_STATE.handlers
     return handlers[-2](call) if len(handlers) > 1 else call.on_one_device()
@@ -262,10 +255,8 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
 
 
 def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
-    """Return a dispatcher kernel for an attention operator of another package.
-
-    It runs FlashAttention over the mesh, raises RuntimeError for any other operator, and runs the original operator if
-    ``is_active()`` of the innermost context is False.
+    """Return a dispatcher kernel for an attention operator of another package. It runs FlashAttention over the mesh,
+    refuses any other, and runs the original operator if ``is_active()`` of the innermost context is False.
     """
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
@@ -301,10 +292,8 @@ def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lamb
 
     ``handler`` also computes FlashAttention operators; all other attention operators of other packages raise
     RuntimeError. Both are intercepted only if ``is_active()``. Use a mode instead for traced code and for calls that
-    require a gradient, because autograd runs the backward outside of this context.
-
-    Raises:
-        RuntimeError: :func:`dispatcher_is_available` is False.
+    require a gradient, because autograd runs the backward outside of this context, and if
+    :func:`dispatcher_is_available` is False, which raises RuntimeError.
     """
     if not dispatcher_is_available():
         raise RuntimeError("attention cannot be intercepted at the dispatcher of this torch. Use a mode.")

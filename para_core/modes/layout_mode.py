@@ -120,10 +120,8 @@ class LayoutMode(ShardingMode):
     def _whole_layout(
         self, total: int, sequence: SequenceLayout | None, kind: Literal["query", "key"]
     ) -> SequenceLayout:
-        """Return the layout of the queries or of the keys of a mask over all tokens.
-
-        This is ``sequence`` if it is not None, else the explicit layout of the mode, else the layout of the sharded
-        sequence with ``total`` tokens, else equal parts.
+        """Return the layout of the queries or keys of a mask over all tokens: ``sequence``, else the explicit layout of
+        the mode, else that of the sharded sequence with ``total`` tokens, else equal parts.
         """
         if sequence is not None:
             return self._checked(sequence)
@@ -213,13 +211,8 @@ class LayoutMode(ShardingMode):
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
     def _layout_of(self, held: int, kind: Literal["query", "key"], ordered: bool) -> SequenceLayout:
-        """Return the layout of a query or key whose part on this rank has ``held`` tokens.
-
-        This is the explicit layout of the mode if there is one, else the layout of the sharded sequences that fit. If
-        no sequence was sharded, all ranks are assumed to hold equal parts.
-
-        Raises:
-            ValueError: If ``held`` does not fit the explicit layout or any sharded sequence, or fits several.
+        """Return the layout of a query or key with ``held`` tokens on this rank: the explicit layout of the mode, else
+        that of the sharded sequences that fit, else equal parts. Raise ``ValueError`` if none fits, or several do.
         """
         mesh = self._mesh
         if self._explicit is not None:
@@ -229,8 +222,7 @@ class LayoutMode(ShardingMode):
             if held != layout.size(mesh.rank):
                 raise ValueError(
                     f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of "
-                    f"{layout.total}. "
-                    "Pass the layout that it was sharded by (cp.using(layout, key_layout=...))."
+                    f"{layout.total}. Pass the layout that it was sharded by (cp.using(layout, key_layout=...))."
                 )
             return layout
         if not self._known:

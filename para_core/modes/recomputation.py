@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,9 +71,8 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
 def bind_checkpoint(owner: object, bind: Bind) -> None:
     """Bind the functions of all ``checkpoint(..., use_reentrant=False)`` calls whose forward is running.
 
-    A mode must call this at every attention call in eager code. This includes calls with gradients disabled, because
-    the backward recomputes the whole function, with these calls. A function that is already bound to the mode
-    ``owner`` is not bound again.
+    A mode, the ``owner``, calls this at every attention call in eager code, also with gradients disabled, because the
+    backward recomputes the whole function. A function that is already bound to ``owner`` is not bound again.
     """
     innermost = top_saved_tensors_hooks(True)
     frame = _frame_of(innermost)
@@ -89,10 +89,7 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
 
 
 def _frame_of(hooks: Any) -> Any:
-    """Return torch's ``_CheckpointFrame`` of the checkpoint that registered ``hooks`` on saved tensors.
-
-    Return None if ``hooks`` is None or was not registered by a checkpoint.
-    """
+    """Return torch's ``_CheckpointFrame`` of the checkpoint that registered ``hooks`` on saved tensors, else None."""
     cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
     contents = [cell.cell_contents for cell in cells]
     return next((frame for frame in contents if isinstance(frame, CheckpointFrame)), None)
@@ -102,12 +99,12 @@ def _frame_of(hooks: Any) -> Any:
 def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
     """Bind each function that the activation checkpointing of a diffusers model recomputes in the backward.
 
-    Affects the checkpoints that ``module`` and its submodules make inside the ``with`` block. Does nothing if ``bind``
-    is None, if gradients are disabled, or while tracing, because a graph contains its own recomputation.
+    Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing if ``bind`` is
+    None, without gradients, or while tracing, because a graph contains its own recomputation.
     """
     checkpointing = _checkpointing(module) if bind is not None else []
     for submodule, checkpoint in checkpointing:
-        submodule._gradient_checkpointing_func = _bind_first(bind, checkpoint)
+        submodule._gradient_checkpointing_func = partial(_checkpoint_bound, bind, checkpoint)
     try:
         yield
     finally:
@@ -116,10 +113,8 @@ def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
 
 
 def refuse_checkpointing(module: nn.Module) -> None:
-    """Raise ``RuntimeError`` if activation checkpointing of a diffusers model is on and gradients are enabled.
-
-    Plans with linear attention or halos need this check, because the recomputation in the backward intercepts attention
-    only, and would miss the sums over ranks and the halo exchange.
+    """Raise ``RuntimeError`` if activation checkpointing of a diffusers model is on and gradients are enabled. Its
+    recomputation intercepts attention only, and would miss the sums over ranks and halos of a plan.
     """
     if _checkpointing(module):
         raise RuntimeError(
@@ -130,8 +125,8 @@ def refuse_checkpointing(module: nn.Module) -> None:
 
 
 def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the submodules with activation checkpointing on, each with its checkpoint function; none while gradients
-    are disabled or a graph is traced.
+    """Return the submodules with activation checkpointing on, each with its checkpoint function; none without gradients
+    or while tracing.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return []
@@ -142,8 +137,5 @@ def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
     ]
 
 
-def _bind_first(bind: Any, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(bind(function), *args, **kwargs)
-
-    return run
+def _checkpoint_bound(bind: Any, checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(bind(function), *args, **kwargs)

@@ -69,9 +69,7 @@ class ShardingMode(TorchFunctionMode):
         """Adapt to changed sequences or explicit layouts, in eager code. Does nothing unless overridden."""
 
     def _note_sharded(self, x: Tensor, dim: int) -> None:
-        """Note in eager code on several ranks that :meth:`shard` along ``dim`` returns ``x``. Does nothing unless
-        overridden.
-        """
+        """Note in eager code on several ranks that :meth:`shard` returns ``x``. Does nothing unless overridden."""
 
     def sequence(self, total: int, *, balance: Literal["causal"] | None = None) -> SequenceLayout:
         """Return the layout of ``total`` tokens, for the argument ``sequence`` of :meth:`shard` and :meth:`gather`.
@@ -204,7 +202,20 @@ class ShardingMode(TorchFunctionMode):
         if talk:
             self._mesh.check_alive()
         try:
-            layout = self._fitting(x, dim, sequence, whole=whole, balance=balance)
+            if sequence is not None and balance is not None:
+                raise ValueError("shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal').")
+            if not -x.ndim <= dim < x.ndim:
+                raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
+            held = x.shape[dim]
+            if sequence is not None:
+                layout = self._checked(sequence)
+            else:
+                layout = self.sequence(held, balance=balance) if whole else self._only_sequence(held)
+            if whole and held != layout.total:
+                raise ValueError(f"x has {held} tokens in dim {dim}, but sequence= says {layout.total}.")
+            own = layout.size(self._mesh.rank)
+            if not whole and held != own:
+                raise ValueError(f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {own}.")
         except (TypeError, ValueError) as error:
             if talk:
                 check_consistent(error, self._mesh)
@@ -213,25 +224,6 @@ class ShardingMode(TorchFunctionMode):
             dim %= x.ndim
             shape = (*x.shape[:dim], *x.shape[dim + 1 :])
             check_consistent(_signature(layout, dim, shape, x.dtype), self._mesh, explain=_difference)
-        return layout
-
-    def _fitting(
-        self, x: Tensor, dim: int, sequence: SequenceLayout | None, *, whole: bool, balance: Literal["causal"] | None
-    ) -> SequenceLayout:
-        if sequence is not None and balance is not None:
-            raise ValueError("shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal').")
-        if not -x.ndim <= dim < x.ndim:
-            raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
-        held = x.shape[dim]
-        if sequence is not None:
-            layout = self._checked(sequence)
-        else:
-            layout = self.sequence(held, balance=balance) if whole else self._only_sequence(held)
-        if whole and held != layout.total:
-            raise ValueError(f"x has {held} tokens in dim {dim}, but sequence= says {layout.total}.")
-        expected = layout.size(self._mesh.rank)
-        if not whole and held != expected:
-            raise ValueError(f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {expected}.")
         return layout
 
 
