@@ -46,8 +46,8 @@ def shard_blocks(
         module: The model. All ranks of ``mesh`` must hold the same weights and call the model equally often.
         blocks: Blocks of ``module``, in the order in which they run.
         mesh: A mesh of one dim, or of the two dims ``replicate × shard`` (HSDP).
-        offload_policy: FSDP2's policy for offloading. ``CPUOffloadPolicy()`` keeps this rank's shards in host memory.
-        replicated: Parameters of ``module`` that are not sharded but stay on every rank.
+        offload_policy: ``CPUOffloadPolicy()`` keeps this rank's shards in host memory.
+        replicated: Parameters of ``module`` that stay on every rank.
 
     Raises:
         ValueError: If FSDP2 cannot shard the type of one of the weights. The module is then unchanged.
@@ -81,10 +81,9 @@ def shard_blocks(
 def _private_class(fsdp_class: type, written: type) -> type:
     """Return a subclass of ``fsdp_class`` with the name and docstring of ``written``, the class in the source code.
 
-    FSDP2 changes the class of a block to ``fsdp_class``, which has another name, but diffusers'
-    ``compile_repeated_blocks`` and transformers' output recorders look blocks up by class name. All models in the
-    process share ``fsdp_class``, so renaming it in place would also affect the user's own FSDP2 models. Blocks of one
-    class share the returned class, and therefore their compiled graphs.
+    FSDP2's class of a block has another name, but diffusers' ``compile_repeated_blocks`` and transformers' output
+    recorders look blocks up by class name. Renaming it in place would also affect the user's own FSDP2 models. Blocks
+    of one class share the returned class, and therefore their compiled graphs.
     """
     private = _PRIVATE_CLASSES.get(fsdp_class)
     if private is None:
@@ -119,10 +118,10 @@ def _refuse_copies(self: Any, memo_or_protocol: Any) -> Any:
 
 
 def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()) -> None:
-    """Raise ``ValueError`` if ``module`` has a weight that FSDP2 cannot shard.
+    """Raise ``ValueError`` if ``module`` has a weight, not among ``replicated``, that FSDP2 cannot shard.
 
     FSDP2 can shard a plain parameter, a DTensor, or a tensor with the method ``fsdp_pre_all_gather``, unless its dtype
-    is float8. The parameters in ``replicated`` are not checked.
+    is float8.
     """
     kept = {id(x) for x in replicated}
     for name, parameter in module.named_parameters():
@@ -177,10 +176,8 @@ def gather_blocks(module: nn.Module) -> None:
 
 
 def discard_shards(module: nn.Module) -> Gradients | None:
-    """Undo :func:`shard_blocks` on this rank without communication, even if it failed half-way.
-
-    Each parameter stays as it is, sharded or not, so the caller must put the whole parameters back. Returns the record
-    of the parameters that took gradients.
+    """Undo :func:`shard_blocks` on this rank without communication, even if it failed half-way. Return the record of
+    the parameters that took gradients. Parameters stay sharded, so the caller must put the whole ones back.
     """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     with unwrapped(parts):
@@ -204,23 +201,16 @@ Sharded = Mapping[tuple[int, str], DTensor]
 
 def sharded_parameters(layer: nn.Module) -> Sharded:
     """Return the sharded parameters of ``layer``, while none of its blocks runs, for :func:`whole_blocks`."""
-    return {
-        (id(owner), name): x
-        for owner in layer.modules()
-        for name, x in owner.named_parameters(recurse=False)
-        if isinstance(x, DTensor)
-    }
+    owned = [(owner, *item) for owner in layer.modules() for item in owner.named_parameters(recurse=False)]
+    return {(id(owner), name): x for owner, name, x in owned if isinstance(x, DTensor)}
 
 
 @contextmanager
 def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
     """Gather the parameters of ``layer`` inside the ``with`` block, where they may be written to. Collective.
 
-    On exit, the parameters are sharded again, with the values that were written to them.
-
-    Args:
-        layer: The module whose parameters are gathered.
-        sharded: The result of :func:`sharded_parameters`, for blocks that FSDP2 has gathered at the moment.
+    On exit, the parameters are sharded again, with the values that were written to them. ``sharded`` is the result of
+    :func:`sharded_parameters`, for blocks that FSDP2 has gathered at the moment.
     """
     held = []
     for owner in layer.modules():
@@ -253,10 +243,9 @@ def _whole(parameter: DTensor) -> torch.Tensor:
 
 
 def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
-    """Return ``inner``, one of the tensors in a quantized weight ``parameter``, with the rows of all ranks. Collective.
+    """Return ``inner``, a tensor in a quantized weight ``parameter``, with the rows of all ranks. Collective.
 
-    If ``inner`` does not have ``rows`` rows, as this rank's part of the weight has, it is equal on all ranks, and is
-    returned unchanged.
+    Without ``rows`` rows, as this rank's part of the weight has, ``inner`` is equal on all ranks.
     """
     if inner.ndim == 0 or inner.shape[0] != rows:
         return inner

@@ -19,8 +19,6 @@ from para_core.distributed.mesh import (
 )
 from para_core.torch_internals import group_timeout, set_group_timeout
 
-WEIGHTS_DIM = "weights"
-
 
 def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
     """Return the timeout of the first process group of ``mesh``; None for a mesh of one rank, which has no group."""
@@ -32,11 +30,8 @@ def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
 
 
 def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
-    """Convert a mesh for FSDP2 to a :class:`SequenceMesh`, which
-    :func:`~para_core.distributed.consistency.check_consistent` takes.
-
-    Raises:
-        ValueError: If ``mesh`` has more than two dims, or this rank is not part of it.
+    """Convert a mesh for FSDP2 to a :class:`SequenceMesh`. Raise ``ValueError`` if ``mesh`` has more than two dims, or
+    this rank is not part of it.
     """
     if mesh.ndim > 2:
         raise ValueError(
@@ -66,13 +61,13 @@ def sequence_ranks(mesh: SequenceMesh) -> list[int]:
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
     """Return a mesh with one dim, named ``"weights"``, over the global ranks ``ranks``.
 
-    Its process group is created at the first call and then reused. It is not that of attention, because NCCL runs the
-    collectives of one communicator in order: gathering the weights of the next block would wait for the attention of
-    the current block. ``timeout`` is that of the group; None keeps it.
+    Its process group, with this ``timeout``, is created at the first call and then reused. It is not that of attention,
+    because NCCL runs the collectives of one communicator in order: gathering the weights of the next block would wait
+    for the attention of the current block.
     """
     # Pass no backend, because the default backend supports the same devices as the user's groups.
     group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)
     if timeout is not None:
         set_group_timeout(group, timeout)
-    mesh: DeviceMesh = DeviceMesh.from_group(group, device_type, mesh=ranks, mesh_dim_names=(WEIGHTS_DIM,))
+    mesh: DeviceMesh = DeviceMesh.from_group(group, device_type, mesh=ranks, mesh_dim_names=("weights",))
     return mesh

@@ -74,11 +74,8 @@ def stand_ins(
     """Replace ``weights``, from :func:`weights_of`, by zeros on ``device`` inside the ``with`` block.
 
     Code can then run that reads only their shapes, dtypes and device. On exit, each weight is restored, unless its
-    zeros were replaced by another tensor, or are ``writable`` and were written to.
-
-    Args:
-        writable: The ``id()`` of weights whose zeros may be written to. Other zeros are expanded scalars, which take no
-            memory.
+    zeros were replaced by another tensor, or were written to. ``writable`` are the ``id()`` of weights whose zeros may
+    be written to; other zeros are expanded scalars, which take no memory.
     """
 
     def zeros(x: Tensor) -> Tensor:
@@ -105,9 +102,8 @@ def stand_ins(
 class Gradients:
     """A record of the parameters of a model whose ``requires_grad`` was turned off, to turn it on again.
 
-    A parameter is identified by module and name, because FSDP2, tensor parallelism and pipeline stages replace the
-    parameter object. If the user replaced a parameter by a parameter of another class, such as a quantized weight, its
-    ``requires_grad`` does not change.
+    A parameter is identified by module and name, because sharding replaces the object. ``requires_grad`` of a parameter
+    that the user replaced by one of another class, such as a quantized weight, does not change.
     """
 
     def __init__(self) -> None:
@@ -132,7 +128,6 @@ class Gradients:
     def forget(self) -> None:
         """Drop the record, so that :meth:`restore` leaves gradients off.
 
-        Call this method after peft adds an adapter and freezes all other parameters. The record does not show that peft
-        froze them, so :meth:`restore` would turn their gradients on again.
+        Call this after peft adds an adapter and freezes all other parameters, which the record does not show.
         """
         self._enabled.clear()

@@ -70,9 +70,8 @@ class PatchPlan:
         plan: The plan of the model.
         segment: Name of the segment that is split into patches. Other sharded segments of ``plan`` belong to the first
             patch, replicated segments to every patch.
-        dim: The dim along which ``hidden_states`` and the output are split.
+        dim: The dim along which ``hidden_states``, of ``ndim`` dims, and the output are split.
         together: Number of consecutive entries along ``dim`` that stay in one patch.
-        ndim: Number of dims of ``hidden_states``.
     """
 
     plan: Plan
@@ -83,16 +82,12 @@ class PatchPlan:
 
     @property
     def returns_patch(self) -> bool:
-        """Whether the model, called on one patch, returns only the tokens of the patch. If not, its output has full
-        size, and only the part of the patch is valid.
-        """
+        """Whether the model returns only the tokens of a patch. If not, only the patch in its whole output is valid."""
         return "" in self.plan.outputs
 
     def runs(self, hidden_states: Tensor, num_patches: int) -> list[Run]:
-        """Return the first index and the length of each patch along ``dim`` of ``hidden_states``.
-
-        Raises:
-            ValueError: ``hidden_states`` does not have the expected dims, or has fewer tokens or frames than patches.
+        """Return the first index and the length of each patch along ``dim`` of ``hidden_states``. Raise ``ValueError``
+        if it does not have the expected dims, or has fewer tokens or frames than patches.
         """
         shape, together = list(hidden_states.shape), self.together
         if len(shape) != self.ndim or shape[self.dim] % together:
@@ -151,13 +146,11 @@ def _why_not(plan: Plan) -> str | None:
 
 
 def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
-    """Return the first index and the length of each patch of ``total`` entries, split like ``torch.tensor_split``.
+    """Return the first index and the length of each patch of ``total`` entries (``what``), as ``torch.tensor_split``
+    splits them. Raise ``ValueError`` if there are more patches than entries.
 
     >>> patch_runs(10, 4)
     [(0, 3), (3, 3), (6, 2), (8, 2)]
-
-    Raises:
-        ValueError: There are more patches than entries. The error message calls the entries ``what``.
     """
     if num_patches > total:
         raise ValueError(f"{total} {what} cannot be split into num_patches={num_patches} patches. Choose fewer.")
@@ -167,11 +160,7 @@ def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
 class PatchRuleExecutor(RuleExecutor):
     """An executor of plan rules that shards tensors as on rank ``index`` of ``num_patches`` ranks, but sends nothing.
 
-    Args:
-        plan: The description of the split.
-        index: Index of the patch.
-        num_patches: Number of patches.
-        num_frames: Number of frames of a video, whose patches consist of whole frames; None for an image.
+    ``num_frames`` is the number of frames of a video, whose patches consist of whole frames; None for an image.
     """
 
     def __init__(self, plan: PatchPlan, index: int, num_patches: int, num_frames: int | None) -> None:
@@ -183,10 +172,8 @@ class PatchRuleExecutor(RuleExecutor):
     def new_segment(self, name: str, total: int) -> Segment:
         """Return the segment ``name`` of ``total`` tokens, divided among the patches at boundaries of frames or tokens.
 
-        A sharded segment other than the one that is split into patches stays whole, in the first patch.
-
-        Raises:
-            ValueError: ``total`` is not a multiple of the number of frames.
+        A sharded segment other than the one that is split into patches stays whole, in the first patch. Raise
+        ``ValueError`` if ``total`` is not a multiple of the number of frames.
         """
         if name in self._in_first_patch:
             return Segment(name, total, together=max(total, 1))
@@ -243,10 +230,8 @@ class PatchHooks:
         self._in_graphs = False
 
     def begin(self, executor: PatchRuleExecutor | None, *, in_graphs: bool = False) -> None:
-        """Start a model call on the patch of ``executor``; for None end it.
-
-        Args:
-            in_graphs: Whether attention calls are intercepted by :class:`PatchAttnMode` instead of the dispatcher.
+        """Start a model call on the patch of ``executor``; for None end it. If ``in_graphs``, attention calls are
+        intercepted by :class:`PatchAttnMode` instead of the dispatcher.
         """
         self.executor, self._attending, self._in_graphs = executor, [((0,), [0])], in_graphs
 
@@ -340,9 +325,8 @@ def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
 class PatchAttnMode(TorchFunctionMode):
     """Mode that replaces attention calls by ``para_core::patch_attention``, in compiled graphs and in eager code.
 
-    Args:
-        indices: For the first, second, … attention call, the index of its plan entry in :attr:`PatchHooks.attentions`.
-            The last index also applies to further calls.
+    For the first, second, … attention call, ``indices`` are those of the plan entries in :attr:`PatchHooks.attentions`.
+    The last index also applies to further calls.
     """
 
     def __init__(self, indices: tuple[int, ...]) -> None:

@@ -22,10 +22,8 @@ _WHOLE = (_aten.equal.default,)
 class Arrival:
     """A tensor whose patches along ``dim`` arrive one after the other.
 
-    Args:
-        whole: Uninitialised tensor of full size, into which arriving patches are copied.
-        runs: First index and length of each patch along ``dim``.
-        dim: The dim along which the tensor is divided into patches.
+    ``whole`` is an uninitialised tensor of full size, into which arriving patches are copied. ``runs`` are the first
+    index and the length of each patch along ``dim``.
     """
 
     def __init__(self, whole: Tensor, runs: list[Run], dim: int = 1) -> None:
@@ -57,9 +55,8 @@ class Arrival:
 
 
 class _Pointwise:
-    """A recorded call of an elementwise function on tensors that arrive in patches.
-
-    The function runs on tensors of full size, again for each patch that is requested.
+    """A recorded call of an elementwise function on tensors that arrive in patches. It runs on tensors of full size,
+    again for each patch that is requested.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int) -> None:

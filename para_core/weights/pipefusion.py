@@ -111,12 +111,8 @@ class PipeFusionReport:
 
 @dataclass
 class _FusedBranch:
-    """The state of one CFG branch that is kept from step to step.
-
-    Args:
-        keys: The stored keys and values.
-        signature: Name, shape and dtype of the tensors among the model's inputs.
-        output: Shape, dtype and device of the model's output. None if the output is not a single tensor.
+    """The state of one CFG branch that is kept from step to step: the stored keys and values, and the names, shapes and
+    dtypes of the model's input tensors. ``output`` is None if the model's output is not a single tensor.
     """
 
     keys: StaleKeys
@@ -128,9 +124,6 @@ class Fusion:
     """The runner of one model with PipeFusion, in pipeline stages or in a single process. For inference in one thread.
 
     Args:
-        module: The model.
-        options: The user's options.
-        plan: A description of how the model is split into patches.
         blocks: The blocks of the model, of all stages.
         branch_of: Returns the name of the CFG branch of a call, given its arguments by name.
         step_of: Returns the index of the current step and the number of steps, given the name of a CFG branch.
@@ -184,9 +177,8 @@ class Fusion:
         self.report, self.few_steps, self._sent_before = PipeFusionReport(), False, []
 
     def end(self, *, failed: bool = False) -> None:
-        """End a generation: wait for all patches in flight, and free the stored keys.
-
-        If it ``failed``, do not wait, but mark the links between stages as broken.
+        """End a generation: wait for all patches in flight, and free the stored keys. If it ``failed``, do not wait,
+        but mark the links between stages as broken.
         """
         links = None if self._stages is None else self._stages.links
         try:
@@ -230,10 +222,8 @@ class Fusion:
             return call(block, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, either exactly or patch by patch, and return its output.
-
-        Raises:
-            RuntimeError: The model was compiled as a whole, or gradients are enabled.
+        """Run a call of the model, either exactly or patch by patch, and return its output. Raise ``RuntimeError`` if
+        the model was compiled as a whole, or gradients are enabled.
         """
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
@@ -336,10 +326,9 @@ class Fusion:
         return pytree.tree_map_only(Tensor, lambda _: patched, output)
 
     def _exchange_output(self, output: Any, like: Tensor, arrival: Arrival, run: Run) -> None:
-        """Add the output of one patch, a tensor like ``like``, to ``arrival``. Only that of the last stage is used.
+        """Add the output of one patch ``run``, (first index, length), a tensor like ``like``, to ``arrival``.
 
-        The last stage sends it to all other stages, which start to receive it. ``run`` is the first index and the
-        length of the patch.
+        Only that of the last stage is used. The last stage sends it to all other stages, which start to receive it.
         """
         stages = self._stages
         if stages is not None and stages.dim.index < stages.dim.size - 1:

@@ -39,13 +39,10 @@ Freeing = Callable[[Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class StagedBlock:
-    """A transformer block of the model, with its token streams (such as image and text) and its cost.
+    """A transformer block of the model, with its token streams (such as image and text) and its cost in any unit.
 
-    Args:
-        block: The block.
-        streams: Names of the parameters of ``forward`` that hold tokens, in the order in which the block returns their
-            new values. A block with one stream returns a tensor, not a tuple.
-        cost: Relative cost of computing the block, in any unit.
+    ``streams`` are the names of the parameters of ``forward`` that hold tokens, in the order in which the block returns
+    their new values. A block with one stream returns a tensor, not a tuple.
     """
 
     block: nn.Module
@@ -56,13 +53,11 @@ class StagedBlock:
 def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
     """Split blocks into stages of minimal largest cost, and return each stage's range of block indices.
 
-    Each stage gets at least one block. Of several optimal splits, that with more blocks in earlier stages is returned.
+    Each stage gets at least one block, and of several optimal splits earlier stages get more. Raise ``ValueError`` if
+    there are fewer blocks than stages.
 
     >>> balanced([2, 2, 1, 1, 1, 1], 2)
     [range(0, 2), range(2, 6)]
-
-    Raises:
-        ValueError: If there are fewer blocks than stages.
     """
     if num_stages > len(costs):
         raise ValueError(
@@ -98,11 +93,11 @@ class Stages:
     gradients until :func:`gather_stages` undoes the change.
 
     Args:
-        module: The model.
         blocks: The blocks of the model, in the order in which they run.
         dim: The mesh dim ``pipe``.
-        require_equal: Called with the arguments of each call by name; raises if they differ between ranks. Not called
-            inside :func:`~para_core.distributed.consistency.inputs_verified`. None skips the comparison.
+        require_equal: Called with the arguments of each call by name, except inside
+            :func:`~para_core.distributed.consistency.inputs_verified`; raises if they differ between ranks. None skips
+            the comparison.
 
     Raises:
         ValueError: If there are fewer blocks than stages.
@@ -144,12 +139,8 @@ class Stages:
         self.gradients.stop(self.module)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, and return the last stage's output on every rank.
-
-        If :attr:`whole` is False, return this rank's own output, without communication.
-
-        Raises:
-            RuntimeError: If the model was compiled as a whole.
+        """Run a call of the model, and return the last stage's output on every rank; this rank's own output, without
+        communication, if :attr:`whole` is False. Raise ``RuntimeError`` if the model was compiled as a whole.
         """
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
@@ -230,9 +221,8 @@ class _Around:
 
 
 def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
-    """Move the weights of other stages' blocks to the meta device, also those that were added since the last call.
-
-    ``freeing`` is called with each weight and the meta tensor that replaces it.
+    """Move the weights of other stages' blocks to the meta device, also those that were added since the last call. Call
+    ``freeing`` with each weight and the meta tensor that replaces it.
     """
     stages.freed = True
     stages.gradients.stop(stages.module)
@@ -276,10 +266,8 @@ def stages_of(module: nn.Module) -> Stages | None:
 def gather_stages(module: nn.Module) -> None:
     """Remove the stages of ``module``, if any: the rank that owns a block sends its weights to those that freed them.
 
-    All ranks of the mesh dim ``pipe`` must call this function.
-
-    Raises:
-        RuntimeError: If blocks were freed and the process group was destroyed, so that none can be received.
+    Collective over the mesh dim ``pipe``. Raise ``RuntimeError`` if blocks were freed and the process group was
+    destroyed, so that none can be received.
     """
     stages = stages_of(module)
     if stages is None:

@@ -25,11 +25,7 @@ class StaleKeys:
     The first model call computes all tokens and stores their keys. Each later call computes one patch: it replaces the
     keys of that patch, and attends to all stored keys. The keys of earlier patches are from this step, the keys of
     later patches from the previous step. Attention to segments that are not split into patches, such as cross-attention
-    to text, stays exact. Ranks that share a sequence exchange the keys of each patch once, and each stores the keys of
-    all tokens.
-
-    Args:
-        hooks: Finds the plan entry of each attention call.
+    to text, stays exact. Ranks that share a sequence exchange the keys of each patch once, and each stores all keys.
     """
 
     def __init__(self, hooks: PatchHooks) -> None:
@@ -62,12 +58,8 @@ class StaleKeys:
     def _attend(self, attention: Attention, attend_exactly: SdpaHandler, call: SdpaCall) -> Tensor:
         """Return the attention output of ``call``, whose query ``[B, H, S_local, D]`` holds this rank's patch tokens.
 
-        Args:
-            attention: The plan entry of the call.
-            attend_exactly: Computes the attention of a call that has the keys of all tokens.
-
-        Raises:
-            RuntimeError: The lengths do not fit the plan, the call is causal, or the mask is not supported.
+        ``attention`` is its plan entry. ``attend_exactly`` computes a call that has the keys of all tokens. Raise
+        ``RuntimeError`` if the lengths do not fit the plan, the call is causal, or the mask is not supported.
         """
         executor, module = self._hooks.executor, self._hooks.module
         names = attention.keys or attention.queries
@@ -121,15 +113,10 @@ class StaleKeys:
 def _mask_of_patch(
     mask: Tensor | None, queries: Sequence[Run], stored: Tensor | None, num_keys: int, total: int
 ) -> Tensor | None:
-    """Return the rows of ``mask`` for the queries of a patch; None if ``mask`` and ``stored`` are None.
+    """Return the rows of ``mask`` for the ``queries`` of a patch, runs (first index, length); None without masks.
 
-    Args:
-        mask: The mask of the patch's call. Its columns are the ``total`` keys, or the ``num_keys`` of this patch.
-        queries: First index and length of each run of queries in the patch.
-        stored: The mask of the first call, which computed all tokens.
-
-    Raises:
-        RuntimeError: The masks are not of a supported shape.
+    The columns of ``mask`` are the ``total`` keys, or the ``num_keys`` of this patch. ``stored`` is the mask of the
+    first call, which computed all tokens. Raise ``RuntimeError`` if the masks are not of a supported shape.
     """
     if mask is None and stored is None:
         return None

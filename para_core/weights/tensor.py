@@ -42,8 +42,8 @@ _RECORD = "_para_core_tensor"
 class _ForwardOfInstance:
     """A wrapper of the ``forward`` that a hook, such as one of accelerate, has set on an instance.
 
-    Other code may keep a reference to the wrapper and wrap it again. After :meth:`remove`, such a leftover wrapper only
-    calls the original ``forward``.
+    Other code may keep a reference to it and wrap it again. After :meth:`remove` it only calls the original
+    ``forward``.
     """
 
     def __init__(self, instance: Any, around: Around) -> None:
@@ -72,8 +72,7 @@ class _Record:
     gradients: Gradients = field(default_factory=Gradients)
     # One entry per sharded parameter: (module, name, sharded dim, sizes of the parts concatenated along this dim).
     shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
-    # One entry per module attribute (such as the number of heads) that was divided by the number of ranks: (module,
-    # attribute, value before sharding).
+    # For each module attribute (such as the number of heads) that was divided: (module, attribute, value before).
     counts: list[tuple[nn.Module, str, int]] = field(default_factory=list)
     # Linear layers that are sharded but not wrapped yet, by columns (key True) and by rows (key False).
     sharded: dict[bool, list[nn.Module]] = field(default_factory=lambda: {False: [], True: []})
@@ -81,18 +80,14 @@ class _Record:
     forwards: list[_ForwardOfInstance] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # All layers share these two wrapper functions, so that layers of one class also share one wrapped class. The
-        # functions get the mesh as an argument, because Dynamo cannot read the mesh of a DTensor inside a quantized
-        # weight.
+        # Layers share these two functions, so that layers of one class share a wrapped class. The functions get the
+        # mesh as an argument, because Dynamo cannot read the mesh of a DTensor inside a quantized weight.
         self.arounds = {True: partial(_linear_by_columns, self.mesh), False: partial(_linear_by_rows, self.mesh)}
 
 
 def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
     """Shard the linear layers of ``module`` in place over the one-dim ``mesh``, on all ranks, which hold equal weights.
-
-    Raises:
-        ValueError: If ``plan`` does not fit the module, for example because the number of ranks does not divide the
-            number of heads. The module is then unchanged.
+    Raise ``ValueError`` if ``plan`` does not fit the module, which is then unchanged.
     """
     require_tensor_plan_fits(module, plan, mesh.size())
     layers = planned_linears(module, plan).values()
@@ -131,8 +126,7 @@ def gather_tensors(module: nn.Module) -> None:
     """Undo :func:`shard_tensors`: gather all weights on every rank. Every rank of the mesh must call this function.
 
     Raises:
-        RuntimeError: If a sharded weight was replaced by a weight that PyTorch cannot gather. The module is then
-            unchanged.
+        RuntimeError: A weight was replaced by one that PyTorch cannot gather. The module is then unchanged.
     """
     record: _Record = module.__dict__[_RECORD]
     _forget_removed(module, record)
@@ -175,9 +169,8 @@ def _whole(part: Any) -> Tensor:
 
 
 def discard_tensors(module: nn.Module) -> None:
-    """Undo :func:`shard_tensors` on this rank without communication, even if it failed half-way.
-
-    Each parameter stays as it is, sharded or not, so the caller must put the whole parameters back.
+    """Undo :func:`shard_tensors` on this rank without communication, even if it failed half-way. Parameters stay
+    sharded, so the caller must put the whole ones back.
     """
     record: _Record | None = module.__dict__.pop(_RECORD, None)
     if record is not None:
@@ -202,9 +195,7 @@ def forget_gradients(module: nn.Module) -> None:
 
 def shard_new_loras(module: nn.Module) -> None:
     """Shard the LoRAs added since :func:`shard_tensors`, and drop the state of removed ones. Every rank must call this.
-
-    Raises:
-        ValueError: If an added adapter is not a plain LoRA. The module is then unchanged.
+    Raise ``ValueError`` if an added adapter is not a plain LoRA. The module is then unchanged.
     """
     record: _Record = module.__dict__[_RECORD]
     layers = planned_linears(module, record.plan)
@@ -227,11 +218,7 @@ def _forget_removed(module: nn.Module, record: _Record) -> None:
 def whole_tensors(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     """Gather the sharded parameters of ``layers`` inside the ``with`` block, where they may be written to. Collective.
 
-    On exit, the parameters are sharded again, with the values that were written to them.
-
-    Args:
-        module: The model that :func:`shard_tensors` sharded.
-        layers: Modules inside ``module``.
+    On exit, they are sharded again, with the values that were written to them. ``layers`` are inside ``module``.
     """
     record: _Record = module.__dict__[_RECORD]
     own = {id(part) for layer in layers for part in layer.modules()}
@@ -261,9 +248,8 @@ def write_part(sharded: DTensor, whole: Tensor) -> None:
 
 
 def _shard_lora(layer: nn.Module, style: Linear, record: _Record) -> None:
-    """Shard the new LoRAs of a layer like the layer: matrix B by its outputs (colwise), or A by its inputs (rowwise).
-
-    With a rowwise A, the product with A is summed over the ranks.
+    """Shard the new LoRAs of a layer like the layer: matrix B by its outputs (colwise), or A by its inputs (rowwise),
+    whose product is summed over the ranks.
     """
     for first, second in lora_matrices(layer):
         matrix = second if style.along == "colwise" else first
@@ -285,11 +271,8 @@ def _shard_linear(linear: Any, style: Linear, record: _Record) -> None:
 
 
 def _ordered(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int, *, back: bool = False) -> Tensor:
-    """Reorder ``x`` along ``dim`` so that chunk r of ``ranks`` equal chunks holds rank r's share of each part.
-
-    Args:
-        parts: Sizes of the parts that ``x`` consists of along ``dim``; empty returns ``x`` unchanged.
-        back: Whether to undo the reordering.
+    """Reorder ``x`` along ``dim`` so that chunk r of ``ranks`` equal chunks holds rank r's share of each part, or undo
+    this (``back``). ``parts`` are the sizes of the parts along ``dim``; without any, ``x`` is returned unchanged.
     """
     if not parts:
         return x
