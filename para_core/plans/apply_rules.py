@@ -24,18 +24,17 @@ from para_core.plans.plan import Count, Entries, FirstTokens, Gather, LastTokens
 class RuleExecutor:
     """An executor of plan rules on the tensors of one model call at a time.
 
-    :attr:`segments` holds the segments that the rules of the current call have sharded or replicated so far, by name.
-    Later rules refer to these segments. The caller clears :attr:`segments` after each call. The attribute is a dict,
-    because Dynamo 2.13 loses an attribute that is set both before and after torch.cond, which a First Block Cache adds.
-    ``coarse`` are the :func:`~para_core.plans.plan.coarse_segments`.
+    :attr:`segments` holds, by name, the segments that the rules of the current call have sharded or replicated so far,
+    to which later rules refer. The caller clears it after each call. ``coarse`` are the
+    :func:`~para_core.plans.plan.coarse_segments`.
     """
 
     def __init__(self, mesh: SequenceMesh, coarse: Collection[str] = ()) -> None:
         self.mesh = mesh
         self._coarse = coarse
+        # A dict, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a cache adds.
         self.segments: dict[str, Segment] = {}
-        # A cache from block mask to (query layout, key layout, sharded mask), because a model passes the same mask to
-        # every block.
+        # (Query layout, key layout, sharded mask) by block mask, because a model passes the same mask to every block.
         self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
         self._masks = WeakKeyDictionary()
 
@@ -50,10 +49,7 @@ class RuleExecutor:
         """Return ``args`` and ``kwargs`` of a module call, with the rules ``cuts`` applied by parameter name.
 
         Arguments that are not passed, or are None, are skipped. ``parameters`` are the names of the positional
-        parameters, in order. ``module_name`` is used in error messages.
-
-        Raises:
-            TypeError, ValueError: An argument does not have the type or the number of dims that its rule expects.
+        parameters, in order. Raise ``TypeError`` or ``ValueError`` if an argument does not fit its rule.
         """
         positional, named = list(args), dict(kwargs)
         for parameter, cut in cuts.items():
@@ -116,8 +112,7 @@ class RuleExecutor:
 
     def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
         """Return the layout of a sequence of ``total`` tokens that consists of the segments ``names``, in this order.
-
-        At most one of ``names`` may be unknown in this call so far. It counts as replicated, with the remaining tokens.
+        One of them may be unknown in this call so far. It counts as replicated, with the remaining tokens.
         """
         segments = self.segments
         rest = total - sum([segments[name].total for name in names if name in segments])
@@ -176,11 +171,9 @@ class RuleExecutor:
         return Segment(name, total)
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return the least number of tokens per rank with which the segment ``name`` is sharded: 1 for rows or frames,
-        else 2.
+        """Return the least number of tokens per rank with which a segment is sharded: 1 for rows or frames, else 2.
 
-        A single token is too few, because Hugging Face transformers treat a sequence of one token as a decoding step,
-        and pass ``is_causal=False``.
+        Hugging Face transformers treat a single token as a decoding step, and pass ``is_causal=False``.
         """
         return 1 if name in self._coarse else 2
 
@@ -189,8 +182,8 @@ class RuleExecutor:
         return gather_tokens(part, dim, layout, self.mesh)
 
     def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
-        """Return the layout of ``value`` along ``dim``: a replicated prefix of any length, followed by ``segment``, of
-        which ``value`` holds all tokens (``whole``) or this rank's part.
+        """Return the layout of ``value`` along ``dim``: a replicated prefix, followed by all tokens of ``segment``
+        (``whole``) or this rank's part.
         """
         rest = value.shape[dim] - (segment.total if whole else segment.size(self.mesh.rank, self.mesh.ranks))
         return SequenceLayout((Segment("rest", rest, replicated=True), segment), self.mesh.ranks)
@@ -224,9 +217,8 @@ class RuleExecutor:
         return output
 
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
-        """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None.
-
-        ``output`` is a tensor, a tuple or list, or a ``ModelOutput`` of diffusers, which is changed in place.
+        """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None. ``output`` is
+        a tensor, a tuple or list, or a ``ModelOutput`` of diffusers, which is changed in place.
         """
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
@@ -259,9 +251,9 @@ class RuleExecutor:
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
         """Return ``value``, all tokens of a replicated ``segment`` along ``dim``, with the same bits on every rank.
 
-        If other segments are sharded, ranks multiply matrices with different numbers of rows, and the last bit of these
-        replicated tokens may then differ between ranks. Each token is therefore taken from the rank that would hold it
-        if the segment were sharded. Collective, unless nothing is sharded.
+        If other segments are sharded, ranks multiply matrices with different numbers of rows, and the last bit may
+        differ. Each token is therefore taken from the rank that would hold it if the segment were sharded. Collective,
+        unless nothing is sharded.
         """
         if all(other.replicated for other in self.segments.values()):
             return value
@@ -269,11 +261,7 @@ class RuleExecutor:
         return gather_tokens(shard_tokens(value, dim, layout, self.mesh), dim, layout, self.mesh)
 
     def segment(self, name: str) -> Segment:
-        """Return the segment ``name`` of the current call, sharded or replicated.
-
-        Raises:
-            ValueError: No rule that defines this segment has been applied in this call.
-        """
+        """Return the segment ``name`` of the current call. Raise ``ValueError`` if no rule has defined it."""
         if name not in self.segments:
             raise ValueError(
                 f"the plan refers to the segment {name!r}, which this call has not sharded: the call did not use the "

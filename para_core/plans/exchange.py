@@ -33,13 +33,10 @@ PAST = "past of a key-value cache"
 
 class HeadExchange:
     """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to
-    ``[B, S, H_local * D]``, and the exchange back.
+    ``[B, S, H_local * D]``, and back: first over the ``ulysses`` mesh dim, then over ``ring``.
 
-    Tokens are exchanged for heads first over the ``ulysses`` mesh dim, then over ``ring``. ``segment``, the segment of
-    the tokens, is sharded in consecutive parts.
-
-    Raises:
-        ValueError: There are fewer heads than ranks.
+    ``segment``, the segment of the tokens, is sharded in consecutive parts. Raise ``ValueError`` if there are fewer
+    heads than ranks.
     """
 
     def __init__(self, attention: AttentionByHeads, segment: Segment, mesh: SequenceMesh, module: nn.Module) -> None:
@@ -68,9 +65,7 @@ class HeadExchange:
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return a projection's output for all tokens and this rank's heads, given ``x``, for this rank's tokens and
-        all heads. Collective.
-        """
+        """Return a projection's output ``x``, of this rank's tokens, for all tokens and its own heads. Collective."""
         self._entered += 1
         width = x.shape[2] // self._heads
         for dim, tokens, heads in self._steps:
@@ -81,8 +76,7 @@ class HeadExchange:
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the attention output for this rank's tokens and all heads, given ``x``, for all tokens and this rank's
-        heads. Collective.
+        """Return the attention output ``x``, of this rank's heads, for this rank's tokens and all heads. Collective.
 
         Raises:
             RuntimeError: The module did not call each of its projections once, for example because they are fused.
@@ -102,10 +96,8 @@ class HeadExchange:
 
     def run(self, call: Callable[..., Any], parameters: Sequence[str], args: Any, kwargs: Any) -> Any:
         """Return ``call(module, *args, **kwargs)``, in which the module has this rank's number of heads, and its
-        key-value caches are narrowed to these heads.
-
-        The narrowed tensors are views, so what the module writes reaches the caller's caches. ``parameters`` are the
-        names of the module's positional parameters.
+        key-value caches are narrowed to these heads: as views, so that what the module writes reaches the caller.
+        ``parameters`` are the names of the module's positional parameters.
         """
 
         def own_views(cache: Any, dim: int) -> Any:
@@ -126,8 +118,8 @@ class HeadExchange:
 
 
 def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], join: int, dim: MeshDim) -> Tensor:
-    """Send ``parts[i]`` to rank i of ``dim``, and return the parts that the ranks send to this one, of ``shapes``,
-    concatenated along dim ``join``. Collective.
+    """Send ``parts[i]`` to rank i of ``dim``, and return the received parts, of ``shapes``, concatenated along dim
+    ``join``. Collective.
     """
     sizes = [prod(shape) for shape in shapes]
     sent = torch.cat([part.flatten() for part in parts])
@@ -138,10 +130,8 @@ def _exchange(parts: Sequence[Tensor], shapes: Sequence[tuple[int, int, int]], j
 def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Tensor:
     """Return ``x``, this rank's rows of ``segment``, between ``halo.size`` rows of the previous and of the next rank.
 
-    The first and the last rank of the sequence get rows on one side only. Collective.
-
-    Raises:
-        ValueError: A rank has fewer than ``halo.size`` rows, so its neighbours cannot get enough.
+    The first and the last rank of the sequence get rows on one side only. Collective. Raise ``ValueError`` if a rank
+    has fewer than ``halo.size`` rows.
     """
     if segment.total // mesh.ranks < halo.size:
         raise ValueError(
@@ -150,15 +140,14 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
         )
     edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
     before, behind = _around(edges[0], edges[1], mesh.ulysses)
-    # The exchange above wraps around within each Ulysses group. So the first rank of a group has received the last rows
-    # of its own group instead of the last rows of the previous group, and the last rank of a group has received the
-    # first rows of its own group instead of the first rows of the next group. An exchange over the ring replaces both.
+    # The exchange above wraps around within each Ulysses group: its first and last rank have received rows of the other
+    # end of their own group instead of the previous (next) group. An exchange over the ring replaces them.
     first, last = mesh.ulysses.index == 0, mesh.ulysses.index == mesh.ulysses.size - 1
     if mesh.ring.size > 1 and (first or last):
         from_before, from_behind = _around(behind, before, mesh.ring)
         before, behind = from_before if first else before, from_behind if last else behind
-    # The first and the last rank of the sequence received rows of the opposite end, which are cut off here. These ranks
-    # cannot skip the exchange, because every rank must take part in its collective in the backward as well.
+    # Cut off the rows of the opposite end that the first and the last rank of the sequence received. They cannot skip
+    # the exchange, because every rank must take part in its collective in the backward as well.
     start, stop = halo.size * (mesh.rank == 0), halo.size * (mesh.rank == mesh.ranks - 1)
     rows = torch.cat([before, x, behind], dim=halo.dim)
     return rows.narrow(halo.dim, start, rows.shape[halo.dim] - start - stop)
@@ -170,8 +159,8 @@ def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
 
 
 def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
-    """Return ``last`` of the previous rank and ``first`` of the next rank along ``dim``; the ends wrap around.
-    Collective. The shapes must be equal on all ranks.
+    """Return ``last`` of the previous rank and ``first`` of the next rank along ``dim``; the ends wrap around. Their
+    shapes must be equal on all ranks. Collective.
     """
     if dim.size == 1:
         return last, first
@@ -190,10 +179,8 @@ def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
 
 class SumsOverRanks(TorchFunctionMode):
     """Mode for one call of a linear attention module, in which the sums over tokens that the plan names are added up
-    over all ranks.
-
-    A call of ``scaled_dot_product_attention`` under this mode raises ``RuntimeError``, because its output would miss
-    the tokens of other ranks.
+    over all ranks. A call of ``scaled_dot_product_attention``, which would miss the tokens of other ranks, raises
+    ``RuntimeError``.
     """
 
     def __init__(self, attention: LinearAttention, mesh: SequenceMesh) -> None:
@@ -240,9 +227,8 @@ def sum_over_ranks(x: Tensor, mesh: SequenceMesh) -> Tensor:
 
 
 class CachesOfCall:
-    """A snapshot of the key-value caches among a call's arguments, taken before the call.
-
-    The attribute ``hold_tokens`` says whether any of these caches already holds tokens.
+    """A snapshot of the key-value caches among a call's arguments, taken before the call. ``hold_tokens`` says whether
+    any of them already holds tokens.
     """
 
     def __init__(self, arguments: Iterable[Any]) -> None:
@@ -253,9 +239,7 @@ class CachesOfCall:
 
     def gather(self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
         """Complete the caches among ``arguments`` and in ``output`` in place: replace the tokens that this rank
-        appended during the call by the tokens that all ranks appended. Collective.
-
-        Does nothing if none of the ``segments`` of the call is sharded.
+        appended during the call by those of all ranks, if one of ``segments`` is sharded. Collective.
 
         Raises:
             ValueError: A cache did not grow by this rank's tokens (a static cache does not), or the call shards more

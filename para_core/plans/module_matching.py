@@ -21,8 +21,8 @@ class ModuleRules:
     Args:
         name: The module name in the plan, which may contain wildcards.
         shard_rules: Rules for inputs (keyed by parameter name) and for outputs (keyed by index).
-        exchange: Whether the submodule is a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens
-            for heads in its output, ``"leave"`` undoes the exchange in its input.
+        exchange: For a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens for heads in its
+            output, ``"leave"`` undoes this in its input.
     """
 
     name: str = ""
@@ -76,10 +76,7 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 
 
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the submodules whose full names match ``pattern``, by name.
-
-    A compiled submodule (``OptimizedModule``) keeps the name of the original submodule.
-    """
+    """Return the submodules whose full names match ``pattern``, by name. A compiled one keeps its name."""
     parts = pattern.split(".")
     for index, part in enumerate(parts):
         if part == "-1":
@@ -104,10 +101,9 @@ _MOST_VARIADIC = 16
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of ``module.forward`` in order, without ``self``.
+    """Return the names of the parameters of ``module.forward`` in order, without ``self``, also if it is compiled.
 
-    Values of ``*args`` are named ``args[0]``, ``args[1]``, and so on. For a compiled module the signature of the
-    original module is read.
+    Values of ``*args`` are named ``args[0]``, ``args[1]``, and so on.
     """
     cls = original_class(uncompiled(module))
     names: list[str] = []

@@ -1,6 +1,4 @@
-"""Attention of a model with a plan: intercept its attention calls, and compute each over the segments that the plan
-names.
-"""
+"""Attention of a model with a plan: intercept its calls, and compute each over the segments that the plan names."""
 
 from __future__ import annotations
 
@@ -44,12 +42,9 @@ BindRecomputation = Callable[["PlannedAttention", Callable[..., Any]], Callable[
 class PreparedAttention:
     """The attention settings of a plan, with the :class:`MeshAttention` objects kept between calls of the model.
 
-    It is a class instead of a plain dict, because a graph with a dict argument is traced again whenever the length of
-    the dict changes.
-
-    Args:
-        cross: Options for cross-attention. By default, sharded keys use ``options``, and replicated keys plain SDPA on
-            one device.
+    It is not a plain dict, because a graph with a dict argument is traced again whenever the length of the dict
+    changes. ``cross`` are the options for cross-attention; without them sharded keys use ``options``, and replicated
+    keys plain SDPA on one device.
     """
 
     mesh: SequenceMesh
@@ -64,8 +59,7 @@ class PlannedAttention:
 
     Args:
         attending: The segments of the first, second, … attention call. The last entry also applies to further calls.
-        bind: Binds a function to this call of the model, so that activation checkpointing can recompute the function in
-            the backward.
+        bind: Binds a function to this call of the model, for the recomputation of activation checkpointing.
     """
 
     def __init__(self, prepared: PreparedAttention, attending: tuple[Attention, ...], bind: BindRecomputation) -> None:
@@ -77,8 +71,7 @@ class PlannedAttention:
         self.active = [False]
         self.intercepted = [False]
         self._calls = 0
-        # Results of _find for the current segments, by the id of the plan entry, because hashing an Attention on every
-        # call costs more.
+        # Results of _find for the current segments, by the id of the plan entry, which is cheaper than hashing it.
         self._found: dict[int, MeshAttention | None] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
@@ -98,7 +91,7 @@ class PlannedAttention:
             bind_checkpoint(self.prepared, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
-        """Return the attention output for this rank's queries: over all keys of the mesh, or by SDPA on one device if
+        """Return the attention output for this rank's queries, over all keys of the mesh, or by SDPA on one device if
         no key is sharded. Raise ``ValueError`` if the number of queries or keys does not fit the plan.
         """
         self.bind_checkpoint()
@@ -183,11 +176,8 @@ def planned_layouts(
 ) -> tuple[SequenceLayout, SequenceLayout]:
     """Return the layouts of ``num_queries`` queries and ``num_keys`` keys on this rank, for one attention call.
 
-    ``ordered`` is ignored, because a plan always fixes the order of the segments. :func:`layout_of_segments` describes
-    the other arguments.
-
-    Raises:
-        ValueError: The numbers of tokens do not fit the segments.
+    ``ordered`` is ignored, because a plan always fixes the order of the segments. Raise ``ValueError`` if the numbers
+    of tokens do not fit the segments.
     """
     query_layout = layout_of_segments(attention.queries, segments, mesh, num_queries, "query")
     if attention.keys is not None:
@@ -208,15 +198,11 @@ def layout_of_segments(
 ) -> SequenceLayout:
     """Return the layout of a sequence that consists of the segments ``names`` and has ``held`` tokens on this rank.
 
-    At most one of ``names`` may be missing in ``segments``, the segments of the current model call. It counts as
-    replicated, with the remaining tokens. ``kind``, "query" or "key", is used in error messages.
-
-    Raises:
-        ValueError: The number of tokens does not fit the segments.
+    One of ``names`` may be missing in ``segments``, those of the current model call. It counts as replicated, with the
+    remaining tokens. ``kind`` is used in error messages. Raise ``ValueError`` if ``held`` does not fit the segments.
     """
     by_name = {segment.name: segment for segment in segments}
     local = sum([by_name[name].size(mesh.rank, mesh.ranks) for name in names if name in by_name])
-    # The remaining tokens belong to the only segment in ``names`` that is not in ``segments``.
     remaining = held - local
     unknown = [name for name in names if name not in by_name]
     # A length that depends on data is unknown while tracing, so guard_or_false skips the check for it.
@@ -250,17 +236,14 @@ class PlannedAttnMode(TorchFunctionMode):
 
 
 class Interception:
-    """The interception of attention calls by ``planned`` during one call of a model.
-
-    It uses a :class:`PlannedAttnMode`, or if ``at_dispatcher`` is True
-    :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no host time to other operators.
+    """The interception of attention calls by ``planned`` during one call of a model: by a :class:`PlannedAttnMode`, or
+    by :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no host time to other operators.
     """
 
     def __init__(self, planned: PlannedAttention, *, at_dispatcher: bool) -> None:
         self.planned = planned
         self.mode = None if at_dispatcher else PlannedAttnMode(planned)
-        # Attention functions of the nested attending_to contexts, the innermost last. Used for interception at the
-        # dispatcher.
+        # At the dispatcher: the attention functions of the nested attending_to contexts, the innermost last.
         self._attending = [planned]
 
     def entered(self) -> AbstractContextManager[Any]:

@@ -17,8 +17,7 @@ from para_core.user_warnings import ParallelWarning, WarningLog
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:
     """Return the number of samples in ``value``: a tensor with samples along ``dim``, or if ``dim`` is None a list or
-    tuple with an entry for each sample. Return None if the number is unknown, or the tensors of the entries have
-    different shapes.
+    tuple with an entry for each. Return None if it is unknown, or the tensors of the entries have different shapes.
     """
     if isinstance(value, Tensor) and dim is not None:
         return value.shape[dim]
@@ -34,8 +33,7 @@ def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
     Args:
         value: A tensor, or a dict, list or tuple of tensors, with samples along ``dim``. If ``dim`` is None, a list or
             tuple with an entry for each sample.
-        total: Number of samples on all ranks, a multiple of the size of ``batch``.
-        batch: The mesh dim over which samples are sharded.
+        total: Number of samples on all ranks, a multiple of the size of the mesh dim ``batch``.
     """
     if dim is None:
         if not isinstance(value, (tuple, list)) or len(value) != total:
@@ -62,8 +60,8 @@ def own_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any], int | None]:
     """Return ``args`` and ``kwargs`` with this rank's part of the samples, and the number of samples per rank.
 
-    The number is None, and the arguments are unchanged, if the samples cannot be split: their number is unknown, it is
-    not a multiple of the size of ``batch`` (this warns), or an argument of ``plan.unshared`` is given.
+    The number is None, and the arguments are unchanged, if it is unknown, not a multiple of the size of ``batch`` (this
+    warns), or an argument of ``plan.unshared`` is given.
 
     Raises:
         ValueError: An argument holds tensors but is not listed in ``batched``, ``common`` or ``unshared`` of ``plan``.
@@ -113,7 +111,7 @@ def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
     """Gather the ``samples`` samples of each rank along ``batch``, and return ``output`` with all of them. Collective.
 
     ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes, or a tuple
-    or ``ModelOutput`` of these. A ``ModelOutput`` is changed in place.
+    or ``ModelOutput`` of these, which is changed in place.
     """
 
     def gather(value: Any) -> Any:
