@@ -59,11 +59,11 @@ def new_process_group(
     """Return a new process group of ``ranks``. Only these ranks call this function, and they find each other by
     ``name``.
 
-    ``torch.distributed.new_group(use_local_synchronization=True)`` does the same, but has two problems. It derives the
-    group's name from the number of groups (torch 2.11, 2.13) or of calls (2.15) that a process has made, so ranks with
-    different numbers wait for each other forever. And if the default group has a bound device
-    (``init_process_group(device_id=...)``), it creates an NCCL group by ncclCommSplit, a collective over all ranks of
-    the default group. The group of this function instead connects its members at the first use.
+    ``torch.distributed.new_group(use_local_synchronization=True)`` has two problems. It derives the group's name from
+    the number of groups (torch 2.11, 2.13) or of calls (2.15) that a process has made, so ranks with different numbers
+    wait for each other forever. And if the default group has a bound device (``init_process_group(device_id=...)``), it
+    creates an NCCL group by ncclCommSplit, a collective over all ranks of the default group. The group of this function
+    instead connects its members at the first use.
 
     Args:
         ranks: Global ranks, including this one.
@@ -113,9 +113,7 @@ def _nccl_options_without_split(backend: str, timeout: timedelta) -> Any:
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """Return the backend of ``group``, such as a ProcessGroupNCCL, for tensors on ``device``. Raise ``RuntimeError`` if
-    the group does not support this device.
-    """
+    """Return the backend of ``group`` for tensors on ``device``. Raise ``RuntimeError`` for an unsupported device."""
     return group._get_backend(device)
 
 
@@ -146,9 +144,7 @@ def group_named(name: str) -> ProcessGroup:
 
 @contextmanager
 def registered_group_names(groups: Mapping[str, ProcessGroup]) -> Iterator[None]:
-    """Let functional collectives find ``groups``, which torch.distributed did not create, by name inside the ``with``
-    block.
-    """
+    """Let functional collectives find ``groups`` of others than torch.distributed by name inside the ``with`` block."""
     c10d: Any = torch._C._distributed_c10d
     with ExitStack() as stack:
         for name, group in groups.items():
@@ -185,10 +181,7 @@ WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
 def remove_fsdp(module: nn.Module) -> None:
-    """Remove the hooks and the state of FSDP2 from ``module``. Its class and its sharded parameters stay.
-
-    torch has no public function for this.
-    """
+    """Remove the hooks and the state of FSDP2 from ``module``. Its class and its sharded parameters stay."""
     # Import FSDP2 only here, because the import takes time and few programs need it.
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
@@ -214,16 +207,15 @@ def remove_fsdp(module: nn.Module) -> None:
 # The names below are those for modes and tensor subclasses, from torch/overrides.py and
 # torch/utils/_python_dispatch.py.
 
-# Both are context managers. Inside the first, neither modes nor subclasses intercept torch functions. Inside the
-# second, only modes do.
+# Inside the first context, neither modes nor subclasses intercept torch functions. Inside the second, only modes do.
 DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 # A tensor subclass that intercepts no functions has this __torch_function__.
 disabled_torch_function = torch._C._disabled_torch_function_impl
-# This function returns a list of the function modes that are entered, innermost last.
+# Returns a list of the function modes that are entered, innermost last.
 function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
-# This function creates a tensor without memory. The class of the tensor defines what operators do with it.
+# Creates a tensor without memory. The class of the tensor defines what operators do with it.
 make_wrapper_subclass = Tensor._make_wrapper_subclass
 FakeTensor = torch._subclasses.FakeTensor
 FakeTensorMode = torch._subclasses.FakeTensorMode
@@ -236,8 +228,7 @@ OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CustomOpDef = torch._library.custom_ops.CustomOpDef
-# These higher-order operators run functions: flex_attention runs mask and score functions, and InvokeSubgraphHOP runs a
-# function marked by torch.compiler.nested_compile_region.
+# These operators run mask and score functions, or a function marked by torch.compiler.nested_compile_region.
 flex_attention_operator = _flex_attention
 InvokeSubgraphHOP = _InvokeSubgraphHOP
 
@@ -266,7 +257,7 @@ def call_kernel(operator: Any, device: str, args: Sequence[Any], kwargs: Mapping
 
 
 to_copy = torch.ops.aten._to_copy.default
-# These are the kernels of scaled_dot_product_attention that also return the lse, and their backward operators.
+# The kernels of scaled_dot_product_attention that also return the lse, and their backward operators.
 flash_attention_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 flash_attention_on_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -275,8 +266,7 @@ efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention.def
 efficient_attention_backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-# These functions compute attention without calling scaled_dot_product_attention, so that it cannot be intercepted
-# there.
+# These functions compute attention without calling scaled_dot_product_attention.
 FUSED_ATTENTION_FUNCTIONS = (
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
@@ -285,16 +275,15 @@ FUSED_ATTENTION_FUNCTIONS = (
     torch._scaled_dot_product_efficient_attention,
     torch._scaled_dot_product_cudnn_attention,
 )
-# This function returns the number of the backend (SDPBackend) that scaled_dot_product_attention would choose.
+# Returns the number of the backend (SDPBackend) that scaled_dot_product_attention would choose.
 fused_sdp_choice = torch._fused_sdp_choice
-# These functions return whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) allow a backend. Unlike the
-# public functions that call them, Dynamo treats them as constants.
+# Return whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) allow a backend. Unlike the public functions
+# that call them, Dynamo treats them as constants.
 flash_sdp_enabled = torch._C._get_flash_sdp_enabled
 efficient_sdp_enabled = torch._C._get_mem_efficient_sdp_enabled
 cudnn_sdp_enabled = torch._C._get_cudnn_sdp_enabled
 math_sdp_enabled = torch._C._get_math_sdp_enabled
-# This function returns whether autocast is enabled for any device. torch.is_autocast_enabled only checks one device
-# type.
+# Returns whether autocast is enabled for any device type; torch.is_autocast_enabled only checks one.
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
@@ -318,10 +307,10 @@ def no_frame_of_its_own(function: _Function) -> _Function:
 
 # torch.no_grad and torch.enable_grad call this function, which modes can intercept.
 set_grad_enabled = torch._C._set_grad_enabled
-# This function returns the id of the backward that is running in this thread; -1 if none is running.
+# Returns the id of the backward that is running in this thread; -1 if none is running.
 current_graph_task_id = torch._C._current_graph_task_id
-# This function returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made these hooks, a cell
-# of their closure contains a CheckpointFrame.
+# Returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made these hooks, a cell of their
+# closure contains a CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 CheckpointFrame = torch.utils.checkpoint._CheckpointFrame
 
@@ -348,9 +337,7 @@ FORWARD_AD_LEVEL = "_current_level"
 
 
 def version_of(x: Tensor) -> int:
-    """Return the number of times that ``x`` was changed in place. Raise ``RuntimeError`` for an inference tensor, which
-    does not count changes.
-    """
+    """Return how often ``x`` was changed in place. Raise ``RuntimeError`` for inference tensors, which do not count."""
     return x._version
 
 
@@ -421,9 +408,7 @@ parse_to = torch._C._nn._parse_to
 
 
 def parameter_slots(module: nn.Module) -> dict[str, Any]:
-    """Return the dict that holds the parameters of ``module`` itself, without submodules. Assigning to it replaces a
-    parameter without the checks of ``register_parameter``.
-    """
+    """Return the dict of the parameters of ``module`` itself. Assigning to it replaces one without any checks."""
     return module._parameters
 
 
@@ -450,8 +435,7 @@ tree_unflatten = torch.utils._pytree.tree_unflatten
 
 
 class SpareDispatchKey:
-    """A dispatch key that torch does not use. Kernels under this key intercept operators in threads that turn the key
-    on.
+    """A dispatch key that torch does not use. Its kernels intercept operators in threads that turn the key on.
 
     The first use registers ``kernels``, by (namespace, name) of their operator, for the whole process, with a fallback
     that lets all other operators skip the key. If this build of torch does not have the key, or other code has
