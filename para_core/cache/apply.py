@@ -113,13 +113,6 @@ def model_cache_report(model: nn.Module) -> CacheReport:
     return CacheReport(rows_of(readings), options.rule_name, options.chosen_forecast.name, readings.dropped)
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Return the number of bytes of all tensors that the cache of ``model`` holds now, over all CFG branches."""
-    cache = _required(model)
-    states = {id(state): state for state in (*cache.states.values(), cache.state)}
-    return sum(x.numel() * x.element_size() for state in states.values() for x in state.tensors())
-
-
 def cache_options(model: nn.Module) -> CacheOptions | None:
     """Return the options of the cache of ``model``; None if it has no cache."""
     _, cache = _cache_of(model)

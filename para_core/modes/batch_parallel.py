@@ -67,8 +67,7 @@ class BatchParallelAttnMode(ShardingMode):
         refuse_dropout(call.dropout_p)
         query, mask = call.query, call.attn_mask
         if mask is not None and mask.ndim == query.ndim >= 3:
-            mask = self._of_own_samples(mask, query.shape[0])
-            call = call.with_tensors(query, call.key, call.value, mask)
+            call = call.with_tensors(query, call.key, call.value, self._of_own_samples(mask, query.shape[0]))
         return call.original()
 
     def _of_own_samples(self, mask: Tensor, held: int) -> Tensor:

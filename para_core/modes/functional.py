@@ -51,13 +51,10 @@ def _form(
     attention: Callable[Concatenate[type[UnifiedAttnMode], _P], Tensor],
     doc: str,
 ) -> Callable[_P, Tensor]:
-    """Return a public function that calls ``attention`` with ``kind`` as its first argument.
+    """Return the public function ``name``, which calls ``attention`` with the mode class ``kind`` as its first
+    argument.
 
-    Args:
-        name: The name of the returned function.
-        kind: The mode class that computes the call.
-        attention: The implementation. From this argument, type checkers infer the signature of the returned function.
-        doc: The docstring of the returned function.
+    From ``attention``, type checkers infer its signature. ``doc`` is its docstring.
     """
 
     def form(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:

@@ -15,7 +15,7 @@ from diffusers.callbacks import PipelineCallback
 from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
 from para_core.adapters.cache.generation import caching_of
-from para_core.cache.apply import held_bytes
+from para_core.cache.apply import _cache_of
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import flux_call, flux_pipe, relative_error
 
@@ -127,6 +127,13 @@ def test_unnamed_branches_wait_at_most_once(anew):
                 counts.append(waits.count)
     assert [row.branch for row in model_cache_report(model).rows] == ["branch 0", "branch 1", "branch 2"] * 3
     assert set(counts[3:]) == {1 if anew else 0}
+
+
+def held_bytes(model):
+    """Return the number of bytes of all tensors that the cache of ``model`` holds now, over all CFG branches."""
+    _, cache = _cache_of(model)
+    states = {id(state): state for state in (*cache.states.values(), cache.state)}
+    return sum(x.numel() * x.element_size() for state in states.values() for x in state.tensors())
 
 
 def test_changing_text_warns_once_and_keeps_nothing():
