@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from para_core.distributed.mesh import MeshDim
 from para_core.instance_patching import WrapperPriority, wrap_alike, wrap_method
 from para_core.spatial.fetch import fetch, gather, part_of
-from para_core.spatial.rows import Layout, Range, even, held
-from para_core.spatial.tag import RowTag, tagged
+from para_core.spatial.rows import Layout, Range, RowTag, even, held, tagged
 
 _ORDER = WrapperPriority.PARALLEL
 

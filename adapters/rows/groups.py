@@ -13,8 +13,7 @@ from torch.distributed import ProcessGroup
 
 from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.spatial.mode import SpatialShardMode, first_ranks
-from para_core.spatial.rows import Layout, even
-from para_core.spatial.tag import RowTag
+from para_core.spatial.rows import Layout, RowTag, even
 
 
 class RowRanks:

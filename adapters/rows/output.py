@@ -13,8 +13,7 @@ from para_core.distributed.collectives import all_gather
 from para_core.distributed.consistency import error_record, exchange, raise_first_error
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.spatial.fetch import start_fetch
-from para_core.spatial.rows import Layout
-from para_core.spatial.tag import RowTag, rows_of, tagged, untagged
+from para_core.spatial.rows import Layout, RowTag, rows_of, tagged, untagged
 
 Gather = Literal["all", "first"]
 # The structure of an output, as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field: ...}] for

@@ -36,7 +36,7 @@ from para_core.instance_patching import (
 )
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
-from para_core.spatial.tag import RowTag, rows_of
+from para_core.spatial.rows import RowTag, rows_of
 from para_core.spatial.tiles import Tiles
 from para_core.torch_internals import DisableTorchFunction
 

@@ -11,8 +11,7 @@ from para_core.distributed.mesh import MeshDim
 from para_core.spatial import rows as plans
 from para_core.spatial.fetch import fetch, start_fetch
 from para_core.spatial.local import bind
-from para_core.spatial.rows import Layout
-from para_core.spatial.tag import Function, RowTag, name_of, rows_of, tagged, unknown
+from para_core.spatial.rows import Function, Layout, RowTag, name_of, rows_of, tagged, unknown
 
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at either end.
 Run = Callable[[Tensor, int], Tensor]

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from para_core.distributed.collectives import all_gather, start_all_gather, start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.rows import Layout, Range, held
-from para_core.spatial.tag import RowTag
+from para_core.spatial.rows import Layout, Range, RowTag, held
 
 # For each rank, the ranges of rows that the rank fetches.
 Wanted = tuple[tuple[Range, ...], ...]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import all_ranks, gather, part_of, relayout
-from para_core.spatial.tag import (
+from para_core.spatial.rows import (
     Function,
     RowTag,
     ShardedSize,

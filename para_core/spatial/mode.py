@@ -19,8 +19,7 @@ from para_core.distributed.consistency import check_consistent, exchange, signat
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, dim_of_group, find_or_make_group, guided_mesh
 from para_core.spatial import convolution, local, norm, products, resample, views
 from para_core.spatial.fetch import gather, part_of
-from para_core.spatial.rows import Layout, even
-from para_core.spatial.tag import RowTag, first_sharded, name_of, rows_of, tagged, unknown
+from para_core.spatial.rows import Layout, RowTag, even, first_sharded, name_of, rows_of, tagged, unknown
 from para_core.torch_internals import (
     DisableTorchFunction,
     group_timeout,
@@ -50,7 +49,7 @@ class SpatialShardMode(TorchFunctionMode):
 
     Functions that need other rows exchange data with other ranks: convolutions fetch a halo, norms combine statistics,
     attention gathers all keys. All other supported functions run locally. A function without a rule raises
-    :class:`~para_core.spatial.tag.MixesRows` if one of its tensors is sharded.
+    :class:`~para_core.spatial.rows.MixesRows` if one of its tensors is sharded.
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): The ranks over which rows are sharded, in rank order. A mesh may have

@@ -14,8 +14,7 @@ from para_core.kernels import norm_reference
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.spatial.fetch import all_ranks
 from para_core.spatial.local import argument, bind, only_first
-from para_core.spatial.rows import Layout
-from para_core.spatial.tag import Function, rows_of, tagged, unknown
+from para_core.spatial.rows import Function, Layout, rows_of, tagged, unknown
 from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
 
 

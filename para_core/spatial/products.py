@@ -12,7 +12,7 @@ from torch import Tensor
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import all_ranks, gather, part_of
 from para_core.spatial.local import aligned, bind, only_first
-from para_core.spatial.tag import Function, RowTag, name_of, rows_of, tagged, unknown, untagged
+from para_core.spatial.rows import Function, RowTag, name_of, rows_of, tagged, unknown, untagged
 
 
 def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

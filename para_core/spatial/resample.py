@@ -15,8 +15,18 @@ from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.spatial import rows as plans
 from para_core.spatial.fetch import fetch, relayout
 from para_core.spatial.local import argument, bind, only_first
-from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import Function, RowTag, ShardedSize, local_sizes, name_of, rows_of, tagged, unknown
+from para_core.spatial.rows import (
+    Function,
+    Layout,
+    RowTag,
+    ShardedSize,
+    held,
+    local_sizes,
+    name_of,
+    rows_of,
+    tagged,
+    unknown,
+)
 
 
 def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -1,4 +1,6 @@
-"""Arithmetic of rows: the input rows that an operator needs on each rank, and the layout of its output rows.
+"""Sharded rows: the tag of a tensor that holds some, their arithmetic, and the error for mixing them.
+
+The arithmetic says which input rows an operator needs on each rank, and the layout of its output rows.
 
 A *layout* is the number of rows of each rank, in rank order. A *range* is ``(start, stop)`` in rows of the full image;
 it may reach beyond the image's edge.
@@ -6,10 +8,13 @@ it may reach beyond the image's edge.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 Layout = tuple[int, ...]
 Range = tuple[int, int]
@@ -164,3 +169,148 @@ def scaled(layout: Layout, total: int) -> Layout:
     """
     before = sum(layout)
     return _output_layout(layout, total, lambda start: -(-start * total // before))
+
+
+_TAG = "_para_core_rows"
+# A torch function. Each rule is called as rule(ranks, function, args, kwargs).
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class RowTag:
+    """The sharding of one dim of a tensor over ranks.
+
+    In the full tensor, ``dim`` consists of ``outer`` consecutive runs of ``sum(layout)`` units, and rank r holds
+    ``layout[r]`` units of each run. A unit is a row, or a fixed number of elements that belong to rows. For example,
+    video tokens in the order (T, H, W) have ``outer`` = T runs of H · W units.
+    """
+
+    dim: int
+    layout: Layout
+    outer: int = 1
+
+    @property
+    def total(self) -> int:
+        """The size of ``dim`` in the full tensor."""
+        return self.outer * sum(self.layout)
+
+    def at(self, dim: int) -> RowTag:
+        return replace(self, dim=dim)
+
+
+def rows_of(x: Any) -> RowTag | None:
+    """Return the tag of ``x``; None if ``x`` is not a tensor or not sharded."""
+    return getattr(x, _TAG, None) if isinstance(x, Tensor) else None
+
+
+def tagged(x: Tensor, rows: RowTag) -> Tensor:
+    """Mark ``x`` as this rank's part of a tensor that is sharded as ``rows`` says, and return ``x`` itself."""
+    setattr(x, _TAG, rows)
+    return x
+
+
+def untagged(x: Tensor) -> Tensor:
+    """Remove the mark of :func:`tagged` from ``x``, and return ``x`` itself."""
+    if hasattr(x, _TAG):
+        delattr(x, _TAG)
+    return x
+
+
+class ShardedSize(int):
+    """The size of the full tensor along its sharded dim: an int in ``x.shape`` that also carries the layout.
+
+    Model code that reads this size computes and branches as on one device, equally on every rank. If the size is an
+    argument of a view, the mode replaces it by this rank's number of rows (:func:`local_sizes`). A multiple is a
+    :class:`ShardedSize` again, and so is a quotient if the number of each rank is divisible; any other result is a
+    plain number.
+
+    >>> rows = ShardedSize((3, 4), rank=0)
+    >>> rows, (rows * 2).layout, (rows * 2).local, rows // 2, rows % 2, rows * 0.5
+    (7, (6, 8), 6, 3, 1, 3.5)
+    """
+
+    layout: Layout
+    rank: int
+
+    def __new__(cls, layout: Layout, rank: int) -> ShardedSize:
+        size = super().__new__(cls, sum(layout))
+        size.layout, size.rank = layout, rank
+        return size
+
+    @property
+    def local(self) -> int:
+        return self.layout[self.rank]
+
+    def __mul__(self, other: Any) -> Any:
+        if type(other) is not int:
+            return int(self) * other
+        return ShardedSize(tuple([count * other for count in self.layout]), self.rank)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Any) -> Any:
+        if type(other) is not int or any(count % other for count in self.layout):
+            return int(self) // other
+        return ShardedSize(tuple([count // other for count in self.layout]), self.rank)
+
+
+def local_sizes(value: Any) -> Any:
+    """Return ``value``, a size or nested sizes, with each :class:`ShardedSize` replaced by this rank's rows."""
+    if isinstance(value, ShardedSize):
+        return value.local
+    if isinstance(value, (tuple, list)):
+        return type(value)([local_sizes(item) for item in value])
+    return value
+
+
+def sharded_dim(shape: Sequence[Any]) -> tuple[int, Layout] | None:
+    """Return the index and the layout of the only :class:`ShardedSize` in ``shape``; None if there is none or several.
+
+    A shape with several is that of an attention mask.
+    """
+    sharded = [(dim, size.layout) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
+    return sharded[0] if len(sharded) == 1 else None
+
+
+def first_sharded(values: Iterable[Any]) -> RowTag | ShardedSize | None:
+    """Return the tag of the first sharded tensor in ``values`` and in lists and tuples among them.
+
+    Without a sharded tensor, return the first :class:`ShardedSize`, or None.
+    """
+    size: RowTag | ShardedSize | None = None
+    for value in values:
+        tag: RowTag | ShardedSize | None
+        if isinstance(value, (list, tuple)):
+            tag = first_sharded(value)
+        else:
+            tag = value if isinstance(value, ShardedSize) else rows_of(value)
+        if isinstance(tag, RowTag):
+            return tag
+        size = size or tag
+    return size
+
+
+class MixesRows(RuntimeError):
+    """An error for a function that has no rule for sharded rows, or combines rows in an unsupported way."""
+
+
+def name_of(func: Function) -> str:
+    """Return the name by which the rule of a torch function is found, for example ``add`` for ``Tensor.__iadd__``."""
+    name: str = getattr(getattr(func, "func", func), "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        return f"{getattr(getattr(func, '__self__', None), '__name__', '')}.{name}"
+    stripped = name.strip("_")
+    if name.startswith("__i") and name.endswith("__") and stripped not in ("invert", "index", "int", "iter"):
+        return stripped[1:]
+    return stripped
+
+
+def unknown(func: Function, rows: RowTag | ShardedSize | None, reason: str) -> MixesRows:
+    """Return (not raise) the error that ``func`` cannot run on tensors sharded as ``rows``, for ``reason``."""
+    sharding = ""
+    if isinstance(rows, RowTag):
+        sharding = f" on a tensor whose dim {rows.dim} is sharded over {len(rows.layout)} ranks as {list(rows.layout)}"
+    return MixesRows(
+        f"{name_of(func)}{sharding}: {reason}. Run this model on one rank (unparallelize_vae, unparallelize_pipe), or "
+        "a VAE in distributed tiles (method='tiled')."
+    )

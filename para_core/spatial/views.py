@@ -11,8 +11,7 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.local import aligned, argument, only_first, tag_all
-from para_core.spatial.rows import Layout, held
-from para_core.spatial.tag import Function, RowTag, local_sizes, name_of, rows_of, tagged, unknown
+from para_core.spatial.rows import Function, Layout, RowTag, held, local_sizes, name_of, rows_of, tagged, unknown
 
 
 def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.spatial.mode import SpatialShardMode
-from para_core.spatial.tag import MixesRows
+from para_core.spatial.rows import MixesRows
 from tests.attention.one_device import relative_error
 
 HEIGHT, WIDTH = 14, 6
