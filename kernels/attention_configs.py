@@ -180,13 +180,8 @@ def config_for(call: KernelCall, *, eight_bits: bool = False) -> Config:
 def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int = 0) -> Config:
     """Return ``config`` with fewer keys per tile, because masks and ranges need registers too.
 
-    Args:
-        config (`Config`): Block sizes without mask and ranges.
-        head_dim (`int`): One of ``HEAD_DIMS``.
-        mask (`str`): Kind of a mask that has a row per query: ``"bits"``, or ``"bytes"``, which also stands for float
-            masks. ``"none"`` includes masks that are equal for all queries.
-        ranges (`int`): Number of key ranges. One range needs comparisons. Several ranges need a second loop around the
-            loop over tiles, which leaves fewer registers.
+    ``mask`` is the kind of a mask that has a row per query: ``"bits"``, or ``"bytes"``, which also stands for float
+    masks. One of the key ``ranges`` needs comparisons; several need a second loop, which leaves fewer registers.
     """
     if ranges:
         few = ranges == 1

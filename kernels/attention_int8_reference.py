@@ -29,18 +29,10 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute :func:`para_core.kernels.attention_reference.attention` with queries and keys rounded to int8. Not exact.
 
-    First the mean of each head's keys is subtracted (*smoothing*). That adds the same number to all scores of a query,
-    which softmax ignores. Without it, channels that are far from zero for all keys would take up most of the 8-bit
-    range. ``lse`` is computed for the original scores, so results over different keys, with different means, can be
-    merged.
-
-    Args:
-        query, …, out_dtype: As in exact attention; float16 or bfloat16. The mean is over all keys, including masked
-            ones.
-        smooth: Whether to subtract the mean.
-
-    Returns:
-        ``out`` and ``lse`` as in exact attention. Weights and values are not rounded.
+    First the mean of each head's keys, masked ones included, is subtracted unless ``smooth`` is False. That adds the
+    same number to all scores of a query, which softmax ignores. Without it, channels that are far from zero for all
+    keys would take up most of the 8-bit range. ``lse`` is computed for the original scores, so results over different
+    keys, with different means, can be merged. Inputs are float16 or bfloat16. Weights and values are not rounded.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     mean = key.mean(2, dtype=torch.float32) if smooth else key.new_zeros(key[:, :, 0].shape, dtype=torch.float32)

@@ -63,13 +63,8 @@ def blocks_of(config: Config) -> tuple[int, ...]:
 def fastest(case: ConfigKey, clock: Clock, *, rounds: int = 5) -> tuple[Config, dict[Config, float]]:
     """Return the fastest candidate for ``case``, and the median milliseconds of all candidates that fit.
 
-    The block sizes of the table win unless others are more than 2 % faster. Candidates are measured in turns, so that a
-    device that slows down slows all of them.
-
-    Args:
-        case: The row of the table.
-        clock: Measures one call.
-        rounds: Number of measurements of each candidate.
+    The block sizes of the table win unless others are more than 2 % faster. Each candidate is measured ``rounds``
+    times, in turns, so that a device that slows down slows all of them.
 
     Raises:
         RuntimeError: If no candidate fits.
@@ -114,12 +109,9 @@ def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
 
 
 def tune_hopper(portable: Mapping[ConfigKey, Config]) -> dict[ConfigKey, Config | None]:
-    """Return the block sizes of the Hopper kernel to keep for each case that it supports.
+    """Return the block sizes of the Hopper kernel to keep for each case that it supports; None for the portable kernel.
 
-    A value is None if the portable kernel is to be used for that case.
-
-    Args:
-        portable: Block sizes of the portable kernel by case, which the Hopper kernel must outperform.
+    ``portable`` are the block sizes of the portable kernel by case, which the Hopper kernel must outperform.
     """
     tuning: dict[ConfigKey, Config | None] = {}
     for case, config in portable.items():

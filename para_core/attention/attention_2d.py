@@ -124,15 +124,10 @@ def attention_2d(
     heads: Tensor | None = None,
     attn_func: LocalAttention | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of this ring rank's queries to the keys of all ring ranks.
+    """Compute attention of this ring rank's queries to the keys of all ring ranks, in the grid that ``grid`` plans.
 
-    Except for ``mask`` and ``grid``, arguments and results are those of
-    :func:`~para_core.attention.ring.ring_attention`.
-
-    Args:
-        mask: ``[B or 1, H or 1, S_row or 1, total or 1]``. Its rows belong to this rank's queries, followed by the
-            queries of the other ranks in the same row of the grid.
-        grid: The ranks in this rank's row and column, and which tokens they hold.
+    Except for ``mask``, arguments and results are those of :func:`~para_core.attention.ring.ring_attention`. The rows
+    of ``mask`` belong to this rank's queries, followed by those of the other ranks in the same row of the grid.
     """
     dim, S, sizes = grid.ring.dim, query.shape[2], grid.row_sizes
     attention = partial(BlockAttention, spec=grid.ring.spec, heads=heads, attn_func=attn_func)

@@ -75,21 +75,10 @@ class AttnKeywords(TypedDict, total=False):
 class AttnOptions:
     """The options of attention over a mesh, as attention modes, plans and functions such as ``unified_attention`` take.
 
-    Args:
-        ulysses_chunks: Number of parts into which each rank's heads are split, so that a part is sent while another is
-            computed. Has no effect on calls that require a gradient.
-        rotate_method: How keys and values reach the other ranks of a ring: passed on from neighbour to neighbour
-            (``"alltoall"``), gathered at once (``"allgather"``), or in a grid of ranks (``"2d"``). The backward of
-            ``"allgather"`` passes keys and values on from neighbour to neighbour. With ``block_mask`` each rank instead
-            sends its keys directly to the ranks that see any of them. With ``kept_keys`` only kept keys are passed on,
-            except in the cases that :func:`~para_core.attention.approximate.snapkv.sparse_attention` names.
-        comm_dtype: The dtype to which tensors are rounded for sending, in calls that require no gradient (not exact);
-            None to send them unchanged.
-        block_mask: Which blocks of queries see which blocks of keys; None if every query sees every key.
-        kept_keys: How many keys each head keeps, and by which queries they are chosen (not exact); None to keep all.
-        backend: The implementation of local attention: a backend of PyTorch, ``"triton"``, a library (``"flash3"``,
-            ``"flash4"``), or None for the best one that ``sdpa_kernel(...)`` allows. ``"triton-int8"`` and ``"sage"``
-            are not exact: in calls that require no gradient they compute q·k in 8 bits.
+    :class:`~para_core.modes.unified.UnifiedAttnMode` describes ``ulysses_chunks``, ``rotate_method``, ``comm_dtype``
+    and ``backend``. With ``block_mask`` each ring rank sends its keys directly to the ranks that see any of them. With
+    ``kept_keys`` (not exact) only kept keys are passed on, except in the cases that
+    :func:`~para_core.attention.approximate.snapkv.sparse_attention` names.
 
     Raises:
         ValueError: A value is unknown, or two options exclude each other.
@@ -132,10 +121,7 @@ class AttnOptions:
 
     @property
     def with_gradients(self) -> AttnOptions:
-        """The options for calls that require a gradient: these options without rounding to 8 bits.
-
-        If these options round nothing, the result is ``self``.
-        """
+        """The options for calls that require a gradient: without rounding to 8 bits; ``self`` if nothing is rounded."""
         backend = self.backend
         exact = EXACT_FORM[backend] if backend is not None and backend in EXACT_FORM else backend
         if exact == backend and self.comm_dtype is None:

@@ -52,9 +52,7 @@ def run_attn_func(
 
 
 def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, options: AttnOptions) -> None:
-    """Raise if ``attn_func`` cannot compute this call over ``mesh``.
-
-    If the call needs an lse, ``attn_func`` is called with one token to see whether it returns one.
+    """Raise if ``attn_func`` cannot compute this call over ``mesh``. If the call needs an lse, try it with one token.
 
     Raises:
         ValueError: ``attn_func`` returns no lse, but a ring or a causal call needs it.

@@ -117,9 +117,9 @@ class FiniteMaskedRows:
     def for_gradient(self, grad_out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``grad_out`` and ``lse`` changed such that exp(scores - lse) · grad_out is correct in absorbed rows.
 
-        In an absorbed row the mask hides every key, with numbers below -2²⁴, so a score plus the mask equals the mask
-        after rounding. If N keys have the row's maximum, ``lse`` is log N, and each of these keys has the weight 1 / N.
-        The returned lse is the maximum, so that exp(scores - lse) is 1, and the returned gradient is grad_out / N.
+        There a score plus the mask equals the mask after rounding, and N keys with the row's maximum have the weight 1
+        / N, where ``lse`` is log N. The returned lse is the maximum, so exp(scores - lse) is 1, and the gradient
+        grad_out / N.
         """
         scaled = torch.where(self.absorbed, grad_out / lse.exp()[..., None], grad_out).to(grad_out.dtype)
         return scaled, torch.where(self.absorbed[..., 0], self.highest[..., 0].to(lse.dtype), lse)

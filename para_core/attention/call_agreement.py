@@ -276,10 +276,8 @@ def own_part(
 ) -> OwnPart:
     """Return what this rank sends to the others about its part of a call.
 
-    Args:
-        reviews: A cache that says what the rows of a mask hide, so that each mask is read once.
-        look_for_copies: Whether to compute a digest of the tokens, to detect that every rank holds the same ones. The
-            host then waits for the device.
+    ``reviews`` caches what the rows of a mask hide. ``look_for_copies`` adds a digest of the tokens, to detect that
+    every rank holds the same ones; the host then waits for the device.
 
     Raises:
         RuntimeError: The device of this rank failed. Raised on every rank.

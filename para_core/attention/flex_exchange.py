@@ -28,21 +28,15 @@ from para_core.distributed.mesh import SequenceMesh
 def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's heads of the queries of its Ulysses group, and of all keys and values of the sequence.
 
-    The results are ``[B, H_local, S, D]``, with the tokens in the order of the sequence.
-
-    Args:
-        query, key, value: ``[B, H, S_local, D]``, all heads of this rank's tokens, in the layouts of ``plan``.
+    The arguments are all heads of this rank's tokens in the layouts of ``plan``; the results are in sequence order.
     """
     query, key, value, _ = torch.ops.para_core.flex_enter(query, key, value, plan.spec.text, plan.spec.numbers)
     return query, key, value
 
 
 def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
-    """Exchange outputs by the inverse of :func:`enter`; return all heads of this rank's tokens, ``[B, H, S_local, D]``.
-
-    Args:
-        out: This rank's heads of its Ulysses group's tokens, ``[B, H_local, S, D]``, in the order of the queries that
-            :func:`enter` returned.
+    """Exchange outputs by the inverse of :func:`enter`: ``[B, H_local, S, D]``, in the order of the queries that it
+    returned, to all heads of this rank's tokens, ``[B, H, S_local, D]``.
     """
     own, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
     return own  # type: ignore[no-any-return]

@@ -178,15 +178,13 @@ def local_attention_backward(
     """Return the gradients of attention to the given keys, which may be one block of all keys.
 
     With P = exp(scores - lse): dv = Pᵀ·do, ds = P ∘ (do·vᵀ - rowsum(do ∘ out)), dq = ds·k, dk = dsᵀ·q (FlashAttention,
-    arXiv:2205.14135, appendix B). If ``key`` is one of several blocks, the caller adds up
-    their dq.
+    arXiv:2205.14135, appendix B). If ``key`` is one of several blocks, the caller adds up their dq.
 
     Args:
         query, key, value, mask, is_causal, scale: The arguments of :func:`local_attention_with_lse`.
-        out, lse: The results over all blocks of keys, ``[B, H, S_q, D_v]`` and ``[B, H, S_q]``; lse is -inf for a row
-            without a key.
-        backend: The backend of the forward, which must be exact. For the Triton kernel and other libraries, which have
-            no backward here, the backend that SDPA would choose computes the gradient from ``out`` and ``lse``.
+        out, lse: The results over all blocks of keys; lse is -inf for a row without a key.
+        backend: The backend of the forward, which must be exact. For those without a backward here (the Triton kernel,
+            libraries) the backend that SDPA would choose computes the gradient from ``out`` and ``lse``.
         mask_gradient: Whether to compute the gradient of ``mask``.
 
     Returns:

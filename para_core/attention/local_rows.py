@@ -44,11 +44,8 @@ _MOST_FRAMES = 24
 class Review(NamedTuple):
     """The findings of a rank about its mask.
 
-    Args:
-        bits: A combination of ``LOWER``, ``DIFFER``, ``SHOWS``, ``EQUAL`` and ``HIDES``; 0 for a mask that
-            :meth:`MaskReviews.trust` marked as correct.
-        digest: A digest of the first ``num_common`` rows, the number of rows that every rank has; 0 if all rows are
-            equal to each other, or for a trusted mask.
+    ``bits`` combines ``LOWER``, ``DIFFER``, ``SHOWS``, ``EQUAL`` and ``HIDES``. ``digest`` is that of the rows that
+    every rank has; 0 if all rows are equal. Both are 0 for a mask that :meth:`MaskReviews.trust` marked as correct.
     """
 
     bits: int = 0
@@ -160,14 +157,9 @@ def num_common_rows(layout: SequenceLayout) -> int:
 def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
     """Raise ``ValueError`` if the masks look as if every rank had counted its rows from 0. All ranks decide the same.
 
-    Args:
-        reviews: The review of each rank's mask, which has one row for each of the rank's tokens and all columns.
-        is_causal: Whether the model states that it is causal. This decides cases that the masks leave open: one row per
-            rank, or masks that hide every key.
-
-    Raises:
-        ValueError: On all ranks no row i shows a key after key i, although the rows differ; or the model is causal and
-            all masks hide every key; or all ranks have the same rows, which differ from each other.
+    Each mask has one row for each of its rank's tokens and all columns. This is so if on all ranks no row i shows a key
+    after key i, although the rows differ; or the model is causal (``is_causal``) and all masks hide every key; or all
+    ranks have the same rows, which differ from each other.
     """
     of_ranks = [(review, size) for review, size in zip(reviews, layout.sizes(), strict=True) if size > 0]
     if len(of_ranks) < 2:
@@ -217,14 +209,7 @@ def read_single_tokens(
     """Return ``mask`` and its extents. If no rank holds more than one token, a dim of size 1 becomes ``"local"``.
 
     Such a dim may also be broadcast to all tokens. The result is then still correct, because all ranks have the same
-    row or column.
-
-    Args:
-        mask: The mask of this rank, or None.
-        extents: The extents of its last two dims. Dims of size 1 are ``"broadcast"``.
-        digests: The digests of the masks of those ranks whose mask has rows.
-        spec: The specification of the call.
-        rank: The index of this rank.
+    row or column. ``digests`` are those of the masks of all ranks whose mask has rows.
 
     Raises:
         ValueError: Both dims have size 1, and the masks of the ranks differ.

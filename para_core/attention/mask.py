@@ -40,13 +40,10 @@ class MaskExtents:
 def mask_extents(
     sizes: Sequence[tuple[int, int]], query_layout: SequenceLayout, key_layout: SequenceLayout, ranks: Sequence[int]
 ) -> MaskExtents:
-    """Infer the extents of a mask (whether its dims are local, global or broadcast) from sizes.
+    """Infer the extents of a mask (whether its dims are local, global or broadcast) from its last two sizes.
 
-    Args:
-        sizes: The last two sizes of the mask of each rank in ``ranks``.
-        query_layout: The layout of the queries.
-        key_layout: The layout of the keys.
-        ranks: All ranks, if they exchanged the sizes of their masks (in eager code); otherwise this rank alone.
+    ``sizes`` are those on each of ``ranks``: all ranks if they exchanged them (in eager code), otherwise this rank
+    alone.
 
     Raises:
         ValueError: The sizes fit no extent, or both dims are local.
@@ -98,15 +95,10 @@ def _extent(kind: str, sizes: Sequence[int], layout: SequenceLayout, ranks: Sequ
 def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tensor:
     """Return the part of ``mask`` for the queries and heads that this rank computes after the Ulysses exchange.
 
-    The function is differentiable. It is a collective call if a dim of the mask is local.
-
-    Args:
-        mask: ``[B or 1, H or 1, S_q, S_k]``. S_q and S_k are the sizes that ``extents`` describes.
-
-    Returns:
-        ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the order of this rank's queries; with
-        Attention2D they are followed by those of the other ranks in this rank's row of the grid. Columns are positions
-        in the whole sequence.
+    The function is differentiable. It is a collective call if a dim of ``mask``, ``[B or 1, H or 1, S_q, S_k]``, is
+    local. The result is ``[B or 1, H_local or 1, S_block or 1, total or 1]``. Rows are in the order of this rank's
+    queries; with Attention2D they are followed by those of the other ranks in this rank's row of the grid. Columns are
+    positions in the whole sequence.
     """
     if mask.dtype == torch.bool:  # Send bytes instead, because gloo cannot send bool tensors.
         return _for_block(mask.view(torch.uint8), extents, plan).view(torch.bool)

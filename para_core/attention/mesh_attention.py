@@ -68,8 +68,7 @@ class MeshAttention:
 
     Args:
         mesh: The ranks that share the sequence.
-        layouts: A function ``(local query length, local key length, whether positions matter) -> (query layout, key
-            layout)``. Its results are cached separately for each state; see :meth:`under`.
+        layouts: Returns the layouts of queries and keys. Results are cached for each state; see :meth:`under`.
         options: The options of all calls.
         assume_equal: Whether to skip the exchange at the start of each call. Invalid input on one rank may then hang or
             abort the other ranks.
@@ -104,14 +103,10 @@ class MeshAttention:
         self._prepared = self._prepared_in.setdefault(state, {})
 
     def __call__(self, call: SdpaCall) -> Tensor:
-        """Return the attention output of this rank's queries over the keys of all ranks.
+        """Return the attention output of this rank's queries over all keys, with the memory layout of SDPA's result.
 
-        Args:
-            call: The call with this rank's tensors, ``[B, H, S_local, D]`` or any leading dims that SDPA accepts. At
-                most one of the last two dims of the mask may cover this rank's tokens only.
-
-        Returns:
-            ``[B, H, S_local, D_v]``, with the memory layout of SDPA's result.
+        The tensors of ``call`` are ``[B, H, S_local, D]``, or have any leading dims that SDPA accepts. At most one of
+        the last two dims of the mask may cover this rank's tokens only.
 
         Raises:
             TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code every rank raises.

@@ -46,15 +46,11 @@ def pack(
     *,
     exchange: ModuleType = exchange_reference,
 ) -> Tensor:
-    """Copy ``regions`` of ``tensors`` into a new buffer. The regions must cover all its ``numel`` elements.
+    """Copy ``regions`` of ``tensors`` into a new buffer, whose ``numel`` elements they must cover.
 
-    See :func:`para_core.kernels.exchange_reference.pack`.
-
-    Args:
-        regions: :class:`CopyRegion` values as integers, from :func:`as_numbers`.
-        to: An 8-bit dtype to which tensors are rounded (not exact); the buffer then holds bytes. None to copy them
-            unchanged.
-        exchange: The module whose ``pack`` is called: the Triton kernels, or their references in PyTorch.
+    See :func:`para_core.kernels.exchange_reference.pack`. ``regions`` are integers from :func:`as_numbers`. With
+    ``to``, an 8-bit dtype, tensors are rounded (not exact) and the buffer holds bytes. ``exchange`` is the module whose
+    ``pack`` is called: the Triton kernels, or their references in PyTorch.
     """
     buffer = _new_buffer(tensors, regions, numel, to)
     packed: Tensor = exchange.pack(tensors, read_regions(tuple(regions)), buffer, to)
@@ -77,14 +73,9 @@ def unpack(
 ) -> list[Tensor]:
     """Copy ``regions`` of ``buffer`` into new tensors. Elements that no region covers stay uninitialised.
 
-    See :func:`para_core.kernels.exchange_reference.unpack`.
-
-    Args:
-        regions: :class:`CopyRegion` values as integers, from :func:`as_numbers`.
-        shapes: B, H, S and D of each tensor, in one list. Tensors get the memory layout of SDPA's result,
-            ``[B, S, H, D]``.
-        of, dtype: Only for a rounded buffer: its 8-bit dtype, and the dtype of the new tensors.
-        exchange: The module whose ``unpack`` is called: the Triton kernels, or their references in PyTorch.
+    ``shapes`` are B, H, S and D of each tensor, in one list. Tensors get the memory layout of SDPA's result, ``[B, S,
+    H, D]``. For a rounded buffer, ``of`` is its 8-bit dtype and ``dtype`` that of the new tensors. The other arguments
+    are those of :func:`pack`.
     """
     tensors = _new_tensors(buffer, regions, shapes, of, dtype)
     return list(exchange.unpack(buffer, read_regions(tuple(regions)), tensors, of))

@@ -16,10 +16,9 @@ from para_core.distributed.layout import Run
 
 @dataclass(frozen=True)
 class PeerSlices:
-    """The slices of one tensor ``[B, H, S, D]`` of this rank in an all-to-all, one slice per peer.
+    """The slices of one tensor ``[B, H, S, D]`` of this rank in an all-to-all: those that the peers receive, or send.
 
-    If the tensor is sent, a peer receives its slice; if the tensor is a result, the peer sends the slice. The slice of
-    peer i consists of the tokens ``tokens[i]`` and the heads ``heads[i]``, both runs ``(start, count)``.
+    The slice of peer i consists of the tokens ``tokens[i]`` and the heads ``heads[i]``, both runs ``(start, count)``.
     """
 
     tokens: tuple[Run, ...]
@@ -86,10 +85,10 @@ def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ..
 
 
 def _steps(group: UniformPeers, of_peer: Sequence[Run]) -> list[int] | None:
-    """Return the step of each run of ``group`` after the next peer has been added; None if it cannot be added.
+    """Return the step of each run of ``group`` after the next peer, with runs ``of_peer``, joins it; None if it cannot
+    join.
 
-    The peer can be added if its runs ``of_peer`` have the same counts as those of ``group``, and begin one step after
-    those of the group's last peer. In a group of one peer the step of a run is still open: its count or 0.
+    Its runs must have the same counts, and begin one step later. In a group of one peer any step, count or 0, will do.
     """
     steps = []
     for (first, count, step), (start, number) in zip(group.runs, of_peer, strict=True):

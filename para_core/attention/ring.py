@@ -175,11 +175,10 @@ def ring_attention(
 
     Args:
         query: ``[B, H, S_q, D]``, the queries at the positions ``plan.query_runs``.
-        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``, this rank's keys and values at the positions
+        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``, this rank's own at the positions
             ``plan.key_runs(0)``.
         mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows are in the order of ``query``, columns are positions in
             the whole sequence.
-        plan: The plan of the ring.
         heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
         attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
 

@@ -21,15 +21,10 @@ from para_core.distributed.mesh import SequenceMesh, read_mesh
 class AttentionSpec:
     """The specification of one attention call over a mesh: what it computes, and over which ranks.
 
-    :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it.
-
-    Args:
-        query_layout: The layout of the queries.
-        key_layout: The layout of the keys. It is the same object as ``query_layout`` if keys are sharded like queries.
-        mesh: The ranks that share the sequence.
-        num_heads, num_kv_heads: Numbers of query heads and key heads over all ranks. The second divides the first.
-        options_text: ``options`` as JSON. It is written before a graph is traced, because Dynamo would treat numbers as
-            variables.
+    :class:`~para_core.attention.attention_plan.AttentionPlan` derives the communication from it. ``key_layout`` is the
+    same object as ``query_layout`` if keys are sharded like queries. ``num_heads`` and its divisor ``num_kv_heads`` are
+    over all ranks. ``options_text`` is ``options`` as JSON, written before tracing, because Dynamo would treat numbers
+    as variables.
     """
 
     query_layout: SequenceLayout

@@ -41,13 +41,11 @@ def sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) ->
 
 @dataclass(frozen=True)
 class Tile:
-    """The keys of a ring rank that a piece (a run of queries) sees.
+    """The keys of a ring rank that a piece (a run of queries) sees, as ascending runs that are not empty.
 
-    Args:
-        runs: The keys as ascending runs ``(offset in the ring rank's keys, length)``, none of them empty.
-        positions: The same keys as runs of positions in the whole sequence.
-        diagonal: Whether the keys have the same positions as the queries of a causal call, so that query i of the piece
-            sees keys 0 … i of the tile.
+    ``runs`` are offsets in the ring rank's keys, and ``positions`` the same keys in the whole sequence. With
+    ``diagonal``, they have the positions of the queries of a causal call: query i of the piece sees keys 0 … i of the
+    tile.
     """
 
     runs: tuple[Run, ...]
@@ -170,8 +168,7 @@ def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
 def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor | None = None) -> None:
     """Add ``x``, ``[B, H, …]``, in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
 
-    With ``heads``, head i of ``x`` is added to head ``heads[i]`` of ``total``. Without it, ``x`` is first summed over
-    the dims in which ``total`` has size 1.
+    Head i of ``x`` is added to head ``heads[i]``, or ``x`` is first summed over the dims in which ``total`` has size 1.
     """
     for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
         where = total.narrow(dim, *run)
@@ -182,11 +179,9 @@ def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor |
 
 
 class TokenOrder:
-    """The order in which a ring rank's tokens are used in attention: as the rank holds them, or sorted by position.
+    """The order in which attention uses a ring rank's tokens: as it holds them, or sorted by position (``ascending``).
 
-    Args:
-        runs: The positions of the tokens, as runs ``(start, length)`` in the order in which the rank holds them.
-        ascending: Whether to sort them by position.
+    ``runs`` are the positions of the tokens as runs ``(start, length)``, in the order in which the rank holds them.
     """
 
     def __init__(self, runs: Sequence[Run], *, ascending: bool) -> None:
@@ -213,12 +208,8 @@ class TokenOrder:
 class Tiling:
     """The pieces and tiles of one rank's attention call: which of its queries see which keys at each step of a ring.
 
-    Args:
-        query_runs: The positions of the queries, as runs ``(start, length)`` in the order of the tensor.
-        key_runs: For each step, the positions of the keys that the rank has at this step, in the same form. At step 0
-            these are its own keys.
-        is_causal: Whether query i sees only keys 0 … i.
-        visible: The block mask; None if there is none.
+    ``query_runs`` are the positions of the queries, as runs ``(start, length)`` in the order of the tensor;
+    ``key_runs`` those of the keys that the rank has at each step, its own at step 0; and ``visible`` is the block mask.
     """
 
     def __init__(

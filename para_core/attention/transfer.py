@@ -89,12 +89,10 @@ class SlicedAllToAll:
     """An all-to-all of tensors ``[B, H, S, D]``, in which each peer of ``dim`` gets one slice of each tensor.
 
     If the slices of all tensors for a peer contain the same tokens, they are packed as one table with a row per token,
-    otherwise one slice after the other. If the slices of all peers have equal sizes (``is_even``), the collective needs
-    no sizes and is faster.
+    otherwise one slice after the other. If all slices have equal sizes, the collective needs no sizes and is faster.
 
     Args:
-        sent: For each tensor, the slices that are sent to each peer.
-        arriving: For each result, the slices that each peer sends. Where slices overlap, they are summed.
+        sent, arriving: For each tensor or result, the slices of each peer. Where results overlap, they are summed.
         dim: The mesh dim of the peers.
         comm_dtype: The 8-bit dtype to which tensors are rounded for sending (not exact, without gradients, and only if
             slices do not overlap); None to send them unchanged.

@@ -43,11 +43,7 @@ Start = Callable[[Sequence[Tensor]], Finish]
 class Heads:
     """The query heads and key heads that each of ``ranks`` Ulysses ranks computes, as runs ``(start, count)``.
 
-    Args:
-        num_heads, num_kv_heads: Numbers of query heads and of key heads over all ranks.
-        ranks: Number of Ulysses ranks.
-        chunk, chunks: If ``chunks`` is not 1, each rank's heads are split into ``chunks`` parts, and this object
-            describes only part ``chunk``.
+    If ``chunks`` is not 1, each rank's heads are split into ``chunks`` parts, and this object describes part ``chunk``.
     """
 
     num_heads: int
@@ -97,14 +93,10 @@ class Heads:
 
 
 class UlyssesPlan:
-    """The Ulysses exchanges of one attention call, forward and backward.
+    """The Ulysses exchanges of one attention call, forward and backward, for all ``heads`` or one chunk of them.
 
     A *block* is all tokens of a Ulysses group, with some of the heads: the sharded tokens of the group's ranks,
     followed by the replicated tokens. With ``comm_dtype`` the tensors of the forward are rounded for sending.
-
-    Args:
-        spec: The specification of the call.
-        heads: The heads that each rank computes, or one chunk of them.
     """
 
     def __init__(self, spec: AttentionSpec, heads: Heads) -> None:

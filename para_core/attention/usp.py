@@ -33,15 +33,13 @@ def usp_forward(
     """Compute attention of this rank's queries to all keys of the sequence.
 
     Args:
-        query: ``[B, H, S_q_local, D]``, in the query layout.
-        key, value: ``[B, H_kv, S_k_local, D]`` and ``[B, H_kv, S_k_local, D_v]``, in the key layout.
+        query, key, value: ``[B, H, S_local, D]``, this rank's tokens in the layouts of queries and of keys.
         mask: The result of :func:`~para_core.attention.mask.mask_of_block`, or None.
         attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
         save: Whether to return the tensors that :func:`usp_backward` needs. Tensors are then not rounded for sending.
 
     Returns:
-        out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result, ``[B, S_q_local, H, D_v]``; and the
-        saved tensors, or None without ``save``.
+        out, ``[B, H, S_q_local, D_v]`` with the memory layout of SDPA's result; and the saved tensors, or None.
     """
     if autocasts(query):
         # Disable autocast, because it would round scores and lse, which must be float32.

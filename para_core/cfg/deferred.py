@@ -95,12 +95,8 @@ class Deferred(Tensor):
 
     @staticmethod
     def make(of: PendingRound, expected: Expected, get: Callable[[], Any]) -> Deferred:
-        """Return a deferred tensor that gets its data when the round ``of`` of model calls ends.
-
-        Args:
-            of: The round.
-            expected: The shape, strides, dtype and device of the tensor.
-            get: A function that returns the data; called only after the round has ended.
+        """Return a deferred tensor like ``expected``, whose data ``get`` returns when the round ``of`` of model calls
+        ends.
         """
         like = expected.like
         deferred: Deferred = make_wrapper_subclass(

@@ -96,13 +96,11 @@ class _Round:
 
 
 class Guidance:
-    """CFG parallelism of one pipeline: distributes its model calls over the ranks of a mesh dim. For eager code in one
+    """CFG parallelism of one pipeline: distributes its model calls over the ranks of ``dim``. For eager code in one
     thread.
 
-    Args:
-        dim: The mesh dim over which calls are distributed.
-        predict: A function that predicts the form of a model's output without running it. Without it, all ranks compute
-            the first call with each combination of input shapes, to learn the form of its output.
+    ``predict`` predicts the form of a model's output without running it. Without it, all ranks compute the first call
+    with each combination of input shapes, to learn the form of its output.
     """
 
     def __init__(self, dim: MeshDim, predict: PredictOutput | None = None) -> None:

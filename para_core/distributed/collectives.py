@@ -41,18 +41,16 @@ class Travelling(NamedTuple):
 def start_all_to_all(
     x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim, *, even: bool = False
 ) -> Travelling:
-    """Start an all-to-all of ``x`` over the ranks of ``dim``. :func:`wait` returns the received tensor.
+    """Start an all-to-all of the contiguous ``x`` over the ranks of ``dim``. :func:`wait` returns the received tensor.
 
     If ``x`` requires a gradient, or a graph is traced, the operator :func:`all_to_all` runs instead, and has ended when
     this function returns.
 
     Args:
-        x: A contiguous tensor; 1-dim unless ``even``.
-        send_sizes: Number of elements of ``x`` that are sent to each rank of ``dim``, in order.
-        receive_sizes: Number of elements that each rank of ``dim`` sends to this one. They arrive in the order of the
-            senders.
-        even: Whether all ranks know that all sizes are equal. Then the first dim of ``x`` is split into equal parts,
-            and the sizes are not passed to the backend, which is faster.
+        send_sizes: Number of elements of the 1-dim ``x`` that are sent to each rank of ``dim``, in order.
+        receive_sizes: Number of elements that each rank sends to this one. They arrive in the order of the senders.
+        even: Whether all ranks know that all sizes are equal. Then the first dim of ``x``, which may have any number of
+            dims, is split into equal parts, and the backend gets no sizes, which is faster.
     """
     if _needs_operator(x):
         return Travelling(all_to_all(x.view(-1), send_sizes, receive_sizes, dim), None)
@@ -141,17 +139,14 @@ def define_collective(
 ) -> None:
     """Define an operator that runs a collective. A compiler neither removes it nor changes the order of such operators.
 
-    The last argument of the operator, ``after``, is an optional tensor. The last result is a token, a tensor with one
-    element (:func:`done`). While a graph is traced, the token of the previous collective is passed as ``after``. No
-    compiler pass can remove this data dependency. The graph also waits for the last token. This wait is a side effect
-    that a compiler must keep; without it, a rank whose result has no elements would drop the collective, and the other
-    ranks would hang. The last token is stored on the tracer while the graph is traced.
+    The last argument of the operator is ``Tensor? after=None``, and the last result is a token, a tensor with one
+    element (:func:`done`). While a graph is traced, the token of the previous collective, which is stored on the
+    tracer, is passed as ``after``: a data dependency that no compiler pass can remove. The graph also waits for the
+    last token, a side effect that a compiler must keep; otherwise a rank whose result has no elements would drop the
+    collective, and the others would hang.
 
-    Args:
-        signature: The schema of the operator, whose last argument is ``Tensor? after=None``.
-        run: The implementation.
-        shape: The implementation for tensors without data (a fake kernel).
-        gradient, context: Arguments of :func:`torch.library.register_autograd`.
+    ``run`` is the implementation, ``shape`` that for tensors without data (a fake kernel), and ``gradient`` and
+    ``context`` are arguments of :func:`torch.library.register_autograd`.
     """
     name = signature[: signature.index("(")]
     define_operator(signature)
@@ -272,17 +267,10 @@ define_collective(
 
 
 def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int], dim: MeshDim) -> Tensor:
-    """Exchange the rows of ``x`` (along its first dim) by an all-to-all. It is differentiable, in eager code and in
-    graphs.
+    """Exchange rows of ``x`` over ``dim`` by an all-to-all. It is differentiable, in eager code and in graphs.
 
-    Args:
-        x: A tensor whose rows are sent in order: the first ``send_sizes[0]`` rows to rank 0 of ``dim``, and so on.
-        send_sizes: Number of rows for each rank of ``dim``.
-        receive_sizes: Number of rows that each rank of ``dim`` sends to this one.
-        dim: The mesh dim whose ranks exchange rows.
-
-    Returns:
-        The received rows, in the order of the senders; ``x`` itself if ``dim`` has one rank.
+    The first ``send_sizes[0]`` rows (along the first dim) are sent to rank 0 of ``dim``, and so on;
+    ``receive_sizes[i]`` rows arrive from rank i, in the order of ranks. With one rank the result is ``x`` itself.
     """
     if dim.size == 1:
         return x
@@ -319,14 +307,9 @@ class HostGroups:
 def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None) -> Tensor:
     """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
 
-    The host waits for the other ranks, but not for the device, because the bytes are sent between CPUs, by the group
-    that :func:`~para_core.distributed.mesh.host_group` returns.
-
-    Args:
-        x: A uint8 CPU tensor that has the same length on all ranks.
-        dim: The mesh dim whose ranks exchange bytes.
-        by_dim: The cached groups of :class:`HostGroups`, by the name of the mesh dim. A missing group is looked up and
-            added.
+    ``x`` is a uint8 CPU tensor of the same length on all ranks. The host waits for the other ranks, but not for the
+    device, because the group of :func:`~para_core.distributed.mesh.host_group` sends the bytes between CPUs. The groups
+    in ``by_dim`` (of :class:`HostGroups`) are used; a missing group is looked up and added.
     """
     if dim.group is None:
         return x
@@ -345,12 +328,7 @@ def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGrou
 
 
 def broadcast_bytes(x: Tensor, mesh: SequenceMesh | GuidedMesh) -> Tensor:
-    """Broadcast ``x`` from the first rank of ``mesh``, and return it on all ranks of ``mesh``. For eager code only.
-
-    Args:
-        x: A uint8 CPU tensor that has the same length on all ranks.
-        mesh: The ranks, all of which must call this function.
-    """
+    """Broadcast ``x``, a uint8 CPU tensor of one length on all ranks, from the first rank of ``mesh``. For eager code."""
     for dim in mesh.dims:
         x = all_gather_bytes(x, dim)[: x.numel()]
     return x

@@ -111,24 +111,20 @@ def check_consistent(
 ) -> list[tuple[int, ...]]:
     """Raise on every rank of ``mesh`` unless all ranks pass the same signature and none passes an exception.
 
-    Every rank of ``mesh`` must call this function.
+    Every rank of ``mesh`` must call this function. ``local`` is the signature, or the exception that this rank would
+    otherwise raise alone (a ``TypeError``, ``ValueError`` or ``RuntimeError``).
 
     Args:
-        local: The signature that must be equal on all ranks, or the exception that this rank would otherwise raise
-            alone (a ``TypeError``, ``ValueError`` or ``RuntimeError``).
-        mesh: The ranks to compare, or their cached groups.
         extras: At most ``MAX_EXTRAS`` 64-bit integers that may differ between ranks. Their number must be the same on
             all ranks with the same signature.
-        explain: A function that returns the error message if the records differ, given the records of all ranks in
-            order.
+        explain: Returns the error message if the records differ, given the records of all ranks in order.
 
     Returns:
         The ``extras`` of every rank, in rank order.
 
     Raises:
         ValueError: The signatures of two ranks differ.
-        TypeError, ValueError, RuntimeError: The exception of the first rank that passed an exception. The message names
-            this rank.
+        TypeError, ValueError, RuntimeError: The exception of the first rank that passed one, whose rank it names.
     """
     failed = isinstance(local, Exception)
     if isinstance(local, Exception):
@@ -162,19 +158,14 @@ def _groups_of(mesh: SequenceMesh | GuidedMesh | HostGroups) -> tuple[str, ...]:
 
 @contextmanager
 def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]:
-    """Return a context manager that raises an exception of one rank on every rank of ``mesh``.
+    """Return a context manager that raises an exception of one rank on every rank of ``mesh``, with ``what`` as prefix.
 
     Every rank must enter the context. Contexts over the same ranks may be nested: an exception that an inner context
     has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context, its exchange at
     the end of the outer context meets the exchange with which the other ranks end the inner one.
 
-    Args:
-        mesh: The ranks.
-        what: The prefix of the error message.
-
     Raises:
-        TypeError, ValueError, RuntimeError: The exception of the rank that failed. Exceptions of other types become a
-            RuntimeError.
+        TypeError, ValueError, RuntimeError: That of the rank that failed. Other types become a RuntimeError.
     """
     try:
         yield
@@ -266,8 +257,7 @@ def inputs_verified(handlers: Iterable[ComparesInputs | None]) -> Iterator[None]
     """Set ``inputs_verified`` of all ``handlers`` to True inside the ``with`` block, and restore the attribute
     afterwards.
 
-    Use this if the caller has already verified that the arguments are equal on all ranks. Handlers that are None are
-    ignored.
+    Use this if the caller has verified that the arguments are equal on all ranks. None among the handlers is ignored.
     """
     before = [(handler, handler.inputs_verified) for handler in handlers if handler is not None]
     for handler, _ in before:

@@ -96,9 +96,8 @@ def host_group(dim: MeshDim) -> ProcessGroup:
     """Return a process group for CPU tensors among the ranks of ``dim``: the dim's own group, or a gloo group.
 
     A gloo group is used if the group of ``dim`` only has NCCL, which would copy CPU tensors to the device and wait for
-    all work that was started there. The gloo group is created at the first use of an NCCL group, so every rank of
-    ``dim`` must call this function. torch.distributed owns the group: it is looked up by its description, and
-    ``destroy_process_group()`` destroys it.
+    its work. It is created at the first use, so every rank of ``dim`` must call this function. torch.distributed owns
+    it: it is looked up by its description, and ``destroy_process_group()`` destroys it.
 
     Raises:
         ValueError: ``dim`` has one rank.

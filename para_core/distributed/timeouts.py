@@ -64,11 +64,8 @@ def override_timeouts(
 ) -> Callable[[], None]:
     """Set the timeout of ``groups``, and return a function that restores the timeouts. See the module's docstring.
 
-    Args:
-        groups: The process groups of the mesh.
-        timeout: The timeout to set.
-        ranks: The ranks of the mesh. Groups that this package creates among these ranks in the meantime inherit the
-            timeout. Undoing gives these groups the timeout that the first of ``groups`` has afterwards.
+    Groups that this package creates among ``ranks``, those of the mesh, in the meantime inherit the timeout. Undoing
+    gives them the timeout that the first of ``groups`` has afterwards.
     """
     override = _Override(timeout)
     own: list[ProcessGroup] = []
