@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -275,17 +275,12 @@ def cache_file() -> Path:
 
 def tuned(device_name: str) -> dict[ConfigKey, Config]:
     """Return the block sizes tuned for a device of this name and this version of Triton; empty if none are stored."""
-    return dict(_read(cache_file(), device_name))
-
-
-def _read(path: Path, device_name: str) -> Iterator[tuple[ConfigKey, Config]]:
     try:
-        rows = json.loads(path.read_text(encoding="utf-8")).get(_key(device_name), [])
-        for row in rows:
-            yield ConfigKey(**row["case"]), Config(**row["config"])
+        rows = json.loads(cache_file().read_text(encoding="utf-8")).get(_key(device_name), [])
+        return {ConfigKey(**row["case"]): Config(**row["config"]) for row in rows}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         # The file is incomplete or from another version of para_core, so ignore it and use the table.
-        return
+        return {}
 
 
 def keep(device_name: str, tuning: Mapping[ConfigKey, Config | None]) -> Path:

@@ -11,8 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.distributed.consistency import Record, Signature, check_consistent, differing_fields, signature
-from para_core.distributed.fingerprints import fingerprints
+from para_core.distributed.consistency import (
+    Record,
+    Signature,
+    check_consistent,
+    differing_fields,
+    fingerprints,
+    signature,
+)
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import original_class
 

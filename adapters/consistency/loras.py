@@ -12,7 +12,7 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.distributed.fingerprints import fingerprints
+from para_core.distributed.consistency import fingerprints
 from para_core.instance_patching import uncompiled
 from para_core.torch_internals import version_of as version_of_tensor
 from para_core.weights.parameters import consists_of_tensors, plain_tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from para_core.attention.ring_plan import GridPlan, RingPlan, choose_grid
@@ -25,8 +25,10 @@ class AttentionPlan:
     @cached_property
     def with_gradients(self) -> AttentionPlan:
         """The plan to use if the call requires a gradient: this plan without rounding to 8 bits."""
-        spec = self.spec.with_gradients
-        return self if spec is self.spec else AttentionPlan(spec)
+        options = self.spec.options.with_gradients
+        if options is self.spec.options:
+            return self
+        return AttentionPlan(replace(self.spec, options=options, options_text=options.as_text()))
 
     @cached_property
     def heads(self) -> Heads:

@@ -85,7 +85,11 @@ class LocalAttentionCall(NamedTuple):
         (transformers/attention.cpp, ``preprocess_mask``).
         """
         query, mask, num_keys = self.query, self.mask, self.key.shape[-2]
-        if mask is None or (mask.dtype == query.dtype and mask.shape[-1] == num_keys and _has_aligned_rows(mask)):
+        if mask is None:
+            return None
+        *strides, last = mask.stride()
+        is_aligned = last == 1 and mask.storage_offset() % 8 == 0 and all(stride % 8 == 0 for stride in strides)
+        if is_aligned and mask.dtype == query.dtype and mask.shape[-1] == num_keys:
             return mask
         shape = (*mask.shape[:-1], num_keys + -num_keys % 8)
         # Kernels also read the padding of a row, so it must not be NaN.
@@ -103,11 +107,6 @@ def empty_output(query: Tensor, value: Tensor) -> Tensor:
     """Return an uninitialised ``[B, H, S_q, D_v]`` with the memory layout of SDPA's result, ``[B, S_q, H, D_v]``."""
     batch, heads, num_queries, _ = query.shape
     return query.new_empty(batch, num_queries, heads, value.shape[-1]).transpose(1, 2)
-
-
-def _has_aligned_rows(x: Tensor) -> bool:
-    *strides, last = x.stride()
-    return last == 1 and x.storage_offset() % 8 == 0 and all(stride % 8 == 0 for stride in strides)
 
 
 def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -103,18 +103,12 @@ def _review(mask: Tensor, num_common: int) -> Review:
         # Combine the findings on the device, so that the host waits for it only once.
         code = LOWER * ~behind + DIFFER * differ + SHOWS * shown.any() + EQUAL * equal + HIDES * ~shown.all()
         bits = int(code.item())
-        all_equal = bits & EQUAL and mask.shape[-2] > 1
-        return Review(bits, 0 if all_equal else _rows_digest(mask[..., :num_common, :]))
-
-
-def _rows_digest(rows: Tensor) -> int:
-    """Return a digest of up to 16 evenly spaced rows; 0 if these are equal to each other, or there are no rows."""
-    if 0 in rows.shape:
-        return 0
-    read = evenly_spaced_rows(rows, _MOST_COMPARED).cpu()
-    if read.shape[-2] > 1 and torch.equal(read, read[..., :1, :].expand_as(read)):
-        return 0
-    return digest_of(read)
+        rows = mask[..., :num_common, :]
+        if 0 in rows.shape or (bits & EQUAL and mask.shape[-2] > 1):
+            return Review(bits)
+        read = evenly_spaced_rows(rows, _MOST_COMPARED).cpu()
+        all_equal = read.shape[-2] > 1 and torch.equal(read, read[..., :1, :].expand_as(read))
+        return Review(bits, 0 if all_equal else digest_of(read))
 
 
 def evenly_spaced_rows(x: Tensor, most: int) -> Tensor:

@@ -20,9 +20,8 @@ from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.ring_plan import GridPlan
 from para_core.attention.tiles import own_runs
 from para_core.attention.ulysses import split_by_kind
-from para_core.distributed.collectives import all_to_all
+from para_core.distributed.collectives import all_to_all, gather_tokens
 from para_core.distributed.layout import SequenceLayout
-from para_core.distributed.sharding import gather_tokens
 
 # A mask dim is "broadcast" if its size is 1, "global" if it has one entry per token of the whole sequence, and "local"
 # if it has one entry per token of this rank.

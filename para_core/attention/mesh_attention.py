@@ -267,8 +267,9 @@ def _normalized(call: SdpaCall) -> SdpaCall:
         return call
     if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
         scale = float(scale)  # The scale may be a NumPy number or a tensor with one element.
-    if isinstance(mask, Tensor):
-        mask = _one_row(mask)
+    if isinstance(mask, Tensor) and mask.ndim >= 2 and mask.layout == torch.strided:
+        expands_one_row = guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1)
+        mask = mask[..., :1, :] if expands_one_row else mask
     return SdpaCall(query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths)
 
 
@@ -300,13 +301,6 @@ def _lookup_key(call: SdpaCall) -> Any:
         None if mask is None else (mask.shape, mask.dtype, mask.device, keeps_graph and mask.requires_grad),
         *flags,
     )
-
-
-def _one_row(mask: Tensor) -> Tensor:
-    """Return one row of ``mask`` if it is one row expanded to all queries (stride 0); otherwise ``mask``."""
-    if mask.ndim < 2 or mask.layout != torch.strided:
-        return mask
-    return mask[..., :1, :] if guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1) else mask
 
 
 def _in_one_batch(mask: Tensor, leading: Sequence[int]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,15 +36,6 @@ class AttentionSpec:
     scale: float | None = None
     options: AttnOptions = field(default_factory=AttnOptions)
     options_text: str = ""
-
-    @cached_property
-    def with_gradients(self) -> AttentionSpec:
-        """The spec for a call that requires a gradient: this spec without options that round to 8 bits.
-
-        This is ``self`` if no option rounds to 8 bits.
-        """
-        options = self.options.with_gradients
-        return self if options is self.options else replace(self, options=options, options_text=options.as_text())
 
     @cached_property
     def text(self) -> str:

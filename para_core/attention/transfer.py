@@ -63,10 +63,6 @@ class _PeerView:
             return _PeerView(narrows, (batch, number, heads, tokens, width), (1, 3, 0, 2, 4), 1)
         return _PeerView(narrows, (batch, 1, heads, tokens, width), (1, 3, 0, 2, 4), number)
 
-    def without_peers(self) -> _PeerView:
-        """Return this view, which must be of a single peer, without the dim for peers: ``[S, B, heads, D]``."""
-        return _PeerView(self.narrows, None, (2, 0, 1, 3), self.copies)
-
     def see(self, x: Tensor) -> Tensor:
         for narrow in self.narrows:
             x = x.narrow(*narrow)
@@ -137,7 +133,13 @@ class SlicedAllToAll:
         kind = shapes, tensors[0].dtype, takes_kernels(tensors[0])
         steps = None if torch.compiler.is_compiling() else self._steps.get(kind)
         if steps is None:
-            steps = self._find_steps(*kind)
+            widths = [shape[3] + (0 if self.comm_dtype is None else SCALE_BYTES) for shape in shapes]
+            send, receive = (self._sizes(side, shapes[0][0], widths) for side in (self.sent, self.arriving))
+            pack, unpack = _choose_packing(self, shapes, widths, kind[1], sum(send), kind[2])
+            steps = _Steps(pack, send, receive, unpack)
+            # Only in eager code are lengths integers.
+            if not torch.compiler.is_compiling():
+                self._steps[kind] = steps
         buffer = steps.pack(tensors)
         if not self.is_even:
             buffer = buffer.view(-1)
@@ -145,16 +147,6 @@ class SlicedAllToAll:
             buffer = buffer.view(self.dim.size, steps.send[0])
         started = start_all_to_all(buffer, steps.send, steps.receive, self.dim, even=self.is_even)
         return lambda: steps.unpack(wait(started))
-
-    def _find_steps(self, shapes: tuple[Sequence[int], ...], dtype: torch.dtype, by_kernel: bool) -> _Steps:
-        """Return the steps for tensors of these shapes. In eager code, where lengths are integers, also cache them."""
-        widths = [shape[3] + (0 if self.comm_dtype is None else SCALE_BYTES) for shape in shapes]
-        send, receive = (self._sizes(side, shapes[0][0], widths) for side in (self.sent, self.arriving))
-        pack, unpack = _choose_packing(self, shapes, widths, dtype, sum(send), by_kernel)
-        steps = _Steps(pack, send, receive, unpack)
-        if not torch.compiler.is_compiling():
-            self._steps[shapes, dtype, by_kernel] = steps
-        return steps
 
     def _sizes(self, side: Sequence[PeerSlices], batch: int, widths: Sequence[int]) -> list[int]:
         """Return the number of buffer elements for each peer. ``widths[k]`` is that of tensor k per token and head."""
@@ -198,7 +190,7 @@ def _choose_packing(
     elif same_width and len(out_groups) == 1:
         views = [_PeerView.of(out_groups[0], index, shape) for index, shape in enumerate(shapes)]
         if out_groups[0].number == 1:
-            views = [view.without_peers() for view in views]
+            views = [_PeerView(view.narrows, None, (2, 0, 1, 3), view.copies) for view in views]
         pack = partial(_pack_views, views)
     else:
         pack = partial(_pack_groups, out_groups, of.one_table, same_width, numel)

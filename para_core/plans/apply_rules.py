@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from para_core.distributed.collectives import gather_tokens, shard_tokens
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
-from para_core.distributed.sharding import gather_tokens, shard_tokens
 from para_core.modes.block_masks import shard_block_mask
 from para_core.plans.plan import Count, Entries, FirstTokens, Gather, LastTokens, Replicate, ShardRule, Split, SplitMask
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from para_core.adapters.consistency.arguments import describe
-from para_core.distributed.fingerprints import fingerprints
+from para_core.distributed.consistency import fingerprints
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
@@ -41,7 +41,7 @@ def test_fingerprint_covers_bytes_of_any_dtype(dtype):
 def test_many_words_are_mixed_in_parts(monkeypatch):
     tensors = [sample(shape, torch.float32) for shape in SHAPES]
     expected = fingerprints(tensors)
-    monkeypatch.setattr("para_core.distributed.fingerprints._MAX_WORDS", 5)
+    monkeypatch.setattr("para_core.distributed.consistency._MAX_WORDS", 5)
     assert fingerprints(tensors) == expected
 
 
