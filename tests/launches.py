@@ -19,6 +19,7 @@ from para_core.attention import local, usp
 from para_core.attention.attention_options import AttnOptions, RotateMethod
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backend_selection import Backend
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh
@@ -77,9 +78,9 @@ def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: A
     text = options.as_text()
     spec = AttentionSpec(layout, layout, sequence_mesh(mesh), heads, heads, options=options, options_text=text)
 
-    def sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def sdpa(call: LocalAttentionCall, backend: Backend | None) -> Tensor:
         # SDPA computes meta tensors by matrix products, and GPU tensors by the one kernel that is called here.
-        return local.local_attention_with_lse(query, key, value, **options)[0]
+        return local.local_attention_with_lse(call, backend)[0]
 
     with (
         mock.patch.object(local, "choose_backend", lambda *_: SDPBackend.FLASH_ATTENTION.value),

@@ -11,6 +11,7 @@ from benchmarks.gpu.exact import MASKS, Inputs, Results, exact, judge, make_inpu
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fatal
 from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
 from para_core.attention.backend_selection import Backend
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import local_attention_with_lse
 
 # Each kind of call is compiled for each head dim and dtype, which takes seconds: all masks for the most common, and
@@ -70,7 +71,7 @@ def _inputs(device: torch.device, case: Case, tiny: bool) -> Inputs:
 def compile_case(device: torch.device, case: Case, tiny: bool) -> None:
     inputs = _inputs(device, case, tiny)
     qkv = inputs.query, inputs.key, inputs.value
-    local_attention_with_lse(*qkv, mask=inputs.mask, is_causal=inputs.is_causal, backend=case[0])
+    local_attention_with_lse(LocalAttentionCall(*qkv, mask=inputs.mask, is_causal=inputs.is_causal), backend=case[0])
 
 
 def _add_errors(job: SectionJob, case: Case) -> None:
@@ -91,7 +92,9 @@ def _compare(inputs: Inputs, backend: Backend) -> dict[str, Any]:
     expected = exact(inputs)
     own = sdpa(inputs).errors(expected)
     qkv = inputs.query, inputs.key, inputs.value
-    out, lse = local_attention_with_lse(*qkv, mask=inputs.mask, is_causal=inputs.is_causal, backend=backend)
+    out, lse = local_attention_with_lse(
+        LocalAttentionCall(*qkv, mask=inputs.mask, is_causal=inputs.is_causal), backend=backend
+    )
     errors = Results(out, lse=lse).errors(expected)
     if backend == "triton":
         verdict = judge(errors, own, inputs.query.dtype)

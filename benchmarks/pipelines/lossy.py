@@ -20,7 +20,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.cache.judged import SEED, THINGS, decode, scenes_of, ssim
 from benchmarks.cache.ways import generate, load, load_wan
@@ -29,6 +28,7 @@ from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import AttentionSchedule, apply_cache_on_pipe, cache_report, parallelize_pipe
 from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.attention import backend_selection, local
+from para_core.attention.backends import LocalAttentionCall
 from para_core.kernels import attention_int8_reference
 from para_core.weights.parameters import plain_tensors
 from zoo import evaluate
@@ -98,8 +98,9 @@ def _quantize(pipe: Any, *, scheme: str, cached: bool = False, parallel: bool = 
         apply_cache_on_pipe(pipe)
 
 
-def _attend_by_reference(backend: str, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
-    return attention_int8_reference.attention(query, key, value, **options)
+def _attend_by_reference(backend: str, call: LocalAttentionCall, **options: Any) -> Any:
+    query, key, value, mask, is_causal, scale = call
+    return attention_int8_reference.attention(query, key, value, mask=mask, is_causal=is_causal, scale=scale, **options)
 
 
 @contextmanager

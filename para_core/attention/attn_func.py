@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.backends import fold_causal, fully_masked_rows
+from para_core.attention.backends import LocalAttentionCall, fully_masked_rows
 from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.local import local_attention_with_lse
 from para_core.attention.sdpa_call import SdpaCall
@@ -19,24 +19,16 @@ from para_core.distributed.mesh import SequenceMesh
 AttnFunc = Callable[..., "Tensor | tuple[Tensor, Tensor]"]
 
 
-def run_attn_func(
-    attn_func: AttnFunc,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
+def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor, Tensor]:
     """Run ``attn_func`` like :func:`~para_core.attention.local.local_attention_with_lse`, and return out and lse.
 
     If ``attn_func`` returns no lse, the lse is zeros: :func:`check_attn_func` has ensured that the call needs none.
     """
+    query, key, value, *_ = call
     if 0 in query.shape or 0 in key.shape:  # A user's kernel may not support empty tensors.
-        out, lse = local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+        out, lse = local_attention_with_lse(call)
         return add_autograd_dependency(out, [query, key, value]), lse
-    mask, is_causal = fold_causal(mask, is_causal, query, key)
+    _, _, _, mask, is_causal, scale = call.folded()
     if mask is not None:
         # Many kernels return NaN for a query whose keys are all masked. Unmask all of them, and overwrite the result
         # of this query below.

@@ -17,7 +17,6 @@ from para_core.attention.backends import (
     SWITCHES,
     LocalAttentionCall,
     choose_backend,
-    fold_causal,
     no_backend,
 )
 from para_core.attention.libraries import LIBRARIES, refuse_mask_and_causal_oblong, require_tensors
@@ -174,8 +173,7 @@ def _cached_choice(
     """Compute :func:`_choice_of_pytorch`. ``enabled``, the backends that are enabled, is only in the cache key."""
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
-    mask, _ = fold_causal(mask, False, query, query)
     try:
-        return choose_backend(LocalAttentionCall(query, query, value, mask, False, None))
+        return choose_backend(LocalAttentionCall(query, query, value, mask).folded())
     except RuntimeError:
         return None

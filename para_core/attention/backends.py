@@ -54,14 +54,43 @@ _TAKE_GROUPED_HEADS = frozenset({FLASH, CUDNN})
 
 
 class LocalAttentionCall(NamedTuple):
-    """The arguments of attention on one device, as the backends take them. No dim of a tensor is 0."""
+    """The arguments of attention on one device.
+
+    H_kv divides H: query head i uses key head ``i // (H // H_kv)``. The backends in this file take calls that are
+    :meth:`folded`, without dims of size 0.
+    """
 
     query: Tensor  # [B, H, S_q, D]
     key: Tensor  # [B, H_kv, S_k, D]
     value: Tensor  # [B, H_kv, S_k, D_v]
-    mask: Tensor | None  # Bool or the dtype of query; on a CPU also float32.
-    is_causal: bool  # False if there is a mask.
-    scale: float | None
+    # Broadcastable to [B, H, S_q, S_k]: bool (True shows a key) or float (added to the scores).
+    mask: Tensor | None = None
+    is_causal: bool = False  # Whether query i sees only keys 0 … i, in addition to the mask.
+    scale: float | None = None  # Factor of the scores; 1 / √D if None.
+
+    def folded(self) -> LocalAttentionCall:
+        """Return the call with its causal mask merged into ``mask``, so that at most one of them is set.
+
+        The mask gets a dtype that SDPA accepts: bool or that of ``query``; on a CPU also float32. Without a mask the
+        call is returned unchanged.
+        """
+        query, key, value, mask, is_causal, scale = self
+        if mask is None:
+            return self
+        if is_causal:
+            causal = mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
+            mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -inf)
+        if mask.dtype not in (torch.bool, query.dtype) and not (mask.dtype == torch.float32 and query.is_cpu):
+            largest = torch.finfo(query.dtype).max
+            if torch.finfo(mask.dtype).max <= largest:
+                mask = mask.to(query.dtype)
+            else:
+                # finfo(float32).min must not become -inf: in a row full of finfo.min SDPA gives all keys equal weights,
+                # but a row full of -inf has no keys. Clamp to half of the range, because kernels multiply scores by
+                # log2(e).
+                hidden = mask == -inf
+                mask = mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(hidden, -inf)
+        return LocalAttentionCall(query, key, value, mask, False, scale)
 
     def as_taken_by(self, backend: int) -> LocalAttentionCall:
         """Return the call with one key head per query head, unless ``backend`` accepts grouped heads."""
@@ -112,27 +141,6 @@ def empty_output(query: Tensor, value: Tensor) -> Tensor:
 def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """Return ``mask`` as an additive mask for FlashAttention on a CPU, which accepts any strides but no bool masks."""
     return mask if mask is None or mask.dtype != torch.bool else query.new_empty(mask.shape).copy_(mask).log_()
-
-
-def fold_causal(mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> tuple[Tensor | None, bool]:
-    """Return ``(mask, is_causal)`` with the causal mask merged into ``mask``, so that at most one of them is set.
-
-    The returned mask has a dtype that SDPA accepts: bool or that of ``query``; on a CPU also float32. If ``mask`` is
-    None, both arguments are returned unchanged.
-    """
-    if mask is None:
-        return None, is_causal
-    if is_causal:
-        causal = mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-        mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -inf)
-    if mask.dtype in (torch.bool, query.dtype) or (mask.dtype == torch.float32 and query.is_cpu):
-        return mask, False
-    largest = torch.finfo(query.dtype).max
-    if torch.finfo(mask.dtype).max <= largest:
-        return mask.to(query.dtype), False
-    # finfo(float32).min must not become -inf: in a row full of finfo.min SDPA gives all keys equal weights, but a row
-    # full of -inf has no keys. Clamp to half of the range, because kernels multiply scores by log2(e).
-    return mask.clamp(min=-largest / 2).to(query.dtype).masked_fill_(mask == -inf, -inf), False
 
 
 def fully_masked_rows(mask: Tensor) -> Tensor:

@@ -9,15 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import continued_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.merge import Merged
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, join_neighbours, put, take
 from para_core.distributed.layout import Run
 
-# A function that replaces the backends of local attention:
-# (query, key, value, *, mask, is_causal, scale) -> (out, lse).
-LocalAttention = Callable[..., tuple[Tensor, Tensor]]
+# A function that replaces the backends of local attention; it returns (out, lse).
+LocalAttention = Callable[[LocalAttentionCall], tuple[Tensor, Tensor]]
 Block = tuple[Tensor, Tensor]  # The keys and the values of a block.
 # If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted from the
 # row.
@@ -168,33 +168,21 @@ class BlockAttention:
             k, v = [expand(self._tiling.keys[step].arrange(x), self._heads) for x in block]
         if not by_position and self._continues and self._rows[0] is None:
             # All queries see all keys of the block, so one call computes it.
-            continued_attention(
-                self._merged[0], self._queries[0], k, v, scale=self._scale, backend=self._backend, is_last=is_last
-            )
+            call = LocalAttentionCall(self._queries[0], k, v, scale=self._scale)
+            continued_attention(self._merged[0], call, self._backend, is_last=is_last)
             return
         for piece, tile in self._tiling.tiles(step):
             rows = self._rows[piece]
             mask = None if rows is None else columns(rows, tile.positions)
-            tensors = (
-                self._queries[piece],
-                take(k, 2, tile.runs) if by_position else k,
-                take(v, 2, tile.runs) if by_position else v,
-            )
+            keys, values = [take(x, 2, tile.runs) if by_position else x for x in (k, v)]
+            call = LocalAttentionCall(self._queries[piece], keys, values, mask, tile.diagonal, self._scale)
             if self._continues:
-                continued_attention(
-                    self._merged[piece],
-                    *tensors,
-                    mask=mask,
-                    is_causal=tile.diagonal,
-                    scale=self._scale,
-                    backend=self._backend,
-                    is_last=is_last and not by_position,
-                )
+                continued_attention(self._merged[piece], call, self._backend, is_last=is_last and not by_position)
                 continue
-            out, lse = self._attn_func(*tensors, mask=mask, is_causal=tile.diagonal, scale=self._scale)
+            out, lse = self._attn_func(call)
             finite_rows = self._finite_rows[piece]
             if finite_rows is not None and mask is not None:
-                lse = finite_rows.lse_of_tile(lse, mask, tensors[1].shape[2], diagonal=tile.diagonal)
+                lse = finite_rows.lse_of_tile(lse, mask, keys.shape[2], diagonal=tile.diagonal)
             self._merged[piece].add(out, lse)
 
     def result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +192,7 @@ class BlockAttention:
         """
         nothing = key[:, :, :0], value[:, :, :0]
         results = [
-            (merged.out, merged.lse) if merged.count else local_attention_with_lse(q, *nothing)
+            (merged.out, merged.lse) if merged.count else local_attention_with_lse(LocalAttentionCall(q, *nothing))
             for q, merged in zip(self._queries, self._merged, strict=True)
         ]
         if not self._tiling.by_position:
@@ -268,16 +256,13 @@ class BlockGradients:
         key, value = expand(key, self._heads), expand(value, self._heads)
         for number, tile in self._tiling.tiles(step):
             piece = self._pieces[number]
+            mask = None if piece.mask is None else columns(piece.mask, tile.positions)
+            tensors = piece.query, take(key, 2, tile.runs), take(value, 2, tile.runs)
             grad_query, *grad_block, grad_mask = local_attention_backward(
+                LocalAttentionCall(*tensors, mask, tile.diagonal, self._scale),
                 piece.grad_out,
-                piece.query,
-                take(key, 2, tile.runs),
-                take(value, 2, tile.runs),
                 piece.out,
                 piece.lse[..., 0],
-                mask=None if piece.mask is None else columns(piece.mask, tile.positions),
-                is_causal=tile.diagonal,
-                scale=self._scale,
                 backend=self._backend,
                 mask_gradient=piece.grad_mask is not None,
             )

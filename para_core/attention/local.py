@@ -19,7 +19,6 @@ from para_core.attention.backends import (
     backward_of,
     choose_backend,
     empty_output,
-    fold_causal,
     fully_masked_rows,
 )
 from para_core.attention.libraries import LIBRARIES, library_attention
@@ -27,37 +26,26 @@ from para_core.attention.merge import Merged
 from para_core.torch_internals import DisableTorchFunction
 
 
-def local_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    backend: Backend | None = None,
-) -> Tensor:
+def local_attention(call: LocalAttentionCall, backend: Backend | None = None) -> Tensor:
     """Compute ``scaled_dot_product_attention`` of 4-D tensors by a call that attention modes do not intercept.
 
     The function accepts more than SDPA: ``mask`` may have another float dtype than ``query``; ``mask`` and
     ``is_causal`` may be combined on every backend; any dim may be 0; and there may be fewer key heads than query heads
     without ``enable_gqa``. For ``backend`` see :func:`local_attention_with_lse`.
     """
+    query, key, value, mask, is_causal, _ = call
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_()
     if backend is not None or backend_selection.FASTEST:
         backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend is not None:
-        return local_attention_with_lse(
-            query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend
-        )[0]
+        return local_attention_with_lse(call, backend)[0]
     if mask is not None:
-        mask, is_causal = fold_causal(mask, is_causal, query, key)
+        call = call.folded()
+    if key.shape[1] != query.shape[1]:
+        call = call.as_taken_by(choose_backend(call))
+    query, key, value, mask, is_causal, scale = call
     grouped = key.shape[1] != query.shape[1]
-    if grouped:
-        problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
-        _, key, value, *_ = problem.as_taken_by(choose_backend(problem))
-        grouped = key.shape[1] != query.shape[1]
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
             query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped
@@ -69,29 +57,12 @@ def local_attention(
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
 
 
-def local_attention_with_lse(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    backend: Backend | None = None,
-) -> tuple[Tensor, Tensor]:
+def local_attention_with_lse(call: LocalAttentionCall, backend: Backend | None = None) -> tuple[Tensor, Tensor]:
     """Compute attention and the log-sum-exp of its scaled scores, with the best backend that ``sdpa_kernel`` allows.
 
-    Autograd does not record this computation; use :func:`local_attention_backward` for the gradient.
-
-    Args:
-        query: ``[B, H, S_q, D]``. Any dim may be 0.
-        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``. S_k may be 0. H_kv divides H: query head i uses
-            key head ``i // (H // H_kv)``.
-        mask: 4-D, broadcastable to ``[B, H, S_q, S_k]``. Bool (True shows a key) or float (added to the scores).
-        is_causal: Whether query i sees only keys 0 … i, in addition to ``mask``.
-        scale: Factor of the scores. Defaults to ``1 / sqrt(D)``.
-        backend: The name of the backend. Defaults to SDPA's choice, or to one that was measured to be faster
-            (``para_core.attention.backend_selection``).
+    Autograd does not record this computation; use :func:`local_attention_backward` for the gradient. ``backend`` is the
+    name of the backend. It defaults to SDPA's choice, or to one that was measured to be faster
+    (``para_core.attention.backend_selection``).
 
     Returns:
         ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in float32
@@ -103,85 +74,66 @@ def local_attention_with_lse(
         RuntimeError: ``sdpa_kernel`` disables all backends that support the call, or the one that ``backend`` names.
             :func:`~para_core.attention.backend_selection.require_backend` raises the same error in advance.
     """
+    query, key, value, mask, is_causal, scale = call
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
     if backend is not None or backend_selection.FASTEST:
         backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend in ("triton", "triton-int8"):
-        return _triton(backend, query, key, value, mask=mask, is_causal=is_causal, scale=scale)
+        return _triton(backend, call)
     if backend is not None and backend in LIBRARIES:
         return library_attention(backend, query, key, value, is_causal=is_causal, scale=scale)
     if mask is not None:
-        mask, is_causal = fold_causal(mask, is_causal, query, key)
-    problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
-    choice = choose_backend(problem) if backend is None else OF_PYTORCH[backend]
+        call = call.folded()
+    choice = choose_backend(call) if backend is None else OF_PYTORCH[backend]
     if key.shape[1] != query.shape[1]:
-        problem = problem.as_taken_by(choice)
-    out, lse = FORWARD[choice](problem)
-    if mask is not None:
+        call = call.as_taken_by(choice)
+    out, lse = FORWARD[choice](call)
+    if call.mask is not None:
         # Backends return NaN or an lse of 0 for a row without a key. Fill in place, because masked_fill() would change
         # the memory layout.
-        empty_row = fully_masked_rows(mask)
+        empty_row = fully_masked_rows(call.mask)
         out.masked_fill_(empty_row[..., None], 0.0)
         lse.masked_fill_(empty_row, -inf)
     return out, lse
 
 
 def continued_attention(
-    so_far: Merged,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    backend: Backend | None = None,
-    is_last: bool = False,
+    so_far: Merged, call: LocalAttentionCall, backend: Backend | None = None, *, is_last: bool = False
 ) -> None:
-    """Compute attention to ``key`` outside of autograd, and merge it into ``so_far``, that of the same queries to
-    earlier keys.
+    """Compute ``call`` outside of autograd, and merge the result into ``so_far``, that of its queries to earlier keys.
 
     The Triton kernel continues from ``so_far`` in one launch. With any other backend, merging is one more launch. If
     the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged result stays in float32.
-    The other arguments are those of :func:`local_attention_with_lse`.
     """
-    if so_far.count and 0 in (*query.shape, *key.shape):
+    query, is_empty = call.query, 0 in (*call.query.shape, *call.key.shape)
+    if so_far.count and is_empty:
         return
     if backend is not None or backend_selection.FASTEST:
-        backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
-    if backend not in ("triton", "triton-int8") or 0 in (*query.shape, *key.shape):
-        so_far.add(
-            *local_attention_with_lse(query, key, value, mask=mask, is_causal=is_causal, scale=scale, backend=backend)
-        )
+        masked = call.mask is not None
+        backend = resolve_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
+    if backend not in ("triton", "triton-int8") or is_empty:
+        so_far.add(*local_attention_with_lse(call, backend))
         return
     earlier = (so_far.out, so_far.lse) if so_far.count else None
-    out_dtype = query.dtype if is_last else torch.float32
-    options = {"is_causal": is_causal, "scale": scale, "so_far": earlier, "out_dtype": out_dtype}
-    so_far.replace(*_triton(backend, query, key, value, mask=mask, **options))
+    so_far.replace(*_triton(backend, call, so_far=earlier, out_dtype=query.dtype if is_last else torch.float32))
 
 
 def local_attention_backward(
+    call: LocalAttentionCall,
     grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     out: Tensor,
     lse: Tensor,
     *,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
     mask_gradient: bool = False,
     backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of attention to the given keys, which may be one block of all keys.
+    """Return the gradients of attention to the keys of ``call``, which may be one block of all keys.
 
     With P = exp(scores - lse): dv = Pᵀ·do, ds = P ∘ (do·vᵀ - rowsum(do ∘ out)), dq = ds·k, dk = dsᵀ·q (FlashAttention,
     arXiv:2205.14135, appendix B). If ``key`` is one of several blocks, the caller adds up their dq.
 
     Args:
-        query, key, value, mask, is_causal, scale: The arguments of :func:`local_attention_with_lse`.
         out, lse: The results over all blocks of keys; lse is -inf for a row without a key.
         backend: The backend of the forward, which must be exact. For those without a backward here (the Triton kernel,
             libraries) the backend that SDPA would choose computes the gradient from ``out`` and ``lse``.
@@ -190,31 +142,29 @@ def local_attention_backward(
     Returns:
         The gradients of query, key and value, and that of ``mask`` before broadcasting, ``[B, H, S_q, S_k]``, or None.
     """
+    query, key, value, mask, *_ = call
     if 0 in query.shape or 0 in key.shape:
         grad_mask = query.new_zeros(*query.shape[:-1], key.shape[-2]) if mask_gradient else None
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), grad_mask
     if mask is not None:
-        mask, is_causal = fold_causal(mask, is_causal, query, key)
+        call = call.folded()
         # Replace the lse of a row without a key by inf: exp(scores - inf) is 0, so the row gets no gradient. Without a
         # mask every row has a key.
         lse = lse.masked_fill(lse == -inf, inf)
-    problem = LocalAttentionCall(query, key, value, mask, is_causal, scale)
     # Use the math backend for this, because no fused backward can compute the gradient of a broadcast mask.
     if mask_gradient:
         choice = MATH
     else:
         forward = None if backend is None else OF_PYTORCH.get(backend)
-        choice = backward_of(choose_backend(problem) if forward is None else forward, query, value)
-    problem = problem.as_taken_by(choice)
-    grad_query, grad_key, grad_value, *rest = BACKWARD[choice](problem, grad_out, out, lse)
-    if problem.key is not key:  # Key heads were expanded, so sum the gradients of their copies.
+        choice = backward_of(choose_backend(call) if forward is None else forward, query, value)
+    call = call.as_taken_by(choice)
+    grad_query, grad_key, grad_value, *rest = BACKWARD[choice](call, grad_out, out, lse)
+    if call.key is not key:  # Key heads were expanded, so sum the gradients of their copies.
         grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_key, grad_value))
     return grad_query, grad_key, grad_value, rest[0] if mask_gradient else None
 
 
-def _triton(
-    backend: Backend, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor]:
+def _triton(backend: Backend, call: LocalAttentionCall, **options: Any) -> tuple[Tensor, Tensor]:
     """Run the Triton kernel of ``backend``; see :func:`para_core.kernels.attention_reference.attention`."""
     # Import the kernel only here, because Triton is an optional dependency.
     if backend == "triton":
@@ -222,8 +172,9 @@ def _triton(
     else:
         from para_core.kernels.attention_int8 import attention
 
+    query, key, value, mask, is_causal, scale = call
     key_ranges = None if mask is None else _range_of_seen_keys(mask)
-    return attention(query, key, value, mask=mask, key_ranges=key_ranges, **options)
+    return attention(query, key, value, mask=mask, is_causal=is_causal, key_ranges=key_ranges, scale=scale, **options)
 
 
 def _range_of_seen_keys(mask: Tensor) -> Tensor | None:

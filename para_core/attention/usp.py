@@ -13,6 +13,7 @@ from torch import Tensor
 
 from para_core.attention.attention_2d import attention_2d, attention_2d_backward
 from para_core.attention.attention_plan import AttentionPlan
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, Saved, columns, expand
 from para_core.attention.local import as_sdpa, local_attention
 from para_core.attention.ring import ring_attention, ring_attention_backward
@@ -94,11 +95,8 @@ def attend_block(
         if key_heads is not None:
             key, value = expand(key, key_heads), expand(value, key_heads)
         mask = None if mask is None else columns(mask, plan.ring.key_runs(0))
-        backend = plan.spec.options.backend
-        out = local_attention(
-            query, key, value, mask=mask, is_causal=plan.spec.is_causal, scale=plan.spec.scale, backend=backend
-        )
-        return out, None
+        call = LocalAttentionCall(query, key, value, mask, plan.spec.is_causal, plan.spec.scale)
+        return local_attention(call, plan.spec.options.backend), None
     kept_keys = plan.spec.options.kept_keys
     if kept_keys is not None:
         out, lse = _load_snapkv().sparse_attention(

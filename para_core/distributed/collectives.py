@@ -53,7 +53,7 @@ def start_all_to_all(
         even: Whether all ranks know that all sizes are equal. Then the first dim of ``x``, which may have any number of
             dims, is split into equal parts, and the backend gets no sizes, which is faster.
     """
-    if _needs_operator(x):
+    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
         return Travelling(all_to_all(x.view(-1), send_sizes, receive_sizes, dim), None)
     if even:
         received = torch.empty_like(x)
@@ -85,7 +85,7 @@ def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
 
     :func:`wait` returns the concatenation in rank order.
     """
-    if _needs_operator(x):
+    if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
         return Travelling(all_gather(x, [x.numel()] * dim.size, 0, dim), None)
     gathered = x.new_empty(dim.size * x.numel())
     return Travelling(gathered, _all_gather_into(gathered, x, group=group_of(dim), async_op=True))
@@ -96,10 +96,6 @@ def wait(travelling: Travelling) -> Tensor:
     if travelling.work is not None:
         travelling.work.wait()
     return travelling.buffer
-
-
-def _needs_operator(x: Tensor) -> bool:
-    return torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())
 
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:

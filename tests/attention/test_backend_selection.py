@@ -12,6 +12,7 @@ from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import backend_selection, local
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backend_selection import require_backend, resolve_backend
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import (
     continued_attention,
     local_attention,
@@ -44,9 +45,9 @@ class Names(TorchDispatchMode):
 def test_the_named_backend_of_pytorch_computes_forward_and_backward(backend, fused):
     tensors = make(5, 7)
     with Names() as operators:
-        out, lse = local_attention_with_lse(*tensors, backend=backend)
-        local_attention_backward(out, *tensors, out, lse, backend=backend)
-        local_attention(*tensors, backend=backend)
+        out, lse = local_attention_with_lse(LocalAttentionCall(*tensors), backend=backend)
+        local_attention_backward(LocalAttentionCall(*tensors), out, out, lse, backend=backend)
+        local_attention(LocalAttentionCall(*tensors), backend=backend)
     kernels = [name for name in operators.names if "flash_attention" in name]
     assert len(kernels) == (3 if fused else 0)
     assert error(out, by_formula(*tensors)[0]) < 1e-6
@@ -57,9 +58,9 @@ def test_forbidden_backend_raises():
     with sdpa_kernel([SDPBackend.MATH]):
         assert resolve_backend("math", query, value, masked=False) == "math"
         for function in (local_attention, local_attention_with_lse, continued_attention):
-            arguments = (Merged(), query, key, value) if function is continued_attention else (query, key, value)
+            so_far = (Merged(),) if function is continued_attention else ()
             with pytest.raises(RuntimeError, match=r"flash.* sdpa_kernel\("):
-                function(*arguments, backend="flash")
+                function(*so_far, LocalAttentionCall(query, key, value), backend="flash")
         with pytest.raises(RuntimeError, match=r"flash.* sdpa_kernel\("):
             require_backend(query, value, backend="flash")
 
@@ -72,7 +73,7 @@ def test_a_backend_that_nobody_has_is_an_error():
 def test_triton_without_gpu_raises():
     query, key, value = make(5, 7)
     with pytest.raises(RuntimeError, match=r"triton.* CUDA .*CPU.*TRITON_INTERPRET=1"):
-        local_attention(query, key, value, backend="triton")
+        local_attention(LocalAttentionCall(query, key, value), backend="triton")
     with pytest.raises(RuntimeError, match=r"triton.*float32.* 256.* torch\.float64 .*16"):
         require_backend(query.double(), value.double(), backend="triton")
     with pytest.raises(RuntimeError, match=r"triton.*float32.* 256.* torch\.float32 .*264"):
@@ -83,7 +84,7 @@ def test_missing_triton_package_is_named(monkeypatch):
     monkeypatch.setattr(backend_selection, "has_triton", lambda: False)
     query, key, value = make(5, 7)
     with pytest.raises(RuntimeError, match=r'pip install "triton>=3\.5"'):
-        local_attention(query, key, value, backend="triton")
+        local_attention(LocalAttentionCall(query, key, value), backend="triton")
 
 
 def test_flash_on_cuda_refuses_masks_and_rectangles():
@@ -91,13 +92,15 @@ def test_flash_on_cuda_refuses_masks_and_rectangles():
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool, device="meta")
     for function in (local_attention, local_attention_with_lse):
         with pytest.raises(RuntimeError, match=r"flash.* attn_mask"):
-            function(query, key, value, mask=mask, backend="flash")
+            function(LocalAttentionCall(query, key, value, mask), backend="flash")
         with pytest.raises(RuntimeError, match=r"flash.* 5 .*7 "):
-            function(query, key, value, is_causal=True, backend="flash")
+            function(LocalAttentionCall(query, key, value, is_causal=True), backend="flash")
     with pytest.raises(RuntimeError, match=r"flash.* attn_mask"):
         require_backend(query, value, mask=mask, backend="flash")
     require_backend(query, value, backend="flash")
-    out, _ = local_attention_with_lse(query, key[:, :, :5], value[:, :, :5], is_causal=True, backend="flash")
+    out, _ = local_attention_with_lse(
+        LocalAttentionCall(query, key[:, :, :5], value[:, :, :5], is_causal=True), backend="flash"
+    )
     assert out.shape == query.shape
 
 
@@ -192,8 +195,8 @@ def test_triton_out_and_lse_fit_pytorch_backward(kind):
         mask[0, ..., 12:] = False
         mask[1] = mask[1] & (kind == "rows")  # with a mask of keys the second sample sees nothing
     with interpreted():
-        out, lse = local_attention_with_lse(*tensors, mask=mask, backend="triton")
-        assert torch.equal(local_attention(*tensors, mask=mask, backend="triton"), out)
+        out, lse = local_attention_with_lse(LocalAttentionCall(*tensors, mask=mask), backend="triton")
+        assert torch.equal(local_attention(LocalAttentionCall(*tensors, mask=mask), backend="triton"), out)
     leaves = [x.detach().double().requires_grad_() for x in tensors]
     exact_out, exact_lse = by_formula(*leaves, mask=mask)
     assert error(out, exact_out.detach()) < 1e-6
@@ -201,7 +204,9 @@ def test_triton_out_and_lse_fit_pytorch_backward(kind):
     grad_out = torch.ones_like(out)
     if kind != "keys":
         exact = torch.autograd.grad(exact_out, leaves, grad_out.double())
-        gradients = local_attention_backward(grad_out, *tensors, out, lse, mask=mask, backend="triton")
+        gradients = local_attention_backward(
+            LocalAttentionCall(*tensors, mask=mask), grad_out, out, lse, backend="triton"
+        )
         for grad, expected in zip(gradients[:3], exact, strict=True):
             assert error(grad, expected) < 1e-5
 
@@ -212,8 +217,8 @@ def test_continued_triton_equals_merged_pytorch():
     with interpreted():
         merged, so_far = Merged(), Merged()
         for index, part in enumerate(parts):
-            continued_attention(so_far, query, *part, backend="triton", is_last=index == 2)
-            continued_attention(merged, query, *part)
+            continued_attention(so_far, LocalAttentionCall(query, *part), backend="triton", is_last=index == 2)
+            continued_attention(merged, LocalAttentionCall(query, *part))
     assert so_far.out.dtype == torch.float16
     exact_out, exact_lse = by_formula(query, key, value)
     # Merged, each part is rounded to float16 beforehand; here the weights are, once.

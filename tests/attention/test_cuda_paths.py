@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.attention import local
-from para_core.attention.backends import LocalAttentionCall, fold_causal
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import local_attention_backward, local_attention_with_lse
 
 B, H = 2, 4
@@ -277,14 +277,16 @@ def test_each_kernel_gets_its_layout_without_copies(choose, backend, dtype, head
         options = {"mask": make_mask(mask, num_queries, num_keys, dtype), "is_causal": mask == "causal"}
 
         with Watcher() as forward:
-            out, lse = local_attention_with_lse(query, key, value, **options)
+            out, lse = local_attention_with_lse(LocalAttentionCall(query, key, value, **options))
         assert out.shape == query.shape and out.dtype == dtype, case
         assert lse.shape == query.shape[:3] and lse.dtype == F32, case
         if memory != "BHSD" and head_dim % 8 == 0:
             out.transpose(1, 2).view(B, num_queries, -1)
 
         with Watcher() as backward:
-            grads = local_attention_backward(torch.empty_like(out), query, key, value, out, lse, **options)
+            grads = local_attention_backward(
+                LocalAttentionCall(query, key, value, **options), torch.empty_like(out), out, lse
+            )
         for grad, x in zip(grads[:3], (query, key, value), strict=True):
             assert grad.shape == x.shape and grad.dtype == x.dtype, case
 
@@ -324,7 +326,7 @@ def test_the_gradient_takes_out_and_lse_however_they_lie(choose, backend, dtype,
             out = make(out_memory, H, num_queries, 64, dtype)
         grad_out = torch.empty(B, 1, num_queries, 1, dtype=dtype, device="meta").expand(out.shape)  # as sum() gives it
         with Watcher() as watcher:
-            grads = local_attention_backward(grad_out, query, key, value, out, lse)
+            grads = local_attention_backward(LocalAttentionCall(query, key, value), grad_out, out, lse)
         assert len(watcher.kernels) == 1
         assert [grad.shape for grad in grads[:3]] == [x.shape for x in (query, key, value)]
 
@@ -339,18 +341,19 @@ def test_mask_may_be_a_view_or_broadcast(choose, backend):
     transposed = torch.empty(48, 37, device="meta", dtype=BF16).t()[None, None]
     for mask in [*parts, *one_column, transposed, *[part.bool() for part in parts], *[part.float() for part in parts]]:
         with Watcher() as watcher:
-            out, lse = local_attention_with_lse(query, key, key, mask=mask)
-            local_attention_backward(out, query, key, key, out, lse, mask=mask)
+            out, lse = local_attention_with_lse(LocalAttentionCall(query, key, key, mask=mask))
+            local_attention_backward(LocalAttentionCall(query, key, key, mask=mask), out, out, lse)
         assert len(watcher.kernels) == 2
     with Watcher() as watcher:
-        local_attention_with_lse(query, key, key, mask=parts[2])
+        local_attention_with_lse(LocalAttentionCall(query, key, key, mask=parts[2]))
     assert watcher.copies == [], "an aligned part of a mask is passed as it lies"
 
 
 def test_wide_mask_is_cast_before_backends():
     query = make("BSHD", H, 37, 64, BF16)
     for dtype in (F32, torch.float64, F16, BF16):
-        mask, _ = fold_causal(torch.empty(B, 1, 1, 37, dtype=dtype, device="meta"), False, query, query)
+        mask = torch.empty(B, 1, 1, 37, dtype=dtype, device="meta")
+        mask = LocalAttentionCall(query, query, query, mask).folded().mask
         assert mask is not None and mask.dtype == BF16
 
 
@@ -370,7 +373,7 @@ def test_unsupported_backward_uses_another_backend(choose):
         query, value = make("BSHD", H, 37, head_dim, BF16), make("BSHD", H, 37, value_dim or head_dim, BF16)
         out, lse = torch.empty_like(value), torch.empty(B, H, 37, device="meta")
         with Watcher() as watcher:
-            local_attention_backward(out, query, query, value, out, lse)
+            local_attention_backward(LocalAttentionCall(query, query, value), out, out, lse)
         return watcher.kernels[0].split("_attention")[0].split("_")[-1] if watcher.kernels else "math"
 
     assert [kernel("flash", head_dim) for head_dim in (128, 192, 200, 210, 250, 256)] == [
@@ -390,7 +393,7 @@ def test_gradient_of_mask_needs_no_kernel(choose):
     x, mask = make("BSHD", H, 37, 64, BF16), make_mask("float", 37, 37, BF16)
     with Watcher() as watcher:
         *_, grad_mask = local_attention_backward(
-            x, x, x, x, x, torch.empty(B, H, 37, device="meta"), mask=mask, mask_gradient=True
+            LocalAttentionCall(x, x, x, mask=mask), x, x, torch.empty(B, H, 37, device="meta"), mask_gradient=True
         )
     assert grad_mask is not None and grad_mask.shape == (B, H, 37, 37) and not watcher.kernels
 

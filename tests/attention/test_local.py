@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.attention.backend_selection import require_backend
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import local_attention, local_attention_backward, local_attention_with_lse
 
 B, H, S_Q, S_K, D = 2, 6, 7, 9, 16
@@ -76,18 +77,18 @@ def test_out_lse_and_gradients_equal_float64(backend, dtype, key_heads):
         options = {"mask": mask, "is_causal": is_causal, "scale": scale}
         leaves, exact_out, exact_lse = in_float64(qkv, **options)
 
-        out, lse = local_attention_with_lse(*qkv, **options)
+        out, lse = local_attention_with_lse(LocalAttentionCall(*qkv, **options))
         check(out, exact_out, dtype, what)
         assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         finite = exact_lse > -torch.inf
         assert torch.equal(lse > -torch.inf, finite), what
         check(lse[finite], exact_lse[finite], dtype, what)
         if kind != "bool":  # SDPA's own rows without a key may be NaN
-            check(local_attention(*qkv, **options), exact_out, dtype, what)
+            check(local_attention(LocalAttentionCall(*qkv, **options)), exact_out, dtype, what)
 
         grad_out = torch.randn_like(out)
         exact = torch.autograd.grad(exact_out, leaves, grad_out.double())
-        grads = local_attention_backward(grad_out, *qkv, out, lse, **options)
+        grads = local_attention_backward(LocalAttentionCall(*qkv, **options), grad_out, out, lse)
         for grad, expected, x in zip(grads[:3], exact, qkv, strict=True):
             assert grad.dtype == x.dtype
             check(grad, expected, dtype, what)
@@ -98,11 +99,13 @@ def test_out_lse_and_gradients_equal_float64(backend, dtype, key_heads):
 def test_gradients_of_key_blocks_sum_to_the_whole(backend, key_heads):
     qkv, mask = make(key_heads=key_heads), make_mask("bool", torch.float32)
     leaves, exact_out, _ = in_float64(qkv, mask)
-    out, lse = local_attention_with_lse(*qkv, mask=mask)
+    out, lse = local_attention_with_lse(LocalAttentionCall(*qkv, mask=mask))
     grad_out = torch.randn_like(out)
     query, key, value = qkv
     parts = [
-        local_attention_backward(grad_out, query, key[:, :, block], value[:, :, block], out, lse, mask=mask[..., block])
+        local_attention_backward(
+            LocalAttentionCall(query, key[:, :, block], value[:, :, block], mask=mask[..., block]), grad_out, out, lse
+        )
         for block in (slice(0, 4), slice(4, 5), slice(5, None))
     ]
     exact = torch.autograd.grad(exact_out, leaves, grad_out.double())
@@ -116,9 +119,9 @@ def test_the_gradient_of_a_mask_equals_float64_before_broadcasting(backend, key_
     qkv, mask = make(key_heads=key_heads), make_mask("float", torch.float32)
     leaf = mask.double().expand(B, H, S_Q, S_K).contiguous().requires_grad_()
     _, exact_out, _ = in_float64(qkv, leaf)
-    out, lse = local_attention_with_lse(*qkv, mask=mask)
+    out, lse = local_attention_with_lse(LocalAttentionCall(*qkv, mask=mask))
     grad_out = torch.randn_like(out)
-    gradient = local_attention_backward(grad_out, *qkv, out, lse, mask=mask, mask_gradient=True)[3]
+    gradient = local_attention_backward(LocalAttentionCall(*qkv, mask=mask), grad_out, out, lse, mask_gradient=True)[3]
     check(gradient, torch.autograd.grad(exact_out, leaf, grad_out.double())[0], torch.float32, "mask")
 
 
@@ -127,10 +130,10 @@ def test_rows_without_a_key_give_zeros_and_no_gradient(backend, hidden):
     qkv = make()
     mask = torch.ones(B, 1, S_Q, S_K, dtype=torch.bool) if hidden is False else torch.zeros(B, 1, S_Q, S_K)
     mask[:, :, 3] = hidden
-    out, lse = local_attention_with_lse(*qkv, mask=mask)
+    out, lse = local_attention_with_lse(LocalAttentionCall(*qkv, mask=mask))
     assert not out[:, :, 3].any() and (lse[:, :, 3] == -torch.inf).all()
     assert out.isfinite().all() and lse[:, :, :3].isfinite().all()
-    grads = local_attention_backward(torch.ones_like(out), *qkv, out, lse, mask=mask)
+    grads = local_attention_backward(LocalAttentionCall(*qkv, mask=mask), torch.ones_like(out), out, lse)
     assert all(grad.isfinite().all() for grad in grads[:3]) and not grads[0][:, :, 3].any()
 
 
@@ -141,7 +144,7 @@ def test_out_of_range_finite_mask_hides_as_in_float(backend):
     mask[:, :, 4, 1:] = -1e300
     mask[:, :, 5] = -torch.inf
     _, exact, _ = in_float64(qkv, mask)
-    out, lse = local_attention_with_lse(*qkv, mask=mask)
+    out, lse = local_attention_with_lse(LocalAttentionCall(*qkv, mask=mask))
     check(out, exact, torch.float32, "out")
     assert lse[:, :, :5].isfinite().all() and (lse[:, :, 5] == -torch.inf).all()
 
@@ -155,7 +158,7 @@ def test_the_result_lies_in_memory_as_sdpas_does(backend, memory):
         qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) if memory == "BSHD" else x for x in qkv]
     _, exact, _ = in_float64(qkv)
     for mask in (None, torch.ones(B, 1, 1, S_Q, dtype=torch.bool)):
-        out, _ = local_attention_with_lse(*qkv, mask=mask)
+        out, _ = local_attention_with_lse(LocalAttentionCall(*qkv, mask=mask))
         check(out, exact, torch.float32, memory)
         if backend == SDPBackend.FLASH_ATTENTION:
             assert out.stride() == F.scaled_dot_product_attention(*qkv, attn_mask=mask).stride()
@@ -179,12 +182,12 @@ def test_empty_tensors_give_zeros(backend, query_shape, key_shape, with_mask):
     query, key = torch.randn(query_shape), torch.randn(key_shape)
     value = torch.randn(*key_shape[:-1], 6)
     mask = torch.ones(1, 1, query_shape[2], key_shape[2], dtype=torch.bool) if with_mask else None
-    out, lse = local_attention_with_lse(query, key, value, mask=mask)
-    for empty in (out, local_attention(query, key, value, mask=mask)):
+    out, lse = local_attention_with_lse(LocalAttentionCall(query, key, value, mask=mask))
+    for empty in (out, local_attention(LocalAttentionCall(query, key, value, mask=mask))):
         assert empty.shape == (*query_shape[:-1], 6) and not empty.any()
         assert empty.transpose(1, 2).is_contiguous()
     assert lse.shape == query_shape[:-1] and (lse == -torch.inf).all()
-    grads = local_attention_backward(torch.ones_like(out), query, key, value, out, lse, mask=mask)
+    grads = local_attention_backward(LocalAttentionCall(query, key, value, mask=mask), torch.ones_like(out), out, lse)
     for grad, x in zip(grads[:3], (query, key, value), strict=True):
         assert grad.shape == x.shape and not grad.any()
 
@@ -202,9 +205,9 @@ class Operators(TorchDispatchMode):
 def test_attention_is_one_launch_where_there_is_no_mask():
     qkv = make(key_heads=2)
     with Operators() as forward:
-        out, lse = local_attention_with_lse(*qkv)
+        out, lse = local_attention_with_lse(LocalAttentionCall(*qkv))
     with Operators() as backward:
-        local_attention_backward(out, *qkv, out, lse)
+        local_attention_backward(LocalAttentionCall(*qkv), out, out, lse)
     for names in (forward.names, backward.names):
         launches = [
             name for name in names if not any(word in name for word in ("slice", "expand", "_fused_sdp_choice"))
@@ -223,9 +226,9 @@ def test_missing_backend_raises_on_idle_rank(switches, lengths):
         if 0 not in lengths:
             out, lse = torch.empty_like(query), torch.empty(query.shape[:3])
             with pytest.raises(RuntimeError, match=r"sdpa_kernel\(.*head dims 16 and 16 "):
-                local_attention_with_lse(query, key, key)
+                local_attention_with_lse(LocalAttentionCall(query, key, key))
             with pytest.raises(RuntimeError, match=r"sdpa_kernel\(.*head dims 16 and 16 "):
-                local_attention_backward(out, query, key, key, out, lse)
+                local_attention_backward(LocalAttentionCall(query, key, key), out, out, lse)
 
 
 def test_backend_check_covers_head_dims_and_mask():

@@ -18,6 +18,7 @@ from benchmarks.harness import fake_group
 from para_core import init_context_parallel_mesh
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import continued_attention
 from para_core.attention.merge import Merged
 from para_core.attention.spec import AttentionSpec
@@ -245,7 +246,7 @@ def test_a_ring_continues_with_it_from_what_it_merged(keys):
     so_far = Merged()
     for start, end in ((0, keys), (keys, 20)):
         part = key[:, :, start:end], value[:, :, start:end]
-        continued_attention(so_far, query, *part, backend="triton-int8", is_last=end == 20)
+        continued_attention(so_far, LocalAttentionCall(query, *part), backend="triton-int8", is_last=end == 20)
     exact, exact_lse = by_formula(query, key, value)
     assert so_far.out.dtype == torch.float16
     assert 1e-4 < error(so_far.out, exact) < 0.03

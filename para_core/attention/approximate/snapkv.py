@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attention_options import KeptKeys
+from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, add_autograd_dependency, columns, expand
 from para_core.attention.local import local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
@@ -162,7 +163,7 @@ def sparse_attention(
         attn_func = partial(local_attention_with_lse, backend=plan.spec.options.backend)
     merged = Merged()
     for block_key, block_value, block_mask in _kept_blocks(key, value, is_kept, hidden, plan, received):
-        merged.add(*attn_func(query, block_key, block_value, mask=block_mask, is_causal=False, scale=plan.spec.scale))
+        merged.add(*attn_func(LocalAttentionCall(query, block_key, block_value, block_mask, scale=plan.spec.scale)))
     return add_autograd_dependency(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
 
