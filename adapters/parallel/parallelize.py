@@ -19,8 +19,8 @@ from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.weights.sharded_component import Method
 from para_core.adapters.weights.staged_transformer import release_pipe
 from para_core.attention.attention_options import AttentionSchedule, RotateMethod
-from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend
+from para_core.attention.local import AttnFunc
 from para_core.instance_patching import original_class
 from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
 

@@ -27,9 +27,9 @@ from para_core.adapters.weights.staged_transformer import (
     suspend_stage,
 )
 from para_core.attention.attention_options import AttentionSchedule, AttnOptions, RotateMethod
-from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import BACKENDS, Backend
 from para_core.attention.libraries import require_library
+from para_core.attention.local import AttnFunc
 from para_core.cache.apply import cache_options
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh

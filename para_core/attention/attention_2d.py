@@ -42,8 +42,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, Saved, add_autograd_dependency
-from para_core.attention.local import lse_dtype
+from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, Saved
+from para_core.attention.local import add_autograd_dependency, lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.ring_plan import GridPlan
 from para_core.attention.tiles import put, take

@@ -37,20 +37,6 @@ def expand(x: Tensor, heads: Tensor | None) -> Tensor:
     return x if heads is None else x.index_select(1, heads)
 
 
-def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
-    """Return a tensor equal to ``x`` that depends on each of ``received`` in autograd, with gradient 0.
-
-    Without this, a rank that does not use a tensor that it received would not run the backward of the collective, and
-    the other ranks would hang.
-    """
-    if not torch.is_grad_enabled():
-        return x
-    for tensor in received:
-        if tensor.requires_grad:
-            x = x + tensor[:0].sum().to(x.dtype)
-    return x
-
-
 @dataclass(frozen=True)
 class Saved:
     """The tensors of the forward that the backward needs, after the Ulysses exchange: ``[B, H_local, S, …]``."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from para_core.attention.attn_func import AttnFunc
+    from para_core.attention.local import AttnFunc
 
 
 class Library(NamedTuple):
@@ -25,8 +25,7 @@ class Library(NamedTuple):
     module: str
     function: str
     install: str
-    # The argument that makes the function return lse has one of these names, depending on the version.
-    asks_for_lse: tuple[str, ...]
+    asks_for_lse: str  # The argument that makes the function return lse, in versions that have it.
 
 
 _FLASH_3 = Library(
@@ -34,17 +33,17 @@ _FLASH_3 = Library(
     "flash_attn_interface",
     "flash_attn_func",
     "build the folder hopper/ of Dao-AILab/flash-attention (python setup.py install); it is not on PyPI",
-    ("return_attn_probs",),
+    "return_attn_probs",
 )
 _FLASH_4 = Library(
-    "FlashAttention-4", "flash_attn.cute", "flash_attn_func", "pip install --pre flash-attn-4", ("return_lse",)
+    "FlashAttention-4", "flash_attn.cute", "flash_attn_func", "pip install --pre flash-attn-4", "return_lse"
 )
 _SAGE = Library(
     "SageAttention",
     "sageattention",
     "sageattn",
     "build version 2.1.1 or later of thu-ml/SageAttention (pip install .); PyPI has an earlier one without lse",
-    ("return_lse",),
+    "return_lse",
 )
 
 
@@ -107,8 +106,7 @@ def _flash_attention(library: Library, function: Callable[..., Any] | None, opti
 
 def _asking_for_lse(function: Callable[..., Any], library: Library) -> dict[str, Any]:
     """Return the keyword argument that makes ``function`` return lse, as ``{name: True}``; empty if it has none."""
-    parameters = signature(function).parameters
-    return {name: True for name in library.asks_for_lse if name in parameters}
+    return {library.asks_for_lse: True} if library.asks_for_lse in signature(function).parameters else {}
 
 
 def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:

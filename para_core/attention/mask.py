@@ -100,11 +100,7 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
     positions in the whole sequence.
     """
     if mask.dtype == torch.bool:  # Send bytes instead, because gloo cannot send bool tensors.
-        return _for_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
-    return _for_block(mask, extents, plan)
-
-
-def _for_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Tensor:
+        return mask_of_block(mask.view(torch.uint8), extents, plan).view(torch.bool)
     mesh = plan.spec.mesh
     if extents.keys == "local":
         mask = gather_tokens(mask, 3, plan.spec.key_layout, mesh)

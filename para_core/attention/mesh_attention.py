@@ -14,7 +14,6 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.attn_func import AttnFunc, check_attn_func, run_attn_func
 from para_core.attention.backend_selection import learns_by_formula, require_backend
 from para_core.attention.call_agreement import (
     NO_MASK,
@@ -25,6 +24,7 @@ from para_core.attention.call_agreement import (
     own_part,
     settle_call,
 )
+from para_core.attention.local import AttnFunc, check_attn_func, run_attn_func
 from para_core.attention.local_rows import MaskReviews, has_single_tokens
 from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp

@@ -34,8 +34,8 @@ from para_core.attention.blocks import (
     BlockGradients,
     LocalAttention,
     Saved,
-    add_autograd_dependency,
 )
+from para_core.attention.local import add_autograd_dependency
 from para_core.attention.pack_ops import as_numbers
 from para_core.attention.ring_plan import OWN, Hop, RingPlan
 from para_core.attention.tiles import put, take

@@ -204,7 +204,17 @@ class Guidance:
             return
         done, self._round = self._round, self._begin()
         if self._unverified:
-            self._verify(done.calls)
+            # Raise on all ranks if a call failed on any rank, or if the ranks predicted different forms.
+            failure = next((call.failure for call in done.calls if call.failure is not None), None)
+            predicted = [None if form is None else form.text for form in self._unverified.values()]
+            try:
+                check_consistent(failure or signature({"the form of a model's output": predicted}), self._mesh)
+            except Exception:
+                self._drop_unverified()
+                if failure is not None:
+                    raise failure from None
+                raise
+            self._unverified = {}
         self._exchange(done.calls)
         done.is_over = True
         while done.later:
@@ -225,19 +235,6 @@ class Guidance:
         device = next(x.device for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel() > 1)
         form, _ = _form_of(predicted, lambda x: Expected(x, device))
         self._forms[key] = self._unverified[key] = form
-
-    def _verify(self, calls: list[_Call]) -> None:
-        """Raise on all ranks if a call of the round failed on any rank, or if the ranks predicted different forms."""
-        failure = next((call.failure for call in calls if call.failure is not None), None)
-        predicted = [None if form is None else form.text for form in self._unverified.values()]
-        try:
-            check_consistent(failure or signature({"the form of a model's output": predicted}), self._mesh)
-        except Exception:
-            self._drop_unverified()
-            if failure is not None:
-                raise failure from None
-            raise
-        self._unverified = {}
 
     def _drop_unverified(self) -> None:
         for key in self._unverified:

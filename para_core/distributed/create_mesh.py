@@ -23,9 +23,9 @@ from para_core.distributed.mesh import (
     find_or_make_group,
     guided_mesh,
     host_group,
+    nccl_device,
     require_process_group,
 )
-from para_core.torch_internals import backend_of, group_devices
 
 
 def largest_divisor(ranks: int, at_most: int) -> int:
@@ -216,7 +216,11 @@ def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | Sequen
     """
     # A DeviceMesh has one device type, so a mesh of CPUs needs no check. A process group may support CPU and GPU.
     on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type != "cuda"
-    if torch.compiler.is_compiling() or on_cpu or not any(_is_nccl(dim.group) for dim in ranks.dims):
+    if (
+        torch.compiler.is_compiling()
+        or on_cpu
+        or not any(dim.group is not None and nccl_device(dim.group) for dim in ranks.dims)
+    ):
         return
     gpus = {dist.get_rank(): _current_gpu()}
     for dim in ranks.dims:
@@ -227,13 +231,6 @@ def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | Sequen
     problem = shared_gpu({rank: gpu for rank, gpu in sorted(gpus.items()) if gpu is not None})
     if problem is not None:
         raise RuntimeError(problem)
-
-
-def _is_nccl(group: ProcessGroup | None) -> bool:
-    """Whether ``group`` sends GPU tensors over NCCL. False if ``group`` is None."""
-    if group is None or all(device.type != "cuda" for device in group_devices(group)):
-        return False
-    return bool(backend_of(group, torch.device("cuda")).name() == "nccl")
 
 
 def _current_gpu() -> tuple[str, str] | None:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.torch_internals import (
+    backend_of,
     group_devices,
     group_named,
     group_timeout,
@@ -90,6 +91,12 @@ def dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
     if group is None or group.size() == 1:
         return dim_of_one(name)
     return MeshDim(name, group.size(), group.rank(), group.group_name, group)
+
+
+def nccl_device(group: ProcessGroup) -> torch.device | None:
+    """Return the device whose tensors ``group`` sends over NCCL; None if it uses NCCL for none of its devices."""
+    devices = [device for device in group_devices(group) if device.type == "cuda"]
+    return next((device for device in devices if backend_of(group, device).name() == "nccl"), None)
 
 
 def host_group(dim: MeshDim) -> ProcessGroup:

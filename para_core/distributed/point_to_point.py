@@ -14,12 +14,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from para_core.distributed.consistency import exchange
-from para_core.distributed.mesh import TENSOR_DIM, GuidedMesh, MeshDim, dim_of_one, find_or_make_group, one_rank
+from para_core.distributed.mesh import (
+    TENSOR_DIM,
+    GuidedMesh,
+    MeshDim,
+    dim_of_one,
+    find_or_make_group,
+    nccl_device,
+    one_rank,
+)
 from para_core.torch_internals import (
     abort_groups,
-    backend_of,
     default_store,
-    group_devices,
     group_timeout,
     is_registered,
     process_groups,
@@ -85,7 +91,7 @@ class Links:
             raise ValueError(f"mesh dim {dim.name!r} has one rank, and so nobody to send to.")
         self.dim, self._group = dim, dim.group
         self._ranks = dist.get_process_group_ranks(dim.group)
-        self._nccl_device = _nccl_device(dim.group)
+        self._nccl_device = nccl_device(dim.group)
         self._device = self._nccl_device or torch.device("cpu")
         self._edges = sorted(set(edges))
         self._groups: dict[Edge, ProcessGroup] = {}
@@ -285,9 +291,3 @@ class Links:
         if self.dim.index != source:
             self.seconds_waited += time.perf_counter() - start
         return x
-
-
-def _nccl_device(group: ProcessGroup) -> torch.device | None:
-    """Return the device whose tensors ``group`` sends over NCCL; None if it uses NCCL for none of its devices."""
-    devices = [device for device in group_devices(group) if device.type == "cuda"]
-    return next((device for device in devices if backend_of(group, device).name() == "nccl"), None)

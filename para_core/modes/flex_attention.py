@@ -24,9 +24,9 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.blocks import add_autograd_dependency
 from para_core.attention.call_agreement import difference_of_lengths
 from para_core.attention.flex_exchange import enter, leave, query_rows
+from para_core.attention.local import add_autograd_dependency
 from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.distributed.collectives import LIBRARY, define_operator

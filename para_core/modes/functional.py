@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.attention_options import AttnKeywords
-from para_core.attention.attn_func import AttnFunc
+from para_core.attention.local import AttnFunc
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import sequence_mesh

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.attn_func import AttnFunc
+from para_core.attention.local import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import gather_tokens

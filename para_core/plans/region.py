@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.attn_func import AttnFunc
 from para_core.attention.backend_selection import Backend
+from para_core.attention.local import AttnFunc
 from para_core.distributed.consistency import RequireEqual
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh

@@ -63,4 +63,4 @@ def as_nccl():
     """Inside, links take every group for one of NCCL: a group per edge, none of gloo's tags, and an end of groups after
     a failure.
     """
-    return mock.patch.object(point_to_point, "_nccl_device", lambda group: torch.device("cpu"))
+    return mock.patch.object(point_to_point, "nccl_device", lambda group: torch.device("cpu"))

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from para_core.attention.attention_options import KeptKeys
 from para_core.attention.backends import LocalAttentionCall
-from para_core.attention.blocks import LocalAttention, add_autograd_dependency, columns, expand
-from para_core.attention.local import local_attention_with_lse, lse_dtype
+from para_core.attention.blocks import LocalAttention, columns, expand
+from para_core.attention.local import add_autograd_dependency, local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.ring import Packing, ring_attention, ring_pass
 from para_core.attention.ring_plan import RingPlan
