@@ -185,10 +185,7 @@ def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Ite
 def attention_2d_backward(
     grad_out: Tensor, saved: Saved, mask: Tensor | None, grid: GridPlan, *, heads: Tensor | None, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of all rows of ``mask`` (otherwise None).
-
-    ``mask``, ``grid`` and ``heads`` are those of :func:`attention_2d`.
-    """
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` of :func:`attention_2d`."""
     query, key, value, out, lse = saved.query, saved.key, saved.value, saved.out, saved.lse
     dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
     gradients = partial(BlockGradients, spec=grid.ring.spec, heads=heads, mask_gradient=mask_gradient)

@@ -15,10 +15,7 @@ from para_core.distributed.cached_property import cached_property
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """The communication plan of one attention call, derived from its ``spec``.
-
-    It has one part per algorithm (Ulysses, ring, Attention2D). Each part is computed at its first use and cached.
-    """
+    """The communication plan of one attention call. Each algorithm's part is computed from ``spec`` when it is used."""
 
     spec: AttentionSpec
 
@@ -50,10 +47,7 @@ class AttentionPlan:
 
     @cached_property
     def grid(self) -> GridPlan | None:
-        """The plan of Attention2D; None if the call does not use it.
-
-        A call uses it if ``rotate_method="2d"`` is set, keys have to be sent, and no option selects keys.
-        """
+        """The plan of Attention2D; None if it is not chosen, no keys have to be sent, or an option selects keys."""
         spec, options = self.spec, self.spec.options
         if options.rotate_method != "2d" or options.by_position or not self.ring.rotates:
             return None

@@ -120,9 +120,8 @@ def require_backend(
 ) -> None:
     """Raise ``RuntimeError`` unless the named backend, if any, and an enabled backend of SDPA can compute a call.
 
-    The decision depends on dtypes, head dims, device type and whether there is a mask, not on the numbers of tokens and
-    heads. It is therefore the same on a rank that has nothing to compute. SDPA is asked only if the math backend is
-    disabled.
+    The decision does not depend on the numbers of tokens and heads, so it is the same on a rank that has nothing to
+    compute. SDPA is asked only if the math backend is disabled.
     """
     if backend is not None:
         resolve_backend(backend, query, value, masked=mask is not None)
@@ -131,11 +130,10 @@ def require_backend(
 
 
 def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
-    """Whether a call is in a 16-bit dtype, and the math backend computes it and its gradient.
+    """Whether a call is in a 16-bit dtype, and the math backend computes it and its gradient, in float32.
 
-    SDPA's math backend computes such calls in float32 (transformers/attention.cpp,
-    ``_scaled_dot_product_attention_math``). The decision depends on dtypes, head dims, device type and the enabled
-    backends, not on lengths, so it is the same on every rank.
+    The decision does not depend on lengths, so it is the same on every rank. Source: transformers/attention.cpp,
+    ``_scaled_dot_product_attention_math``.
     """
     if query.dtype not in (torch.float16, torch.bfloat16):
         return False

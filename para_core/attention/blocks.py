@@ -144,9 +144,9 @@ class BlockAttention:
         self._attn_func = partial(local_attention_with_lse, backend=self._backend) if attn_func is None else attn_func
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
-        """Compute attention to the key block with index ``step`` in the tiling, and merge it into the result.
+        """Merge attention to the key block with index ``step`` into the result.
 
-        If it ``is_last``, the result may be rounded to the dtype of query.
+        If the block ``is_last``, the result may be rounded to the dtype of query.
         """
         by_position = self._tiling.by_position
         k, v = block
@@ -192,10 +192,9 @@ def rows_of_pieces(mask: Tensor | None, tiling: Tiling) -> Sequence[Tensor | Non
 
 
 class BlockGradients:
-    """The backward of :class:`BlockAttention`, one key block at a time.
+    """The backward of :class:`BlockAttention`, one key block at a time, with the same arguments.
 
-    ``out`` and ``lse`` are the final results over the keys of all ranks, and ``mask_gradient`` says whether to compute
-    the gradient of ``mask``. The other arguments are those of :class:`BlockAttention`.
+    ``out`` and ``lse`` are the results over the keys of all ranks. ``mask_gradient`` asks for the gradient of ``mask``.
     """
 
     def __init__(
@@ -232,10 +231,7 @@ class BlockGradients:
         ]
 
     def add(self, block: Block, step: int) -> list[Tensor]:
-        """Return the gradients of a block's keys and values; add its share to the gradients of query and mask.
-
-        All gradients have the dtype of lse. ``step`` is the index of the block in the tiling.
-        """
+        """Return the gradients of the keys and values of block ``step`` in the dtype of lse. Sum up the others."""
         order = self._tiling.keys[step]
         key, value = (order.arrange(x) for x in block)
         grads = [x.new_zeros(x.shape, dtype=self._pieces[0].lse.dtype) for x in (key, value)]

@@ -77,10 +77,7 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
 
 
 def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
-    """Return an error message that says how the calls of the ranks differ.
-
-    This is a collective call: ranks also exchange the shapes of their masks.
-    """
+    """Return an error message on how the calls of the ranks differ. Collective: ranks exchange their mask shapes."""
     masks = [record["mask"] for record in exchange({"mask": None if mask is None else [*mask.shape]}, mesh)]
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if None in masks and any(shape is not None for shape in masks):
@@ -123,10 +120,7 @@ _DTYPE_BITS, _REVIEW_SHIFT, _CAUSAL_CALLER = 8, 48, 1 << 56
 
 
 class OwnPart(NamedTuple):
-    """The information that one rank gives the others about its part of a call, as five 64-bit integers.
-
-    :func:`~para_core.distributed.consistency.check_consistent` exchanges them.
-    """
+    """The information that one rank gives the others about its part of a call, as five 64-bit integers."""
 
     rows: int  # Number of rows of the mask; -1 without a mask.
     columns: int  # Number of columns of the mask; -1 without a mask.
@@ -198,10 +192,7 @@ def tokens_digest(query: Tensor, key: Tensor) -> int:
 
 
 def require_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
-    """Raise ``ValueError`` or log a warning if equal digests show that all ranks hold the same tokens.
-
-    A causal call raises, because its result would be wrong. Any other call is correct but wasteful, and only warns.
-    """
+    """Warn if equal digests show that all ranks hold the same tokens; raise ``ValueError`` for a causal call."""
     if len(digests) == 1 or digests[0] == 0 or any(digest != digests[0] for digest in digests):
         return
     if spec.is_causal:

@@ -53,10 +53,7 @@ class Review(NamedTuple):
 
 
 class MaskReviews:
-    """A cache of :class:`Review` values, so that a mask is read only once if several layers use it.
-
-    A review is valid until the mask is changed in place.
-    """
+    """A cache of :class:`Review` values: layers that share a mask read it once, until it is changed in place."""
 
     def __init__(self) -> None:
         self._reviews: deque[tuple[weakref.ref[Tensor], tuple[object, ...], Review]] = deque(maxlen=_MOST_REVIEWS)
@@ -141,10 +138,7 @@ def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequenc
 
 
 def num_common_rows(layout: SequenceLayout) -> int:
-    """Return the smallest number of tokens that a rank with any tokens of ``layout`` holds.
-
-    If masks have one row per token of their rank, each mask has at least this number of rows.
-    """
+    """Return the smallest number of tokens, and so of a mask's rows, of any rank that holds tokens of ``layout``."""
     return min([size for size in layout.sizes() if size > 0], default=0)
 
 
@@ -250,10 +244,9 @@ def is_causal_caller() -> bool:
 
 
 def require_causal_known(layout: SequenceLayout) -> None:
-    """Raise ``ValueError`` if no rank holds more than one token.
+    """Raise ``ValueError`` if no rank holds more than one token, for a causal module that passes ``is_causal=False``.
 
-    Call this for a causal module that passes ``is_causal=False``. Some models do so for a single token, and the call
-    then does not tell that later keys are to be hidden.
+    Some models do so for a single token, and the call then does not tell that later keys are to be hidden.
     """
     if max(layout.sizes()) == 1:
         raise ValueError(

@@ -23,10 +23,7 @@ from para_core.torch_internals import innermost_transform, is_grad_tracking_tens
 
 
 def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the output of :func:`~para_core.attention.usp.usp_forward`. It is differentiable.
-
-    In a compiled graph the computation is one operator.
-    """
+    """Return the output of :func:`~para_core.attention.usp.usp_forward`, differentiable; one operator in a graph."""
     save = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     )

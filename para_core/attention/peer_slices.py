@@ -32,10 +32,7 @@ class PeerSlices:
 
     @cached_property
     def cover_output(self) -> bool:
-        """Whether every head of every token is in exactly one slice, so that received slices can be copied.
-
-        Otherwise slices overlap or leave gaps, and must be added to a tensor of zeros.
-        """
+        """Whether received slices can be copied: without overlaps or gaps. Otherwise they must be added to zeros."""
         num_sent = sum([run[1] * other[1] for run, other in zip(self.tokens, self.heads, strict=True)])
         return num_sent == prod(self.output_size) and not self.may_overlap
 

@@ -46,8 +46,7 @@ from para_core.kernels.exchange_reference import SCALE_BYTES, CopyRegion
 class Packing:
     """The format in which a ring rank sends keys and values, ``[B, H, S, D]`` and ``[B, H, S, D_v]``: one flat buffer.
 
-    ``lengths`` are the numbers of tokens that each ring rank sends. ``comm_dtype`` rounds to 8 bits, which is not
-    exact.
+    ``lengths`` are the numbers of tokens that each ring rank sends. ``comm_dtype`` rounds to 8 bits (not exact).
     """
 
     def __init__(
@@ -204,10 +203,7 @@ def ring_attention(
 def ring_attention_backward(
     grad_out: Tensor, saved: Saved, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None, mask_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` (otherwise None).
-
-    ``mask``, ``plan`` and ``heads`` are those of :func:`ring_attention`.
-    """
+    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` of :func:`ring_attention`."""
     query, key, value = saved.query, saved.key, saved.value
     gradients = BlockGradients(
         grad_out, query, saved.out, saved.lse, mask, plan.tiling, plan.spec, heads=heads, mask_gradient=mask_gradient

@@ -33,10 +33,7 @@ OWN = Hop(0, 0)
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """The plan of ring attention for one call: which keys and values each rank sends and computes with at each step.
-
-    A *block* is the keys and values of one ring rank after the Ulysses exchange.
-    """
+    """The plan of ring attention: which keys and values (a *block*) each rank sends and computes with at each step."""
 
     spec: AttentionSpec
 
@@ -183,10 +180,7 @@ class GridPlan:
 
     @cached_property
     def row_tiling(self) -> Tiling:
-        """The keys that the queries of the row's other ranks see.
-
-        At step 0 these are this rank's sharded keys, at step 1 those of the other ranks of its column.
-        """
+        """The keys that the queries of the row's other ranks see: this rank's, then those of the rest of its column."""
         own = sharded_runs(self.ring.spec.key_layout, self.ring.spec.mesh, self.ring.dim.index)
         return self._tiling([run for runs in self.row_runs for run in runs], own)
 

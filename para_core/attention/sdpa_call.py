@@ -162,10 +162,7 @@ def _equal_shapes(shape: torch.Size, other: torch.Size) -> bool:
 
 
 def _check_mask(mask: Tensor, query: Tensor) -> None:
-    """Raise ``ValueError`` if the mask has a wrong dtype or device, or does not broadcast over batch and heads.
-
-    The last two dims are not checked here, because they depend on the layouts.
-    """
+    """Raise ``ValueError`` for a wrong dtype, device, or leading dims. The last two dims depend on the layouts."""
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float that is added."
@@ -195,8 +192,7 @@ def refuse_dropout(dropout_p: float) -> None:
 def refuse_transforms() -> bool:
     """Raise ``RuntimeError`` inside ``torch.func.vmap`` and in forward-mode AD, which collectives do not support.
 
-    Otherwise return True. Dynamo runs this function once, while tracing, and needs a result that it can treat as a
-    constant.
+    Otherwise return True: Dynamo runs this once, while tracing, and needs a result to treat as a constant.
     """
     interpreter = innermost_transform()
     kind = None if interpreter is None else interpreter.key()

@@ -46,11 +46,7 @@ class AttentionSpec:
 
     @property
     def numbers(self) -> list[int]:
-        """All integers of this spec that may be symbolic in a graph.
-
-        These are the numbers of heads, the lengths of the query segments and, if the keys have another layout, those of
-        the key segments.
-        """
+        """The integers that may be symbolic in a graph: numbers of heads, and lengths of query and key segments."""
         layouts = [self.query_layout, *([] if self.key_layout is self.query_layout else [self.key_layout])]
         return [
             self.num_heads,
@@ -60,10 +56,7 @@ class AttentionSpec:
 
     @staticmethod
     def read(text: str, numbers: Sequence[int], scale: float | None) -> AttentionSpec:
-        """Return the spec whose :attr:`text`, :attr:`numbers` and scale are given.
-
-        The mesh is restored from the names of its process groups.
-        """
+        """Return the spec with this :attr:`text`, :attr:`numbers` and scale. Its mesh has only names of groups."""
         fields = json.loads(text)
         mesh, ranks = read_mesh(fields["mesh"])
         num_heads, num_kv_heads, *totals = numbers

@@ -44,8 +44,7 @@ class Tile:
     """The keys of a ring rank that a piece (a run of queries) sees, as ascending runs that are not empty.
 
     ``runs`` are offsets in the ring rank's keys, and ``positions`` the same keys in the whole sequence. With
-    ``diagonal``, they have the positions of the queries of a causal call: query i of the piece sees keys 0 … i of the
-    tile.
+    ``diagonal``, these are also the positions of the queries: query i of the piece sees keys 0 … i of the tile.
     """
 
     runs: tuple[Run, ...]
@@ -264,10 +263,7 @@ class Tiling:
         return visible_tiles(queries, keys.positions, is_causal=self._is_causal, shown=shown)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Split ``x`` along its queries, dim 2, into one tensor per piece.
-
-        If dim 2 has size 1 (broadcast), each piece gets ``x`` itself.
-        """
+        """Split ``x`` along its queries, dim 2, into one tensor per piece; ``x`` itself if dim 2 has size 1."""
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:
             return [x] * len(lengths)

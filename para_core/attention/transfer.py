@@ -126,8 +126,7 @@ class SlicedAllToAll:
     def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         """Start the exchange, and return a function that waits for it and returns its results.
 
-        A result is a view of the received buffer, or a tensor with the memory layout of SDPA's result,
-        ``[B, S, H, D]``.
+        A result is a view of the received buffer, or has the memory layout of SDPA's result, ``[B, S, H, D]``.
         """
         shapes = tuple([x.shape for x in tensors])
         kind = shapes, tensors[0].dtype, takes_kernels(tensors[0])

@@ -80,10 +80,9 @@ class Heads:
         return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
 
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
-        """Return the index of the key head of each query head of ``rank``; None if the heads are grouped evenly.
+        """Return the index of the key head of each query head of ``rank``, both counted from 0 there.
 
-        Both kinds of heads are counted from 0 on that rank. Heads are grouped evenly if query heads form groups of
-        equal size, and group i uses key head i.
+        Return None if query heads form groups of equal size, and group i uses key head i.
         """
         (start, count), (first_key, num_keys) = self.of_query[rank], self.of_key[rank]
         group = self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
@@ -163,10 +162,9 @@ class UlyssesPlan:
 
     @cached_property
     def start_enter(self) -> Start:
-        """A function that starts the exchange of query, key and value before attention.
+        """A function that starts the exchange of query, key and value, ``[B, H, S_local, D]``, for their blocks.
 
-        Each tensor ``[B, H, S_local, D]`` becomes a block ``[B, H_local, S_block, D]``. Replicated tokens are not sent:
-        each rank takes its own heads of them.
+        Replicated tokens are not sent: each rank takes its own heads of them.
         """
         return self._start_enter_with_replicated if self._replicates else self._entering.start
 
@@ -190,10 +188,9 @@ class UlyssesPlan:
 
     @cached_property
     def start_leave(self) -> Start:
-        """A function that starts the exchange of the output after attention.
+        """A function that starts the exchange of the output's block ``[B, H_local, S_block, D_v]`` for local tokens.
 
-        The block ``[B, H_local, S_block, D_v]`` becomes ``[B, H, S_local, D_v]``. Every rank gets all heads of the
-        replicated tokens.
+        Every rank gets all heads of the replicated tokens.
         """
         return self._leaving.start if self._num_common is None else self._start_leave_with_replicated
 
@@ -213,10 +210,7 @@ class UlyssesPlan:
         return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
-        """Exchange the gradient of the local output for that of the output's block.
-
-        This is the transpose of :attr:`start_leave`.
-        """
+        """Exchange the gradient of the local output for that of its block: the transpose of :attr:`start_leave`."""
         kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
         return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
 
@@ -225,10 +219,7 @@ class UlyssesPlan:
         return self.transfer(self._layouts, self._heads, to_heads=False)
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
-        """Exchange the gradients of the blocks of query, key and value for those of the local tensors.
-
-        This is the transpose of :attr:`start_enter`.
-        """
+        """Exchange gradients of the blocks for those of the local tensors: the transpose of :attr:`start_enter`."""
         results = list(self._gradients_leaving.start(grads)())
         for index, (grad, heads, layout) in enumerate(zip(grads, self._heads, self._layouts, strict=True)):
             if layout.replicated:
@@ -244,10 +235,7 @@ def num_replicated(layout: SequenceLayout) -> int:
 
 
 def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:
-    """Return ``(sharded tokens, replicated tokens)`` of ``x``, ``[B, H, S_local, D]``, along dim 2.
-
-    The second is None if ``layout`` has no replicated segment.
-    """
+    """Return the sharded and the replicated tokens of ``x``, ``[B, H, S_local, D]``, or None if there are no such."""
     if not layout.replicated:
         return x, None
     parts = x.split([segment.size(rank, layout.ranks) for segment in layout.segments], dim=2)

@@ -31,8 +31,7 @@ class Expected:
 class LiveDeferred:
     """Weak references to all deferred tensors of one pipeline call.
 
-    Schedulers keep outputs of earlier steps, and callbacks may keep any tensor. When the pipeline call ends, every
-    deferred tensor that is still alive becomes an ordinary tensor.
+    When the call ends, those still alive, in schedulers or callbacks, become ordinary tensors.
     """
 
     def __init__(self) -> None:
@@ -44,8 +43,7 @@ class LiveDeferred:
     def become_tensors(self) -> None:
         """Turn each deferred tensor that still exists into an ordinary tensor, in place.
 
-        If the round of a tensor never ended, because the call failed, the tensor is filled with NaN (with 0 if its
-        dtype has no NaN).
+        If its round never ended, because the call failed, it is filled with NaN, or 0 if its dtype has no NaN.
         """
         live = list(self._live)
         # Drop the weak references, because swap_tensors refuses tensors that have any.
@@ -95,9 +93,7 @@ class Deferred(Tensor):
 
     @staticmethod
     def make(of: PendingRound, expected: Expected, get: Callable[[], Any]) -> Deferred:
-        """Return a deferred tensor like ``expected``, whose data ``get`` returns when the round ``of`` of model calls
-        ends.
-        """
+        """Return a deferred tensor like ``expected``, with the data that ``get`` returns when the round ``of`` ends."""
         like = expected.like
         deferred: Deferred = make_wrapper_subclass(
             Deferred, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
@@ -146,10 +142,7 @@ class Deferred(Tensor):
 
 
 def materialize(tree: Any) -> Any:
-    """Return ``tree`` with each deferred tensor replaced by an ordinary tensor with its data.
-
-    ``tree`` may consist of any containers that pytree knows. Rounds that have not ended are ended.
-    """
+    """Return the pytree ``tree`` with each deferred tensor replaced by its data, for which its round is ended."""
     if not any(isinstance(x, Deferred) for x in pytree.tree_leaves(tree)):
         return tree
     return pytree.tree_map_only(Deferred, lambda x: x.value(), tree)

@@ -47,10 +47,7 @@ class _Form:
 
     @property
     def text(self) -> str:
-        """The containers, shapes, dtypes and device types of the form as a string, by which ranks compare forms.
-
-        Strides are left out, because results arrive on other ranks as contiguous tensors.
-        """
+        """The form as a string, by which ranks compare forms; without strides, because results arrive contiguous."""
         leaves = [x and f"{x.like.dtype} {list(x.like.shape)} on {x.device.type}" for x in self.leaves]
         return f"{self.spec} of {', '.join(map(str, leaves))}"
 
@@ -96,8 +93,7 @@ class _Round:
 
 
 class Guidance:
-    """CFG parallelism of one pipeline: distributes its model calls over the ranks of ``dim``. For eager code in one
-    thread.
+    """CFG parallelism of one pipeline: distributes its model calls over the ranks of ``dim``. Eager, in one thread.
 
     ``predict`` predicts the form of a model's output without running it. Without it, all ranks compute the first call
     with each combination of input shapes, to learn the form of its output.
@@ -123,10 +119,7 @@ class Guidance:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Distribute model calls over ranks inside the ``with`` block.
-
-        When the block ends, every deferred tensor becomes an ordinary tensor.
-        """
+        """Distribute model calls over ranks inside the ``with`` block. At its end, deferred tensors become ordinary."""
         self._live = LiveDeferred()
         self._round, self.rounds = self._begin(), []
         self._drop_unverified()
@@ -196,10 +189,7 @@ class Guidance:
         )
 
     def finish(self) -> None:
-        """End the round: give all ranks the results of its calls, then run the postponed operators.
-
-        This is a collective call.
-        """
+        """End the round: give all ranks the results of its calls, then run the postponed operators. Collective."""
         if not self._round.calls:
             return
         done, self._round = self._round, self._begin()

@@ -69,10 +69,7 @@ _ALL_TO_ALL = dist.AllToAllOptions()
 
 
 def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Travelling:
-    """Start a ring shift: send the 1-dim ``x`` to the rank ``distance`` positions after this one.
-
-    At the same time ``receive_size`` elements arrive from the rank ``distance`` positions before this one.
-    """
+    """Start to send the 1-dim ``x`` to the rank ``distance`` positions after this one, and receive from that before."""
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
     send_sizes[(dim.index + distance) % dim.size] = x.numel()
@@ -81,10 +78,7 @@ def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: in
 
 
 def start_all_gather(x: Tensor, dim: MeshDim) -> Travelling:
-    """Start an all-gather of the 1-dim ``x``, which must have the same length on all ranks of ``dim``.
-
-    :func:`wait` returns the concatenation in rank order.
-    """
+    """Start an all-gather in rank order of the 1-dim ``x``, whose length is the same on all ranks of ``dim``."""
     if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
         return Travelling(all_gather(x, [x.numel()] * dim.size, 0, dim), None)
     gathered = x.new_empty(dim.size * x.numel())
@@ -99,10 +93,7 @@ def wait(travelling: Travelling) -> Tensor:
 
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:
-    """Return the process group of ``dim``.
-
-    A dim inside a graph has only the group's name, by which the group is looked up.
-    """
+    """Return the process group of ``dim``, looked up by its name, which is all that a dim inside a graph has."""
     return dim.group if dim.group is not None else group_named(dim.group_name)
 
 
@@ -276,10 +267,7 @@ def all_to_all(x: Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int
 
 
 def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -> Tensor:
-    """Return the concatenation of ``x`` from all ranks of ``dim`` along ``tensor_dim``. It is differentiable.
-
-    ``sizes[i]`` is the length of ``x`` along ``tensor_dim`` on rank i.
-    """
+    """Return the concatenation of ``x``, of length ``sizes[i]`` on rank i, along ``tensor_dim``. Differentiable."""
     if dim.size == 1:
         return x
     # Send bool tensors as bytes, because gloo does not support bool.

@@ -62,20 +62,14 @@ class Unanswered(RuntimeError):
 
 @dataclass(frozen=True)
 class Signature:
-    """A record that must be equal on all ranks, encoded as JSON, with its 16-byte digest.
-
-    :func:`signature` creates it.
-    """
+    """A record that must be equal on all ranks, encoded as JSON, with its 16-byte digest; see :func:`signature`."""
 
     encoded: bytes
     digest: bytes
 
 
 def signature(record: Record) -> Signature:
-    """Convert ``record``, a dict of JSON values of any size, to a :class:`Signature` for :func:`check_consistent`.
-
-    Callers that compare the same record repeatedly should keep the result.
-    """
+    """Convert ``record``, a dict of JSON values, to a :class:`Signature`, which repeated comparisons should keep."""
     encoded = json.dumps(record).encode()
     return Signature(encoded, blake2b(encoded, digest_size=16).digest())
 
@@ -231,8 +225,7 @@ def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
 
 
 def raise_first_error(records: list[Record]) -> None:
-    """Raise the first error among the ``records`` of all ranks, if there is one. The message names the rank that
-    failed.
+    """Raise the first error among the ``records`` of all ranks, if any, and name its rank.
 
     A record is an error if :func:`error_record` returned it. All ranks have the same records, so all ranks raise.
     """
@@ -255,10 +248,9 @@ class ComparesInputs(Protocol):
 
 @contextmanager
 def inputs_verified(handlers: Iterable[ComparesInputs | None]) -> Iterator[None]:
-    """Set ``inputs_verified`` of all ``handlers`` to True inside the ``with`` block, and restore the attribute
-    afterwards.
+    """Set ``inputs_verified`` of the ``handlers`` that are not None to True inside the ``with`` block, then restore it.
 
-    Use this if the caller has verified that the arguments are equal on all ranks. None among the handlers is ignored.
+    Use this if the caller has verified that the arguments are equal on all ranks.
     """
     before = [(handler, handler.inputs_verified) for handler in handlers if handler is not None]
     for handler, _ in before:

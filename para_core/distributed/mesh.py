@@ -178,10 +178,7 @@ class SequenceMesh:
         _check_alive(self.dims)
 
     def alone(self) -> SequenceMesh:
-        """Return a sequence mesh of this rank only, for calls without communication.
-
-        Its ``rank`` is still the position of this rank in the sequence.
-        """
+        """Return a mesh of this rank only, for calls without communication. ``rank`` is still that in the sequence."""
         ring, ulysses = MeshDim("ring", 1, self.rank, "", None), dim_of_one("ulysses")
         return SequenceMesh(ring, ulysses, self.device_type, self.alone_text, self.alone_text)
 
@@ -205,8 +202,8 @@ def read_mesh(text: str) -> tuple[SequenceMesh, int]:
     """Return the mesh that ``text`` (:attr:`SequenceMesh.text`) describes, and the number of ranks that share a
     sequence.
 
-    The mesh has the names of its process groups, not the groups. If ``text`` describes the mesh of this rank alone
-    (:meth:`SequenceMesh.alone`), the number still counts all ranks that share the sequence.
+    The mesh has the names of its process groups, not the groups. The number counts all ranks that share the sequence
+    even for the mesh of this rank alone (:meth:`SequenceMesh.alone`).
     """
     fields = json.loads(text)
     dims = []
@@ -290,10 +287,7 @@ def one_rank(device_type: str) -> SequenceMesh:
 
 
 def mesh_of_groups(ring: ProcessGroup, ulysses: ProcessGroup, device_type: str) -> SequenceMesh:
-    """Return the sequence mesh whose dims have these two groups, to which this rank belongs.
-
-    The groups need not be registered with torch.distributed.
-    """
+    """Return the sequence mesh of two groups of this rank, which need not be registered with torch.distributed."""
     return _sequence_mesh(dim_of_group("ring", ring), dim_of_group("ulysses", ulysses), device_type)
 
 

@@ -49,8 +49,7 @@ class IncomingTensor:
         """Wait until the tensor has arrived, and return it.
 
         Raises:
-            RuntimeError: The sender died, or the tensor did not arrive within the timeout of the gloo group. (After its
-                own timeout NCCL ends the process.)
+            RuntimeError: The sender died, or gloo's timeout has passed. (After its own timeout NCCL ends the process.)
         """
         if self._transfer is not None:
             start = time.perf_counter()
@@ -275,10 +274,7 @@ class Links:
             work.wait(self._timeout)
 
     def from_rank(self, x: Tensor, source: int) -> Tensor:
-        """Broadcast ``x`` from the rank with index ``source``, and return it on all ranks of the dim.
-
-        On the other ranks ``x`` only gives the shape, dtype and device, and is not changed.
-        """
+        """Broadcast ``x`` from the rank with index ``source``. On other ranks it only gives shape, dtype and device."""
         x = (
             x.detach().contiguous()
             if self.dim.index == source
