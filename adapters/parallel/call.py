@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from para_core.adapters.adapter import Adapter
 from para_core.adapters.attention_names import translated_attention
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallel_call
@@ -27,6 +28,7 @@ from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import PARALLEL_PIPE, adapter_for, applied_mesh, transformers_of
 from para_core.adapters.rows.unet import unet_run
 from para_core.adapters.weights.fused_pipe import FusedPipe
+from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
 from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.consistency import inputs_verified
@@ -34,6 +36,7 @@ from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.region import region_of
 from para_core.user_warnings import ParallelWarning, warn_user
+from para_core.weights.pipefusion import PipeFusion
 from para_core.weights.stages import stages_of
 
 _KEY = PARALLEL_PIPE
@@ -99,6 +102,17 @@ class ParallelCall:
         models = {**self._transformers, **self._unets}
         self._applied = {name: applied_mesh(module) for name, module in models.items()}
         self.wrap(pipe)
+        if self.mesh.pipe.size > 1:
+            refuse_late_on_pipe(pipe)
+
+    def fuse(self, options: PipeFusion, adapter: Adapter | None) -> None:
+        """Turn on PipeFusion for the staged transformers."""
+        self.fused = FusedPipe(self._transformers, options, self.mesh, adapter)
+
+    def unfuse(self) -> None:
+        """Undo :meth:`fuse`."""
+        if self.fused is not None:
+            self.fused.remove()
 
     def wrap(self, pipe: Any) -> None:
         """Wrap ``__call__`` of ``pipe`` again after a failed undo, without recording the meshes of its models."""
@@ -210,8 +224,12 @@ def parallel_call(pipe: Any) -> ParallelCall | None:
 
 def remove_parallel_call(pipe: Any) -> None:
     """Remove the wrappers that :class:`ParallelCall` attached to ``pipe`` and its transformers."""
+    call = parallel_call(pipe)
+    if call is not None and call.scheduled is not None:
+        call.scheduled.remove(pipe)
     for name, module in transformers_of(pipe).items():
         # The wrapper may be on the compiled module or on the module inside it, so remove it from both.
         for wrapped in (getattr(pipe, name), module):
             unwrap(wrapped, _GUIDANCE)
+    release_pipe(pipe)
     unwrap(pipe, _KEY)

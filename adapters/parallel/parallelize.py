@@ -17,7 +17,6 @@ from para_core.adapters.planner.default_mesh import Mesh
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.weights.sharded_component import Method
-from para_core.adapters.weights.staged_transformer import release_pipe
 from para_core.attention.attention_options import AttentionSchedule, RotateMethod
 from para_core.attention.backend_selection import Backend
 from para_core.attention.local import AttnFunc
@@ -169,7 +168,6 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     # On one rank, and after parallelize_transformer or parallelize_unet on a component, models are parallel without a
     # session, so undo them here.
     remove_parallel_call(pipe)
-    release_pipe(pipe)
     for module in transformers_of(pipe).values():
         unparallelize_transformer(module)
     for module in unets_of(pipe).values():

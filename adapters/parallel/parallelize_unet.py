@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from torch import nn
 
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
-from para_core.adapters.parallel.session import Part, Undo
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.rows.unet import UnetRun
 from para_core.distributed.consistency import raising_on_all
@@ -63,15 +61,3 @@ def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, bat
     check_parallelize([CheckedModel(module, module, "unet")], mesh)
     require_equal = partial(require_same_call_of_model, module, mesh, assume_equal=assume_equal)
     return UnetRun(module, mesh, batched=batched, require_equal=require_equal)
-
-
-@dataclass(frozen=True)
-class UnetPart(Part):
-    """The change by which parallelize_pipe shards the image rows of one UNet or ControlNet."""
-
-    run: UnetRun
-    name = "the UNet"
-
-    def apply(self) -> Undo:
-        self.run.apply()
-        return self.run.remove

@@ -6,35 +6,27 @@ Nothing is changed here. The chosen changes are returned as the parts of a sessi
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.compatibility.phases import check_parallelize, models_to_parallelize
-from para_core.adapters.components import TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
+from para_core.adapters.components import VAE_METHODS, TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.models.vaes import vae_adapter
-from para_core.adapters.parallel.call import ParallelCall
-from para_core.adapters.parallel.parallelize_unet import UnetPart, resolve_unet
-from para_core.adapters.parallel.parts import (
-    BlocksPart,
-    CallPart,
-    PipeFusionPart,
-    SchedulePart,
-    TextEncodersPart,
-    TimeoutPart,
-    VaePart,
-    VaePlacementPart,
-    WeightsPart,
-)
-from para_core.adapters.parallel.session import ParallelSession, Part
+from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
+from para_core.adapters.parallel.parallelize_unet import resolve_unet
+from para_core.adapters.parallel.parts import OffloadPart, TextEncodersPart, TimeoutPart, WeightsPart
+from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
+from para_core.adapters.parallel.session import Change, ParallelSession, Part
 from para_core.adapters.parallel.transformer import ParallelOptions, TransformerPart, resolve_transformer
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
-from para_core.adapters.rows.vae import require_parallel_vae
-from para_core.adapters.weights.block_offload import offloaded_blocks
+from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.weights.block_offload import OffloadedBlocks, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
-from para_core.adapters.weights.offloaded_modules import offloader_of
+from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of
 from para_core.adapters.weights.shard import (
     check_shard,
     require_mesh_fits,
@@ -95,13 +87,32 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
         elif options.weights == "replicate" or (unshards and guided.pipe.size == 1):
             session.parts.append(WeightsPart(pipe, guided, None))
         if placement is not None:
-            session.parts.append(TextEncodersPart(pipe, guided, ranks, placement))
-        if options.vae_placement in ("offload", "first"):
-            session.parts.append(VaePlacementPart(vaes_of(pipe), guided, options.vae_placement))
-        if options.offload is not None:
-            _require_blocks_offload(pipe, guided, options)
-            session.parts.append(BlocksPart(pipe, guided, options.resident_blocks))
+            encoders = encoders_with_blocks(pipe)
+            session.parts.append(
+                TextEncodersPart(pipe, guided, "fsdp" if placement == "fsdp" else None, encoders, ranks)
+            )
+        session.parts += _parts_of_offload(pipe, guided, options, placement)
     return session
+
+
+def _parts_of_offload(
+    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None
+) -> list[Part]:
+    """Return the parts of the session that move weights to host memory; ``placement`` is that of the text encoders."""
+    parts: list[Part] = []
+    if placement in ("offload", "first"):
+        encoders = text_encoders_of(pipe)
+        offloaded = OffloadedModules(encoders, mesh, "text_encoders", first_rank_only=placement == "first")
+        parts.append(OffloadPart(offloaded, "placing the text encoders"))
+    if options.vae_placement in ("offload", "first"):
+        first = options.vae_placement == "first"
+        offloaded = OffloadedModules(vaes_of(pipe), mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first)
+        parts.append(OffloadPart(offloaded, "placing the VAE"))
+    if options.offload is not None:
+        _require_blocks_offload(pipe, mesh, options)
+        blocks = OffloadedBlocks(transformers_of(pipe), mesh, options.resident_blocks)
+        parts.append(OffloadPart(blocks, "offloading the blocks"))
+    return parts
 
 
 def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:
@@ -139,23 +150,31 @@ def _parts_of_pipe(
         assume_equal=options.assume_equal,
         session=session,
     )
-    parts: list[Part] = [CallPart(pipe, call), *[VaePart(vae, mesh) for vae in autoencoders]]
+    parts: list[Part] = [Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))]
+    for vae in autoencoders:
+        parts.append(Change("the VAE", partial(parallelize_vae, vae, mesh=mesh), partial(unparallelize_vae, vae)))
     if options.pipefusion is not None:
-        parts.append(PipeFusionPart(call, transformers_of(pipe), options.pipefusion, options.adapter))
+        parts.append(Change("PipeFusion", partial(call.fuse, options.pipefusion, options.adapter), call.unfuse))
     if options.schedule is not None:
+        if getattr(pipe, "scheduler", None) is None:
+            raise ValueError(
+                f"backend= is an AttentionSchedule, and this {original_class(pipe).__name__} has no scheduler whose "
+                "steps could be counted. Name one backend for all steps."
+            )
         for name, module in transformers_of(pipe).items():
             if isinstance(options.schedule.middle, KeptKeys) and uses_flex_attention(module):
                 raise ValueError(
                     f"backend= is an AttentionSchedule with {options.schedule.middle}, and pipe.{name} attends by "
                     "flex_attention, whose mask selects the keys. Use a schedule with a backend in the middle."
                 )
-        parts.append(SchedulePart(pipe, call, options.schedule, transformers[0].attention, options.adapter))
+        attention = transformers[0].attention
+        call.scheduled = ScheduledAttention(transformers_of(pipe), options.schedule, attention, options.adapter)
     return parts
 
 
 def _parts_of_models(
     pipe: Any, mesh: GuidedMesh, options: ParallelOptions, attention: AttnOptions
-) -> tuple[list[TransformerPart], list[UnetPart]]:
+) -> tuple[list[TransformerPart], list[Change]]:
     # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be sharded. A
     # pipeline with a guider calls the transformer once per branch, even if other pipelines of the same model
     # concatenate branches on the batch dim.
@@ -164,11 +183,11 @@ def _parts_of_models(
         resolve_transformer(module, mesh, options, attention, batched=batched)
         for module in transformers_of(pipe).values()
     ]
-    unets = [
-        UnetPart(resolve_unet(module, mesh, assume_equal=options.assume_equal, batched=batched))
+    runs = [
+        resolve_unet(module, mesh, assume_equal=options.assume_equal, batched=batched)
         for module in unets_of(pipe).values()
     ]
-    return transformers, unets
+    return transformers, [Change("the UNet", run.apply, run.remove) for run in runs]
 
 
 def _global_ranks(mesh: GuidedMesh) -> set[int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import instances_in, restored_on_failure
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 
 
 def nothing() -> None:
@@ -26,7 +27,7 @@ class Part(ABC):
     """
 
     # Name of the part in error messages.
-    name = "a part"
+    name: str
     shards_weights = False
 
     @abstractmethod
@@ -62,6 +63,19 @@ class Part(ABC):
 
     def finish(self, undo: Undo) -> None:  # noqa: B027 - most parts leave nothing in place
         """Undo the rest of the change, which :meth:`suspend` left in place, after the new session has started."""
+
+
+@dataclass(frozen=True)
+class Change(Part):
+    """A part that consists of a function and of the function that undoes it."""
+
+    name: str
+    change: Callable[[], object]
+    undo: Undo
+
+    def apply(self) -> Undo:
+        self.change()
+        return self.undo
 
 
 class ParallelSession:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from para_core.adapters.components import stack_of
-from para_core.adapters.weights.offloaded_modules import execution_device
+from para_core.adapters.weights.offloaded_modules import execution_device, offloader_of
+from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_alike
 from para_core.weights.parameters import plain_tensors
@@ -33,23 +34,34 @@ class OffloadedBlocks:
     they would copy blocks that a cache skips.
 
     Args:
-        transformers: The transformers.
+        transformers: The transformers by component name.
         mesh: Ranks that call the transformers.
         resident: Number of blocks per transformer that stay on the device.
     """
 
-    def __init__(self, transformers: Collection[nn.Module], mesh: GuidedMesh, resident: int) -> None:
-        self.transformers, self.mesh, self.resident = list(transformers), mesh, resident
+    def __init__(self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, resident: int) -> None:
+        self.transformers, self.mesh, self.resident = dict(transformers), mesh, resident
         self._undo = ExitStack()
         self._blocks: dict[nn.Module, _Block] = {}
 
     def apply(self) -> None:
-        """Offload the blocks. If this fails, the transformers are as before."""
+        """Offload the blocks. If this fails, the transformers are as before.
+
+        Raises:
+            ValueError: If the weights of a transformer are offloaded or sharded already.
+        """
+        for name, module in self.transformers.items():
+            offloader = offloader_of(module)
+            if offloader is not None or is_distributed(module):
+                raise ValueError(
+                    f"pipe.{name} is {'sharded' if offloader is None else f'offloaded by {offloader}'} already. Leave "
+                    "offload out, or undo that first (unshard_weights(pipe), pipe.remove_all_hooks())."
+                )
         device = execution_device(self.mesh)
         stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         with ExitStack() as rollback:
             rollback.callback(self._blocks.clear)
-            for module in self.transformers:
+            for module in self.transformers.values():
                 blocks = offloaded_blocks(module, self.resident)
                 rollback.callback(module.to, next(module.parameters()).device)
                 for offloaded in blocks:

@@ -51,6 +51,7 @@ class OffloadedModules:
     Args:
         modules: Components by name.
         mesh: Ranks that call the pipeline.
+        option: The option of parallelize_pipe by which they are offloaded, for messages.
         methods: Names of the methods by which a pipeline calls the components. With ``"__call__"`` among them, on CUDA,
             the next layer is copied from pinned memory while the current one computes; diffusers learns the order of
             the layers from the first call.
@@ -62,18 +63,24 @@ class OffloadedModules:
         self,
         modules: Mapping[str, nn.Module],
         mesh: GuidedMesh,
+        option: str,
         *,
         methods: Sequence[str] = ("__call__",),
         first_rank_only: bool,
     ) -> None:
-        self.modules, self.mesh, self.methods = dict(modules), mesh, methods
-        self.first_rank_only = first_rank_only
+        self.modules, self.mesh, self.option = dict(modules), mesh, option
+        self.methods, self.first_rank_only = methods, first_rank_only
         self._undo = ExitStack()
 
     def apply(self) -> None:
-        """Offload the weights. If this fails, the components are as before."""
+        """Offload the weights. If this fails, the components are as before.
+
+        Raises:
+            ValueError: If other code has offloaded a component.
+        """
         from diffusers.hooks import apply_group_offloading
 
+        require_not_offloaded(self.modules, self.option)
         device = execution_device(self.mesh)
         with ExitStack() as rollback:
             for name, module in self.modules.items():

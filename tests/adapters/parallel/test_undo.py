@@ -163,7 +163,7 @@ STEPS_OF_PIPE = {
     "time-out": f"{PARALLEL}.parts.override_timeouts",
     "one group": "para_core.distributed.timeouts.set_group_timeout",
     "call": f"{PARALLEL}.call.wrap_method",
-    "VAE": f"{PARALLEL}.parts.parallelize_vae",
+    "VAE": f"{PARALLEL}.resolve.parallelize_vae",
     "methods of the VAE": "para_core.adapters.rows.vae.wrap_method",
     "weights": f"{PARALLEL}.parts.shard_components",
     "components": f"{WEIGHTS}.shard.components_of",
@@ -239,6 +239,19 @@ def fail_in(earlier, steps, rank):
 @pytest.mark.parametrize("earlier", EARLIER.values(), ids=EARLIER)
 def test_a_failing_step_of_parallelize_pipe_changes_nothing(rank_pool, earlier, rank):
     rank_pool.run(fail_in, 2, earlier, list(STEPS_OF_PIPE), rank)
+
+
+def fail_after_gathering(rank):
+    pipe, mesh = flux_pipe(shared_parts=False), cpu_mesh(1, 2)
+    parallelize_pipe(pipe, mesh=mesh, weights="fsdp")
+    step = f"{WEIGHTS}.offloaded_modules.execution_device"
+    with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank):
+        parallelize_pipe(pipe, mesh=mesh, weights="replicate", vae_placement="offload")
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_failing_step_after_the_weights_were_gathered_changes_nothing(rank_pool, rank):
+    rank_pool.run(fail_after_gathering, 2, rank)
 
 
 def fail_between_shards(rank):
@@ -390,9 +403,9 @@ def fail_in_stages(rank):
     """Make PipeFusion on stages fail, on a new pipeline and on one that already runs in stages with PipeFusion."""
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     steps = (
-        f"{PARALLEL}.parts.FusedPipe",
+        f"{PARALLEL}.call.FusedPipe",
         f"{WEIGHTS}.fused_pipe.wrap_method",
-        f"{PARALLEL}.parts.refuse_late_on_pipe",
+        f"{PARALLEL}.call.refuse_late_on_pipe",
     )
     for earlier in (None, PipeFusion(2)):
         if earlier is not None:
