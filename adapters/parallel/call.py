@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from para_core import version
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.attention_names import translated_attention
+from para_core.adapters.attention_names import attention_by_name, translated_attention
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallel_call
 from para_core.adapters.consistency.arguments import require_same_call
 from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks
 from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
-from para_core.adapters.consistency.loras import Loras
+from para_core.adapters.consistency.loras import Loras, models_of
 from para_core.adapters.consistency.rng import random_state_of_first_rank
-from para_core.adapters.consistency.state import pipe_state
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
@@ -83,16 +83,14 @@ class ParallelCall:
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
         self._places: Places = {}
         self._guidance = Guidance(mesh.batch, meta_output) if sequential_cfg else None
+        guided = transformers.values() if sequential_cfg else ()
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
-            for module in (transformers.values() if sequential_cfg else ())
+            for module in guided
         }
-        # By module id: name and value of the argument that marks a call which only fills the model's key cache; None if
-        # the model has no such call.
-        self._fills = {
-            id(module): None if (adapter := adapter_for(module)) is None else adapter.fills
-            for module in (transformers.values() if sequential_cfg else ())
-        }
+        # By module id: name and value of the argument that marks a call which only fills the model's key cache.
+        adapters = {id(module): adapter_for(module) for module in guided}
+        self._fills = {key: adapter.fills for key, adapter in adapters.items() if adapter is not None}
 
     def attach(self, pipe: Any) -> None:
         """Wrap ``__call__`` of ``pipe``, after its models were parallelized.
@@ -172,14 +170,35 @@ class ParallelCall:
         return materialize(result)
 
     def _state(self, pipe: Any, decodes: bool) -> Mapping[str, Any]:
-        """Return the state of ``pipe`` that all ranks must share: components, LoRAs, cache and attention schedule."""
+        """Return the state of ``pipe`` that all ranks must share, by name.
+
+        ``decodes`` says whether it includes the VAE. Text encoders are never included, because a call may pass
+        embeddings instead of prompts.
+        """
+        state: dict[str, Any] = {}
+        for name in ("scheduler", "guider"):
+            part = getattr(pipe, name, None)
+            if part is not None:
+                # Leave out names that begin with an underscore: diffusers keeps internal values there, some as lists in
+                # no fixed order.
+                config = getattr(part, "config", {})
+                settings = {key: value for key, value in config.items() if not key.startswith("_")}
+                state[f"pipe.{name}"] = {"class": type(part).__name__, **settings}
         caching = caching_of(pipe)
-        cache = None if caching is None else {name: cache.as_text() for name, cache in caching.caches.items()}
-        state = pipe_state(pipe, self._loras, decodes=decodes, cache=cache)
-        if self.scheduled is None:
-            return state
-        schedule = asdict(self.scheduled.schedule).items()
-        return {**state, **{f"{name} of the schedule of attention": str(value) for name, value in schedule}}
+        if caching is not None:
+            state["its cache"] = {name: cache.as_text() for name, cache in caching.caches.items()}
+        for name, module in transformers_of(pipe).items():
+            state |= {f"{option} of {name}": value for option, value in attention_by_name(module).items()}
+        names = {*transformers_of(pipe), "unet", *(("vae",) if decodes else ())}
+        for name, model in models_of(pipe):
+            dtypes = {str(x.dtype).removeprefix("torch.") for x in model.parameters()} if name in names else None
+            if dtypes:
+                state[f"dtype of pipe.{name}"] = ", ".join(sorted(dtypes))
+        if self.scheduled is not None:
+            schedule = asdict(self.scheduled.schedule)
+            state |= {f"{name} of the schedule of attention": str(value) for name, value in schedule.items()}
+        versions = {"version of para_core": version.version_and_sources(), "versions of packages": _versions()}
+        return {**state, **self._loras.described(pipe), **versions}
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Gather the step's outputs of all CFG branches on every rank, then run ``callback``, which may read them."""
@@ -195,7 +214,7 @@ class ParallelCall:
         # Every rank validates the arguments, although a single rank computes this call: if that rank alone raised, the
         # others would wait for it.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
-        fills = self._fills[id(uncompiled(module))]
+        fills = self._fills.get(id(uncompiled(module)))
         if fills is not None and kwargs.get(fills[0]) == fills[1]:
             # This call only fills the key cache. Every rank runs it, because each needs these keys for the branch it
             # computes.
@@ -214,6 +233,18 @@ class ParallelCall:
                 "without max_batch_dim_size).",
                 ParallelWarning,
             )
+
+
+@cache
+def _versions() -> str:
+    packages: list[Any] = [torch]
+    # diffusers may be missing, because a user's own pipeline can run without it.
+    with suppress(ImportError):
+        import diffusers
+
+        packages.append(diffusers)
+    # Drop the part after a plus, such as +cu128: it names the build, which may differ between machines.
+    return ", ".join(f"{package.__name__} {package.__version__.partition('+')[0]}" for package in packages)
 
 
 def parallel_call(pipe: Any) -> ParallelCall | None:

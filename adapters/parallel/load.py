@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any, Literal
 
 import torch
@@ -18,7 +21,6 @@ from para_core.adapters.components import Quantize, components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import transformers_of
-from para_core.adapters.weights.download import download_once_per_node, folder_of
 from para_core.adapters.weights.quantize import (
     cast_linears,
     quantize_transformers,
@@ -27,7 +29,7 @@ from para_core.adapters.weights.quantize import (
 )
 from para_core.adapters.weights.shard import require_mesh_fits, shard_components
 from para_core.adapters.weights.sharded_component import METHODS, Method
-from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.consistency import check_consistent, exchange, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, require_process_group
 from para_core.instance_patching import uncompiled
@@ -157,7 +159,7 @@ def _loaded_on_all(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: d
 
     This is a collective call. If loading fails on one rank, every rank raises.
     """
-    download_once_per_node(pipeline, name, mesh, options)
+    _download_once_per_node(pipeline, name, mesh, options)
     with raising_on_all(mesh, f"{name} could not be loaded (download incomplete files again)"):
         folder = folder_of(pipeline, name, options)
         _require_safetensors(folder, passed=set(options))
@@ -270,15 +272,12 @@ def _map_each_weight(component: nn.Module, path: Path) -> None:
     for name in names:
         with safe_open(path, framework="pt") as file:
             weight: Tensor = file.get_tensor(name)
-        if _have_equal_ends(parameters[name].data, weight):
-            parameters[name].data = weight
-
-
-def _have_equal_ends(x: Tensor, y: Tensor) -> bool:
-    if x.is_meta or (x.dtype, x.shape, x.stride()) != (y.dtype, y.shape, y.stride()) or not y.is_contiguous():
-        return False
-    x_bytes, y_bytes = x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)
-    return torch.equal(x_bytes[:_END], y_bytes[:_END]) and torch.equal(x_bytes[-_END:], y_bytes[-_END:])
+        x = parameters[name].data
+        same_layout = (x.dtype, x.shape, x.stride()) == (weight.dtype, weight.shape, weight.stride())
+        if not x.is_meta and same_layout and weight.is_contiguous():
+            before, mapped = (tensor.view(-1).view(torch.uint8) for tensor in (x, weight))
+            if torch.equal(before[:_END], mapped[:_END]) and torch.equal(before[-_END:], mapped[-_END:]):
+                parameters[name].data = weight
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
@@ -299,3 +298,67 @@ def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
     if dtype == torch.float16 or not hasattr(module, "_keep_in_fp32_modules_strict"):
         kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
     return kept
+
+
+# Seconds between two exchanges of the waiting ranks. A download may take longer than the time-out of the process group,
+# so a single collective at its end would fail.
+_INTERVAL = 1.0
+_WAITING = signature({"waiting for": "a download"})
+
+
+def _download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: Mapping[str, Any]) -> None:
+    """Download ``name`` on one rank per host and cache folder, and wait until all downloads are complete.
+
+    A collective call: all ranks of ``mesh`` raise if a download fails. Nothing is downloaded if ``name`` is a local
+    folder or ``options``, the keyword arguments of ``pipeline.download``, have ``local_files_only``.
+    """
+    with raising_on_all(mesh, f"{name} could not be looked up"):
+        wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
+        node = {"host": socket.gethostname(), "cache": _cache_of(options)}
+    asking = [record if record["wanted"] else None for record in exchange({**node, "wanted": wanted}, mesh)]
+    first = wanted and asking.index({**node, "wanted": True}) == mesh.rank
+    pending = _started(lambda: pipeline.download(str(name), **options)) if first else None
+    while True:
+        done = pending is None or bool(wait([pending], timeout=_INTERVAL).done)
+        problem = pending.exception() if done and pending is not None else None
+        if problem is not None:
+            check_consistent(
+                RuntimeError(
+                    f"{name} is no folder here, and could not be downloaded: {type(problem).__name__}: {problem}. "
+                    "Without a connection, download it before on each node, and give the folder, or "
+                    "local_files_only=True."
+                ),
+                mesh,
+            )
+        if all(done for (done,) in check_consistent(_WAITING, mesh, extras=(int(done),))):
+            return
+
+
+def folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
+    """Return the local folder of ``name``: the folder itself, or the cached files of a repository on the Hub.
+
+    Never contacts the Hub, which may have newer files than those that were downloaded.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(pipeline.download(str(name), **{**options, "local_files_only": True, "force_download": False}))
+
+
+def _cache_of(options: Mapping[str, Any]) -> str:
+    from huggingface_hub import constants
+
+    return str(options.get("cache_dir") or constants.HF_HUB_CACHE)
+
+
+def _started(download: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(download())
+        except BaseException as error:  # Other ranks wait for this result, so every failure must be reported.
+            future.set_exception(error)
+
+    # Use a daemon thread: an interrupted program would otherwise wait for the download before it exits.
+    Thread(target=run, name="para_core: download", daemon=True).start()
+    return future

@@ -33,7 +33,7 @@ from para_core.adapters.weights.shard import (
     weights_groups,
 )
 from para_core.adapters.weights.sharded_component import METHODS
-from para_core.attention.attention_options import AttnOptions, KeptKeys
+from para_core.attention.attention_options import KeptKeys
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
@@ -47,9 +47,7 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     Every rank of the mesh must call this function. Once the mesh is known, an error on one rank raises on every rank.
 
     Args:
-        pipe: A diffusers pipeline.
-        mesh: Ranks to use; None chooses the default mesh, see :func:`parallelize_pipe`.
-        options: The options of :func:`parallelize_pipe`.
+        pipe, mesh, options: As for :func:`parallelize_pipe`.
         unshards: Whether the weights of ``pipe`` are sharded by its current session, so the new session must gather
             them if it does not shard them itself.
 
@@ -66,53 +64,30 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided, unshards=unshards)
         autoencoders = _parallel_vaes_of(pipe) if options.vae else list(decoders_of(pipe).values())
-        _require_weights_fit(guided, options)
-        placement = _placement_of_text_encoders(pipe, guided, options)
-        _require_components(pipe, options, placement)
-        transformers, unets = _parts_of_models(pipe, guided, options, options.attention(predicted_method))
-        if options.pipefusion is not None:
-            for module in transformers_of(pipe).values():
-                patches_of(module, guided, options.adapter)
         for vae in autoencoders:
             require_parallel_vae(vae)
-        if guided.ranks > 1 and options.weights in METHODS:
-            check_shard(pipe)
-        session = ParallelSession(guided, [*transformers, *unets])
+        placement = _placement_of_text_encoders(pipe, guided, options)
+        _require_options_fit(pipe, guided, options, placement)
+        # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be sharded. A
+        # pipeline with a guider calls the transformer once per branch, even if other pipelines of the same model
+        # concatenate branches on the batch dim.
+        perturbs = hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None
+        batched = guided.ranks == 1 or not perturbs
+        attention = options.attention(predicted_method)
+        transformers = [
+            resolve_transformer(module, guided, options, attention, batched=batched)
+            for module in transformers_of(pipe).values()
+        ]
+        runs = [
+            resolve_unet(module, guided, assume_equal=options.assume_equal, batched=batched)
+            for module in unets_of(pipe).values()
+        ]
+        session = ParallelSession(guided, [*transformers, *[Change("the UNet", run.apply, run.remove) for run in runs]])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
         session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders)
-        if guided.ranks > 1 and options.weights in ("fsdp", "tensor"):
-            names = list(transformers_of(pipe)) if placement is not None else None
-            session.parts.append(WeightsPart(pipe, guided, options.weights, names))
-        elif options.weights == "replicate" or (unshards and guided.pipe.size == 1):
-            session.parts.append(WeightsPart(pipe, guided, None))
-        if placement is not None:
-            encoders = encoders_with_blocks(pipe)
-            session.parts.append(
-                TextEncodersPart(pipe, guided, "fsdp" if placement == "fsdp" else None, encoders, ranks)
-            )
-        session.parts += _parts_of_offload(pipe, guided, options, placement)
+        session.parts += _parts_of_weights(pipe, guided, options, placement, ranks, unshards)
     return session
-
-
-def _parts_of_offload(
-    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None
-) -> list[Part]:
-    """Return the parts of the session that move weights to host memory; ``placement`` is that of the text encoders."""
-    parts: list[Part] = []
-    if placement in ("offload", "first"):
-        encoders = text_encoders_of(pipe)
-        offloaded = OffloadedModules(encoders, mesh, "text_encoders", first_rank_only=placement == "first")
-        parts.append(OffloadPart(offloaded, "placing the text encoders"))
-    if options.vae_placement in ("offload", "first"):
-        first = options.vae_placement == "first"
-        offloaded = OffloadedModules(vaes_of(pipe), mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first)
-        parts.append(OffloadPart(offloaded, "placing the VAE"))
-    if options.offload is not None:
-        _require_blocks_offload(pipe, mesh, options)
-        blocks = OffloadedBlocks(transformers_of(pipe), mesh, options.resident_blocks)
-        parts.append(OffloadPart(blocks, "offloading the blocks"))
-    return parts
 
 
 def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:
@@ -125,6 +100,54 @@ def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOp
         # If the user has offloaded the text encoders, leave them in host memory.
         return "fsdp" if names and not any(map(offloader_of, text_encoders_of(pipe).values())) else None
     return "replicate" if options.text_encoders == "fsdp" and mesh.ranks == 1 else options.text_encoders
+
+
+def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None) -> None:
+    """Raise ``ValueError`` if an option does not fit the components of ``pipe``, the mesh or another option."""
+    cls, stages = original_class(pipe).__name__, mesh.pipe.size
+    if options.vae_placement is not None and not vaes_of(pipe):
+        raise ValueError(f"vae_placement={options.vae_placement!r}: this {cls} has no autoencoder. Leave it out.")
+    if options.of_transformers and not transformers_of(pipe):
+        named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
+        raise ValueError(
+            f"{named}: {cls} has no transformer; its ranks shard rows of images. Leave these options out. "
+            "weights='fsdp' shards its text encoders."
+        )
+    if placement is not None and not text_encoders_of(pipe):
+        raise ValueError(f"text_encoders={placement!r}: this {cls} has no text encoder. Leave it out.")
+    shards = options.weights in METHODS and mesh.ranks > 1
+    if shards and stages > 1:
+        raise ValueError(
+            f"weights={options.weights!r} with a mesh of {stages} stages: each rank holds the full weights of its own "
+            "blocks only. Leave weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, "
+            "components=[...]) shards text encoders."
+        )
+    if shards:
+        require_mesh_fits(mesh, str(options.weights))
+        check_shard(pipe)
+    if options.offload is not None and mesh.ranks > 1 and (shards or stages > 1):
+        other = f"weights={options.weights!r}" if shards else f"{stages} stages"
+        raise ValueError(
+            f"offload='blocks' with {other}: a rank holds a part of the weights, which group offload of diffusers "
+            "cannot move. Leave one out; shard_weights(pipe, mesh, offload_policy=CPUOffloadPolicy()) keeps each "
+            "rank's part in host memory."
+        )
+    for name, module in transformers_of(pipe).items():
+        if options.offload is not None:
+            offloaded_blocks(module, options.resident_blocks)
+        if options.pipefusion is not None:
+            patches_of(module, mesh, options.adapter)
+        middle = None if options.schedule is None else options.schedule.middle
+        if isinstance(middle, KeptKeys) and uses_flex_attention(module):
+            raise ValueError(
+                f"backend= is an AttentionSchedule with {middle}, and pipe.{name} attends by flex_attention, whose "
+                "mask selects the keys. Use a schedule with a backend in the middle."
+            )
+    if options.schedule is not None and getattr(pipe, "scheduler", None) is None:
+        raise ValueError(
+            f"backend= is an AttentionSchedule, and this {cls} has no scheduler whose steps could be counted. Name one "
+            "backend for all steps."
+        )
 
 
 def _parts_of_pipe(
@@ -156,38 +179,41 @@ def _parts_of_pipe(
     if options.pipefusion is not None:
         parts.append(Change("PipeFusion", partial(call.fuse, options.pipefusion, options.adapter), call.unfuse))
     if options.schedule is not None:
-        if getattr(pipe, "scheduler", None) is None:
-            raise ValueError(
-                f"backend= is an AttentionSchedule, and this {original_class(pipe).__name__} has no scheduler whose "
-                "steps could be counted. Name one backend for all steps."
-            )
-        for name, module in transformers_of(pipe).items():
-            if isinstance(options.schedule.middle, KeptKeys) and uses_flex_attention(module):
-                raise ValueError(
-                    f"backend= is an AttentionSchedule with {options.schedule.middle}, and pipe.{name} attends by "
-                    "flex_attention, whose mask selects the keys. Use a schedule with a backend in the middle."
-                )
         attention = transformers[0].attention
         call.scheduled = ScheduledAttention(transformers_of(pipe), options.schedule, attention, options.adapter)
     return parts
 
 
-def _parts_of_models(
-    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, attention: AttnOptions
-) -> tuple[list[TransformerPart], list[Change]]:
-    # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be sharded. A
-    # pipeline with a guider calls the transformer once per branch, even if other pipelines of the same model
-    # concatenate branches on the batch dim.
-    batched = mesh.ranks == 1 or not (hasattr(pipe, "pag_applied_layers") or getattr(pipe, "guider", None) is not None)
-    transformers = [
-        resolve_transformer(module, mesh, options, attention, batched=batched)
-        for module in transformers_of(pipe).values()
-    ]
-    runs = [
-        resolve_unet(module, mesh, assume_equal=options.assume_equal, batched=batched)
-        for module in unets_of(pipe).values()
-    ]
-    return transformers, [Change("the UNet", run.apply, run.remove) for run in runs]
+def _parts_of_weights(
+    pipe: Any,
+    mesh: GuidedMesh,
+    options: ParallelOptions,
+    placement: TextEncoders | None,
+    ranks: set[int],
+    unshards: bool,
+) -> list[Part]:
+    """Return the parts of the session that change where weights are."""
+    parts: list[Part] = []
+    if mesh.ranks > 1 and options.weights in ("fsdp", "tensor"):
+        names = None if placement is None else list(transformers_of(pipe))
+        parts.append(WeightsPart(pipe, mesh, options.weights, names))
+    elif options.weights == "replicate" or (unshards and mesh.pipe.size == 1):
+        parts.append(WeightsPart(pipe, mesh, None))
+    if placement is not None:
+        encoders = encoders_with_blocks(pipe)
+        parts.append(TextEncodersPart(pipe, mesh, "fsdp" if placement == "fsdp" else None, encoders, ranks))
+    if placement in ("offload", "first"):
+        first = placement == "first"
+        offloaded = OffloadedModules(text_encoders_of(pipe), mesh, "text_encoders", first_rank_only=first)
+        parts.append(OffloadPart(offloaded, "placing the text encoders"))
+    if options.vae_placement in ("offload", "first"):
+        first, vaes = options.vae_placement == "first", vaes_of(pipe)
+        offloaded = OffloadedModules(vaes, mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first)
+        parts.append(OffloadPart(offloaded, "placing the VAE"))
+    if options.offload is not None:
+        blocks = OffloadedBlocks(transformers_of(pipe), mesh, options.resident_blocks)
+        parts.append(OffloadPart(blocks, "offloading the blocks"))
+    return parts
 
 
 def _global_ranks(mesh: GuidedMesh) -> set[int]:
@@ -207,50 +233,6 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
     of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
     groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])
     return TimeoutPart(list(groups), as_timedelta(timeout), ranks)
-
-
-def _require_components(pipe: Any, options: ParallelOptions, text_encoders: TextEncoders | None) -> None:
-    """Raise ``ValueError`` if ``pipe`` has no component of a kind for which the user gave an option."""
-    if options.vae_placement is not None and not vaes_of(pipe):
-        raise ValueError(
-            f"vae_placement={options.vae_placement!r}: this {original_class(pipe).__name__} has no autoencoder. "
-            "Leave it out."
-        )
-    if options.of_transformers and not transformers_of(pipe):
-        named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
-        raise ValueError(
-            f"{named}: {original_class(pipe).__name__} has no transformer; its ranks shard rows of images. Leave "
-            "these options out. weights='fsdp' shards its text encoders."
-        )
-    if text_encoders is not None and not text_encoders_of(pipe):
-        raise ValueError(
-            f"text_encoders={text_encoders!r}: this {original_class(pipe).__name__} has no text encoder. Leave it out."
-        )
-
-
-def _require_weights_fit(mesh: GuidedMesh, options: ParallelOptions) -> None:
-    if options.weights not in METHODS or mesh.ranks == 1:
-        return
-    if mesh.pipe.size > 1:
-        raise ValueError(
-            f"weights={options.weights!r} with a mesh of {mesh.pipe.size} stages: each rank holds the full weights of "
-            "its own blocks only. Leave weights= out, or use a mesh without 'pipe'; shard_weights(pipe, mesh, "
-            "components=[...]) shards text encoders."
-        )
-    require_mesh_fits(mesh, options.weights)
-
-
-def _require_blocks_offload(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> None:
-    """Raise ``ValueError`` if ``offload="blocks"`` does not fit the mesh, the other options or a transformer."""
-    if mesh.ranks > 1 and (options.weights in METHODS or mesh.pipe.size > 1):
-        other = f"weights={options.weights!r}" if options.weights in METHODS else f"{mesh.pipe.size} stages"
-        raise ValueError(
-            f"offload='blocks' with {other}: a rank holds a part of the weights, which group offload of diffusers "
-            "cannot move. Leave one out; shard_weights(pipe, mesh, offload_policy=CPUOffloadPolicy()) keeps each "
-            "rank's part in host memory."
-        )
-    for module in transformers_of(pipe).values():
-        offloaded_blocks(module, options.resident_blocks)
 
 
 def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:

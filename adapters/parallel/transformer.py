@@ -124,14 +124,9 @@ def resolve_transformer(
     *,
     batched: bool = True,
 ) -> TransformerPart:
-    """Return the session part that runs ``module`` on ``mesh``. Changes nothing.
+    """Return the session part that runs ``module``, which is not compiled, on ``mesh``. Changes nothing.
 
-    Args:
-        module: A transformer, not compiled.
-        mesh: Ranks that run it.
-        options: The options that the user gave.
-        attention: Options of its attention.
-        batched: Whether samples may be sharded over the ``batch`` dim of the mesh.
+    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh.
 
     Raises:
         ValueError: If the plan names a submodule that does not exist, or the mesh does not fit.
@@ -201,6 +196,13 @@ class TransformerPart(Part):
         require_same_call_of_model(self.module, self.mesh, inputs, assume_equal=self.options.assume_equal)
 
 
+# Options that only apply to transformers; of the values of ``weights``, only "tensor".
+_OF_TRANSFORMERS = (
+    *("text", "adapter", "weights", "offload", "pipefusion"),
+    *("rotate_method", "backend", "cross_backend", "comm_dtype", "attn_func"),
+)
+
+
 @dataclass(frozen=True)
 class ParallelOptions:
     """Validated options of :func:`~para_core.adapters.parallelize_pipe`, whose docstring explains each option.
@@ -229,28 +231,21 @@ class ParallelOptions:
     attn_func: AttnFunc | None = None
 
     def __post_init__(self) -> None:
-        if self.weights not in (None, "replicate", *METHODS):
-            raise ValueError(
-                f"weights is {self.weights!r}; expected 'fsdp', 'tensor', 'replicate', or None to leave them as they "
-                "are."
-            )
-        if self.text_encoders not in (None, *TEXT_ENCODERS):
-            raise ValueError(
-                f"text_encoders is {self.text_encoders!r}; expected {', '.join(map(repr, TEXT_ENCODERS))}, or None to "
-                "leave them as they are."
-            )
-        if self.vae_placement not in (None, *VAE_PLACEMENTS):
-            raise ValueError(
-                f"vae_placement is {self.vae_placement!r}; expected {', '.join(map(repr, VAE_PLACEMENTS))}, or None to "
-                "leave the VAE as it is."
-            )
+        for name, values in (
+            ("weights", (*METHODS, "replicate")),
+            ("text_encoders", TEXT_ENCODERS),
+            ("vae_placement", VAE_PLACEMENTS),
+            ("offload", ("blocks",)),
+        ):
+            value = vars(self)[name]
+            if value not in (None, *values):
+                expected = ", ".join(map(repr, values))
+                raise ValueError(f"{name} is {value!r}; expected {expected}, or None to leave them as they are.")
         if self.vae and self.vae_placement == "first":
             raise ValueError(
                 "vae=True runs the VAE on all ranks, and vae_placement='first' on one. Leave one out; "
                 "vae_placement='offload' goes with vae=True."
             )
-        if self.offload not in (None, "blocks"):
-            raise ValueError(f"offload is {self.offload!r}; expected 'blocks', or None to leave the weights in place.")
         if isinstance(self.resident_blocks, bool) or not isinstance(self.resident_blocks, int):
             raise TypeError(f"resident_blocks is {self.resident_blocks!r}; expected a number of blocks.")
         if self.resident_blocks < 0:
@@ -307,17 +302,6 @@ class ParallelOptions:
 
     @property
     def of_transformers(self) -> dict[str, object]:
-        """Return the options, by name, that the user gave and that only apply to transformers."""
-        options = {
-            "text": self.text,
-            "adapter": self.adapter,
-            "weights": "tensor" if self.weights == "tensor" else None,
-            "offload": self.offload,
-            "pipefusion": self.pipefusion,
-            "rotate_method": self.rotate_method,
-            "backend": self.backend,
-            "cross_backend": self.cross_backend,
-            "comm_dtype": self.comm_dtype,
-            "attn_func": self.attn_func,
-        }
-        return {name: value for name, value in options.items() if value is not None}
+        """Return the options of ``_OF_TRANSFORMERS`` that the user gave, by name."""
+        options = {**vars(self), "weights": "tensor" if self.weights == "tensor" else None}
+        return {name: options[name] for name in _OF_TRANSFORMERS if options[name] is not None}

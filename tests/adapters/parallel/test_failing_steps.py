@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 LOAD = (
-    f"{WEIGHTS}.download._cache_of",
+    f"{PARALLEL}.load._cache_of",
     f"{PARALLEL}.load.folder_of",
     f"{PARALLEL}.load._require_safetensors",
     f"{PARALLEL}.load._files_in",
