@@ -171,7 +171,7 @@ class TransformerPart(Part):
             around=partial(translated_attention, self.module),
         )
         if in_stages:
-            hold_stage(self.module, self.mesh.pipe, self.options.adapter, self.require_equal, self.mesh)
+            hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
         return self.undo
 
     def complete(self) -> None:

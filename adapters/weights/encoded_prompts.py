@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.adapters.components import text_encoders_of
-from para_core.adapters.weights.tensor_pickle import join_tensors, split_tensors
+from para_core.adapters.weights.offloaded_modules import join_tensors, split_tensors
 from para_core.distributed.collectives import tensor_bytes
 from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
 

@@ -27,17 +27,10 @@ from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
 
 _KEY = "LoRA over shared weights"
-# Names of the LoRA methods of diffusers and transformers models. The LoRA methods of pipelines
-# call these, or merge the LoRA into each layer.
+# Names of the LoRA methods of diffusers and transformers models. The LoRA methods of pipelines call these, or merge the
+# LoRA into each layer.
 _ADD = ("load_lora_adapter", "add_adapter", "load_adapter")
-_CHANGES = (
-    *_ADD,
-    "fuse_lora",
-    "unfuse_lora",
-    "unload_lora",
-    "delete_adapters",
-    "delete_adapter",
-)
+_CHANGES = (*_ADD, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", "delete_adapter")
 
 Ranks = GuidedMesh | SequenceMesh | None
 
@@ -66,7 +59,7 @@ def leave_loras(module: nn.Module) -> None:
         unwrap(layer, _KEY)
 
 
-def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
     before, names = lora_layers(module), set(getattr(module, "peft_config", None) or ())
     with on_all_ranks(ranks):
         try:
@@ -79,24 +72,35 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: nn.Modul
                 weights.forget_gradients(module)
             return added
         finally:
-            _forget(before, module)
+            present = {id(layer) for layer in lora_layers(module)}
+            for layer in before:
+                if id(layer) not in present:
+                    unwrap(layer, _KEY)
             try:
                 if tensor_mesh(module) is not None:
                     shard_new_loras(module)
             except ValueError:
-                _take_off(module, names)
+                # Remove the new adapters with the methods of the class, because those of the instance communicate.
+                cls: Any = original_class(module)
+                if names:
+                    cls.delete_adapters(module, [name for name in module.peft_config if name not in names])
+                else:
+                    cls.unload_lora(module)
                 raise
             finally:
-                _place(module)
+                mesh = shard_mesh(module)
+                if mesh is not None and is_sharded(module) and mesh.device_type != "cpu":
+                    # peft creates LoRA weights on the device of the layer's weights: the host, if these are offloaded.
+                    for weight in lora_weights(module):
+                        weight.data = weight.data.to(mesh.device_type)
                 _wrap_merges(module)
 
 
 def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and others).
 
-    While a LoRA is added to a module whose weights are sharded or in stages, zeros replace the weights that this rank
-    lacks, so these methods would compute wrong values. The LoRA configs among ``args`` and ``kwargs``, the arguments
-    of the call that adds the LoRA, are checked.
+    Zeros replace the weights that this rank lacks while a LoRA is added, so these methods would compute wrong values.
+    ``args`` and ``kwargs`` are the arguments of the call that adds the LoRA.
     """
     for config in (*args, *kwargs.values()):
         start = getattr(config, "init_lora_weights", None)
@@ -106,23 +110,6 @@ def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
                 f"computed from all weights of this {original_class(module).__name__}, which are sharded or in stages. "
                 "Add it before parallelize_pipe(pipe, mesh=mesh), or load it from a file (pipe.load_lora_weights)."
             )
-
-
-def _forget(layers: list[Any], module: nn.Module) -> None:
-    """Remove the wrappers of ``merge`` and ``unmerge`` from the ``layers`` that are no longer part of ``module``."""
-    present = {id(layer) for layer in lora_layers(module)}
-    for layer in layers:
-        if id(layer) not in present:
-            unwrap(layer, _KEY)
-
-
-def _take_off(module: Any, names: set[str]) -> None:
-    """Remove all LoRA adapters of ``module`` except those in ``names``, without communication."""
-    cls: Any = original_class(module)
-    if names:
-        cls.delete_adapters(module, [name for name in module.peft_config if name not in names])
-    else:
-        cls.unload_lora(module)
 
 
 @contextmanager
@@ -147,17 +134,6 @@ def _as_whole(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def _place(module: nn.Module) -> None:
-    """Move LoRA weights to the device of the mesh.
-
-    peft creates them on the device of the layer's weights, which is the host if these are offloaded.
-    """
-    mesh = shard_mesh(module)
-    if mesh is not None and is_sharded(module) and mesh.device_type != "cpu":
-        for weight in lora_weights(module):
-            weight.data = weight.data.to(mesh.device_type)
-
-
 def _wrap_merges(module: nn.Module) -> None:
     # The layers of all blocks get one wrapper and so share one class, so the compiled graph of one block fits the
     # others.
@@ -170,10 +146,6 @@ def _wrap_merges(module: nn.Module) -> None:
 def _with_whole(
     tensors_of: nn.Module | None, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run ``merge`` or ``unmerge`` of ``layer`` while the layer's weights are gathered.
-
-    Args:
-        tensors_of: The model of ``layer`` if tensor parallelism sharded it; None for FSDP2.
-    """
+    """Run ``merge`` or ``unmerge`` of ``layer`` with gathered weights. ``tensors_of`` is its model; None for FSDP2."""
     with whole_blocks(layer, sharded_parameters(layer)) if tensors_of is None else whole_tensors(tensors_of, [layer]):
         return call(layer, *args, **kwargs)

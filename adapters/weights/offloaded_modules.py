@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from para_core.adapters.weights.tensor_pickle import join_tensors, split_tensors
 from para_core.cfg.deferred import materialize
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.consistency import raising_on_all
@@ -171,3 +171,27 @@ def _run_on_first(
             if dim.group is not None:
                 dist.broadcast(x, group_src=0, group=dim.group)
     return output if mesh.rank == 0 else join_tensors(pickled, tensors)
+
+
+def split_tensors(value: Any) -> tuple[bytes, list[Tensor]]:
+    """Return ``value`` pickled without its tensors, and these tensors, each once, in the order in which they appear."""
+    # Hold the tensors here: Python may give the id of a freed tensor to another one.
+    tensors: dict[int, tuple[int, Tensor]] = {}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            return tensors.setdefault(id(obj), (len(tensors), obj))[0] if isinstance(obj, Tensor) else None
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue(), [x for _, x in tensors.values()]
+
+
+def join_tensors(pickled: bytes, tensors: Sequence[Tensor]) -> Any:
+    """Return the value that :func:`split_tensors` took apart, with ``tensors`` in place of its tensors."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: int) -> Tensor:
+            return tensors[pid]
+
+    return Unpickler(io.BytesIO(pickled)).load()

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
@@ -149,14 +149,10 @@ def shard_components(
     """Shard the weights like :func:`shard_weights`, and return the names of the sharded components.
 
     Args:
-        pipe, mesh, method, components, offload_policy: As for :func:`shard_weights`.
         keep: Whether to skip components that are already sharded with the same settings.
         from_files: Whether the weights are memory-mapped from files. To read as little of the files as possible, ranks
             then do not compare values, and no copy is kept for a rollback: components are not restored if sharding
             fails.
-
-    Raises:
-        As :func:`shard_weights`.
     """
     mesh = mesh_of(pipe) if mesh is None else mesh
     if mesh is None:
@@ -185,8 +181,14 @@ def shard_components(
             else:
                 require_tensor_plan_fits(module, plan, ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1)
         # Reading one element of a memory-mapped weight loads a whole page, so values of files are not compared.
-        record = weights_record(chosen, values=not from_files)
-    check_consistent(signature(record), ranks, explain=_other_weights)
+        record = _weights_record(chosen, values=not from_files)
+    check_consistent(
+        signature(record),
+        ranks,
+        explain=lambda records: (
+            f"{first_difference(records)} Load the same weights on every rank, with the same changes (LoRA, dtype)."
+        ),
+    )
     with raising_on_all(ranks, "weights could not be sharded"):
         shared = _device_mesh(ranks, method) if own is None else own
         sharded = {
@@ -235,40 +237,21 @@ def _components_to_shard(
     return chosen, plans
 
 
-def weights_record(modules: Mapping[str, nn.Module], *, values: bool = True) -> Record:
-    """Return a description of each weight that must be equal on all ranks, by parameter name.
-
-    A description has the shape, the dtype and, with ``values``, the first element of a weight that is neither sharded
-    nor quantized.
-    """
-    return {
-        f"{part}.{name}": f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}{_first_element(x) if values else ''}"
-        for part, module in modules.items()
-        for name, x in module.named_parameters()
-    }
-
-
-def _first_element(x: Tensor) -> str:
-    # Leave out values of DTensors, because reading one is a collective, and of quantized weights, which may have no
-    # element to read.
-    if type(x) is not nn.Parameter or x.is_meta or x.numel() == 0:
-        return ""
-    return f", first {x.detach()[(0,) * x.ndim].item()!r}"
-
-
-def _other_weights(records: list[Record]) -> str:
-    return f"{first_difference(records)} Load the same weights on every rank, with the same changes (LoRA, dtype)."
+def _weights_record(modules: Mapping[str, nn.Module], *, values: bool) -> Record:
+    """Return a description of each weight by parameter name: its shape and dtype and, with ``values``, an element."""
+    record = {}
+    for part, module in modules.items():
+        for name, x in module.named_parameters():
+            record[f"{part}.{name}"] = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
+            # Leave out values of DTensors, because reading one is a collective, and of quantized weights, which may
+            # have no element to read.
+            if values and type(x) is nn.Parameter and not x.is_meta and x.numel() > 0:
+                record[f"{part}.{name}"] += f", first {x.detach()[(0,) * x.ndim].item()!r}"
+    return record
 
 
 def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool = True) -> None:
-    """Raise ``ValueError`` if weights cannot be sharded over ``guided`` by ``method``.
-
-    Args:
-        guided: The mesh.
-        method: ``"fsdp"`` or ``"tensor"``.
-        of_transformer: Whether a transformer is among the components to shard. FSDP2 does not shard a transformer over
-            a mesh with tensor ranks.
-    """
+    """Raise ``ValueError`` if weights, perhaps ``of_transformer``, cannot be sharded over ``guided`` by ``method``."""
     if method == "tensor" and guided.tensor.group is None:
         raise ValueError(
             "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
@@ -305,16 +288,14 @@ def weights_groups(pipe: Any) -> set[dist.ProcessGroup]:
 
 
 def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) -> Pipeline:
-    """Undo :func:`shard_weights`: every rank holds all weights again. All ranks that share weights must call this.
+    """Undo :func:`shard_weights` and return ``pipe``. All ranks that share weights must call this.
 
-    Components that diffusers sharded (``TensorParallelConfig``) stay sharded, with a warning.
+    Components whose weights are not sharded stay unchanged; those that diffusers sharded (``TensorParallelConfig``)
+    stay sharded, with a warning.
 
     Args:
-        pipe (`DiffusionPipeline`): The pipeline. Components whose weights are not sharded stay unchanged.
+        pipe (`DiffusionPipeline`): The pipeline.
         components (`Sequence[str]`, *optional*): Names of the components to gather. Defaults to all components.
-
-    Returns:
-        ``pipe`` itself.
 
     Raises:
         RuntimeError: If a sharded weight was replaced, for example by quantization, so that it cannot be gathered.

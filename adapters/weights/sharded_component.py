@@ -50,21 +50,13 @@ _LATE = {
 
 @dataclass(frozen=True, eq=False)
 class ShardedComponent:
-    """One component of a pipeline and how its weights are sharded.
-
-    Args:
-        module: The component.
-        method: The method of sharding.
-        mesh: The ranks that share the weights.
-        ranks: All ranks that load and change LoRAs together. None if they are unknown, because the user sharded the
-            module with FSDP2 directly.
-        plan: The tensor plan; None for ``"fsdp"``.
-        offload_policy: FSDP2's policy for offloading; None keeps the weights on the device.
-    """
+    """One component of a pipeline and how its weights are sharded over ``mesh``. ``plan`` is None for ``"fsdp"``."""
 
     module: nn.Module
     method: Method
     mesh: DeviceMesh
+    # All ranks that load and change LoRAs together. None if they are unknown, because the user sharded the module with
+    # FSDP2 directly.
     ranks: GuidedMesh | SequenceMesh | None
     plan: TensorPlan | None = None
     offload_policy: OffloadPolicy | None = None
@@ -110,16 +102,30 @@ class ShardedComponent:
         if earlier is not None:
             rollback.callback(earlier.apply)
         if hold_weights:
-            rollback.callback(self._put_back, _HeldWeights(self.module))
+            rollback.callback(self._holding_weights())
         with raising_on_all(ranks, "weights could not be sharded"):
             self.apply()
 
-    def _put_back(self, held: _HeldWeights) -> None:
-        """Undo a complete or partial :meth:`apply` on this rank: restore ``held`` without communication."""
-        discard_shards(self.module)
-        discard_tensors(self.module)
-        leave_loras(self.module)
-        held.put_back()
+    def _holding_weights(self) -> Callable[[], None]:
+        """Return a function that undoes a complete or partial :meth:`apply` on this rank, without communication."""
+        tensors = [
+            (held, name, x, x.data, x.requires_grad)
+            for owner in self.module.modules()
+            for held in (parameter_slots(owner), buffer_slots(owner))
+            for name, x in held.items()
+            if x is not None
+        ]
+
+        def put_back() -> None:
+            discard_shards(self.module)
+            discard_tensors(self.module)
+            leave_loras(self.module)
+            for held, name, x, data, requires_grad in tensors:
+                if x.data is not data:
+                    x.data = data
+                held[name] = x.requires_grad_(requires_grad)
+
+        return put_back
 
     def refuse_late(self, guard: MoveGuard) -> None:
         """Wrap methods that would fail on sharded weights, or save only a part of them, so that they raise."""
@@ -127,26 +133,6 @@ class ShardedComponent:
         for method, problem in _LATE.items():
             if hasattr(self.module, method):
                 wrap_method(self.module, method, KEY, partial(_too_late, problem), order=WrapperPriority.PLAN)
-
-
-class _HeldWeights:
-    """A record of a module's parameters and buffers, from which they can be restored after they were replaced."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._tensors = [
-            (held, name, x, x.data, x.requires_grad)
-            for owner in module.modules()
-            for held in (parameter_slots(owner), buffer_slots(owner))
-            for name, x in held.items()
-            if x is not None
-        ]
-
-    def put_back(self) -> None:
-        for held, name, x, data, requires_grad in self._tensors:
-            if x.data is not data:
-                x.data = data
-            x.requires_grad_(requires_grad)
-            held[name] = x
 
 
 def sharded_component(module: nn.Module) -> ShardedComponent | None:
@@ -187,19 +173,14 @@ class MoveGuard:
 
     FSDP2 remembers the dtype and the device of the sharded weights, so the next call after ``module.to(...)`` would
     fail. accelerate's model offload may still move the other components; the sharded ones stay in place.
-
-    Attributes:
-        offloading: Whether ``pipe.enable_model_cpu_offload`` is running.
     """
 
     def __init__(self) -> None:
+        # Whether ``pipe.enable_model_cpu_offload`` is running.
         self.offloading = False
 
     def offload(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``pipe.enable_model_cpu_offload``. During that call sharded components ignore moves to the host.
-
-        Pipelines call that method again after each generation.
-        """
+        """Run ``pipe.enable_model_cpu_offload``. During that call sharded components ignore moves to the host."""
         before, self.offloading = self.offloading, True
         try:
             return call(pipe, *args, **kwargs)

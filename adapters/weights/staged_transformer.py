@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,6 @@ from para_core.instance_patching import (
 from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.pipefusion import fusion_of
 from para_core.weights.stages import (
-    Freeing,
     Stages,
     balanced,
     free_others,
@@ -67,30 +65,18 @@ _CHANGE_LORA = ("fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters")
 
 
 def hold_stage(
-    module: nn.Module,
-    dim: MeshDim,
-    adapter: Adapter | None = None,
-    require_equal: RequireEqual | None = None,
-    mesh: GuidedMesh | None = None,
+    module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None = None, require_equal: RequireEqual | None = None
 ) -> None:
-    """Run a transformer in stages over ``dim``. No weights are freed until :func:`free_other_stages` is called.
+    """Run a transformer in stages over the ``pipe`` dim of ``mesh``. :func:`free_other_stages` then frees weights.
 
-    LoRAs may be loaded, fused and unloaded before and after this call. After it, all ranks of ``mesh`` must do so
-    together.
-
-    Args:
-        module: The transformer.
-        dim: The mesh dim ``pipe``.
-        adapter: The adapter of the model; None looks it up.
-        require_equal: Called with the named arguments of each call of the model; raises if ranks differ. None compares
-            nothing.
-        mesh: All ranks that call this function; None if failures need not be raised on all ranks.
+    LoRAs may be loaded, fused and unloaded before and after this call; after it, all ranks of ``mesh`` must do so
+    together. ``require_equal`` is called with the named arguments of each call of the model; it raises if ranks differ.
     """
     # Creating the stages communicates, so a rank that fails before must tell the others here, or they would wait for
     # it.
-    with nullcontext() if mesh is None else raising_on_all(mesh, "stages could not be made"):
+    with raising_on_all(mesh, "stages could not be made"):
         blocks = stack_of(module, adapter)
-    stages = Stages(module, blocks, dim, require_equal)
+    stages = Stages(module, blocks, mesh.pipe, require_equal)
     stages.install()
     for method, what in _TOO_LATE.items():
         if hasattr(module, method):
@@ -111,7 +97,18 @@ def free_other_stages(module: nn.Module) -> None:
     """
     stages = stages_of(module)
     if stages is not None:
-        free_others(stages, _keeping_bits(lora_weights(module)))
+        _free(stages)
+
+
+def _free(stages: Stages) -> None:
+    """Free the weights of other stages' blocks. Keep fingerprints of their LoRA weights, to compare ranks later."""
+    of_lora = {id(x) for x in lora_weights(stages.module)}
+
+    def freeing(weight: Tensor, stand_in: Tensor) -> None:
+        if id(weight) in of_lora:
+            keep_bits(weight, stand_in)
+
+    free_others(stages, freeing)
 
 
 def refuse_late_on_pipe(pipe: Any) -> None:
@@ -149,7 +146,7 @@ def suspend_stage(module: nn.Module) -> Callable[[], None]:
     def resume() -> None:
         if stages is not None:
             stages.install()
-            free_others(stages, _keeping_bits(lora_weights(module)))
+            _free(stages)
 
     return resume
 
@@ -180,19 +177,8 @@ def _too_late_for_pipe(what: str, call: Callable[..., Any], pipe: Any, /, *args:
     return call(pipe, *args, **kwargs)
 
 
-def _keeping_bits(weights: list[nn.Parameter]) -> Freeing:
-    """Return a callback for :func:`free_others` that keeps fingerprints of LoRA weights, to compare ranks later."""
-    numbers = {id(x) for x in weights}
-
-    def freeing(weight: Tensor, stand_in: Tensor) -> None:
-        if id(weight) in numbers:
-            keep_bits(weight, stand_in)
-
-    return freeing
-
-
 def _change_lora(
-    stages: Stages, mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    stages: Stages, mesh: GuidedMesh, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run ``call``, a method of ``module`` that changes loaded LoRAs.
 
@@ -220,31 +206,24 @@ def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs:
 
 
 def _add_lora(
-    stages: Stages, mesh: GuidedMesh | None, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
+    stages: Stages, mesh: GuidedMesh, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Add a LoRA to all blocks, then free its weights in the blocks of other stages."""
+    """Add a LoRA to all blocks, then free its weights in the blocks of other stages.
+
+    During the call zeros on this rank's device replace the weights of these blocks.
+    """
     with on_all_ranks(mesh):
         require_own_values(module, args, kwargs)
-        with _stand_ins(stages):
-            added = call(module, *args, **kwargs)
-            stages.gradients.forget()
-            return added
-
-
-@contextmanager
-def _stand_ins(stages: Stages) -> Iterator[None]:
-    """Replace the weights of other stages' blocks by zeros on this rank's device inside the ``with`` block.
-
-    On exit, weights of these blocks that were added or overwritten inside the ``with`` block are freed.
-    """
-    device = next(stages.blocks[stages.own.start].block.parameters()).device
-    of_lora = {id(x) for x in lora_weights(stages.module)}
-    elsewhere = [weight for block in others(stages) for weight in weights_of(block)]
-    try:
-        with stand_ins(elsewhere, device, of_lora):
-            yield
-    finally:
-        free_others(stages, _keeping_bits(lora_weights(stages.module)))
+        device = next(stages.blocks[stages.own.start].block.parameters()).device
+        of_lora = {id(x) for x in lora_weights(module)}
+        elsewhere = [weight for block in others(stages) for weight in weights_of(block)]
+        try:
+            with stand_ins(elsewhere, device, of_lora):
+                added = call(module, *args, **kwargs)
+                stages.gradients.forget()
+                return added
+        finally:
+            _free(stages)
 
 
 def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
@@ -291,26 +270,21 @@ def refuse_compiled_stages(module: nn.Module, name: str, called: Any) -> None:
 
 def refuse_cache_on_stages(module: nn.Module, name: str, options: CacheOptions) -> None:
     """Refuse a cache whose options do not work in stages."""
-    reason = _why_no_cache(module, options)
-    if reason is not None:
-        raise RuntimeError(
-            f"{name} runs in stages, and cannot be cached with these options: {reason}. Use a mesh without 'pipe' (and "
-            "no pipefusion=), other options, or remove_cache_from_pipe(pipe)."
-        )
-
-
-def _why_no_cache(module: nn.Module, options: CacheOptions) -> str | None:
-    """Return why a cache with ``options`` would need blocks or weights of other stages; None if it works."""
-    if fusion_of(module) is not None:
-        return "under PipeFusion a step computes patches with keys of the previous step, which must not be skipped"
     stages, adapter = stages_of(module), adapter_for(module)
-    if stages is None or adapter is None or adapter.blocks is None:
-        return None
-    if len(adapter.blocks.groups) > 1:
-        return "it has two block groups, and the residual of the first is on another stage"
-    if options.decides_before_blocks:
-        return "its rule reads weights of the first block, which only the first stage has"
-    num_last = len(stages.ranges[-1])
-    if options.last_blocks >= num_last:
-        return f"last_blocks={options.last_blocks} always run, and the last stage has {num_last} blocks"
-    return None
+    num_last = 0 if stages is None else len(stages.ranges[-1])
+    if fusion_of(module) is not None:
+        reason = "under PipeFusion a step computes patches with keys of the previous step, which must not be skipped"
+    elif stages is None or adapter is None or adapter.blocks is None:
+        return
+    elif len(adapter.blocks.groups) > 1:
+        reason = "it has two block groups, and the residual of the first is on another stage"
+    elif options.decides_before_blocks:
+        reason = "its rule reads weights of the first block, which only the first stage has"
+    elif options.last_blocks >= num_last:
+        reason = f"last_blocks={options.last_blocks} always run, and the last stage has {num_last} blocks"
+    else:
+        return
+    raise RuntimeError(
+        f"{name} runs in stages, and cannot be cached with these options: {reason}. Use a mesh without 'pipe' (and "
+        "no pipefusion=), other options, or remove_cache_from_pipe(pipe)."
+    )

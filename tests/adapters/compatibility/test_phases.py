@@ -308,7 +308,7 @@ def in_stages(mesh):
 def compiled_stages(mesh):
     """Compile the blocks in place after the split into stages."""
     pipe = flux_pipe()
-    hold_stage(pipe.transformer, mesh.sequence.ulysses)
+    hold_stage(pipe.transformer, in_stages(mesh))
     return case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
 
 
@@ -319,7 +319,7 @@ def fused_and_compiled(mesh):
 
 def cached_stages(mesh):
     pipe = flux_pipe()
-    hold_stage(pipe.transformer, mesh.sequence.ulysses)
+    hold_stage(pipe.transformer, in_stages(mesh))
     return case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1, rule="modulated_input"))
 
 
