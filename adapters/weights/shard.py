@@ -182,13 +182,8 @@ def shard_components(
                 require_tensor_plan_fits(module, plan, ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1)
         # Reading one element of a memory-mapped weight loads a whole page, so values of files are not compared.
         record = _weights_record(chosen, values=not from_files)
-    check_consistent(
-        signature(record),
-        ranks,
-        explain=lambda records: (
-            f"{first_difference(records)} Load the same weights on every rank, with the same changes (LoRA, dtype)."
-        ),
-    )
+    way_out = "Load the same weights on every rank, with the same changes (LoRA, dtype)."
+    check_consistent(signature(record), ranks, explain=lambda records: f"{first_difference(records)} {way_out}")
     with raising_on_all(ranks, "weights could not be sharded"):
         shared = _device_mesh(ranks, method) if own is None else own
         sharded = {
