@@ -43,13 +43,8 @@ _CHEAP = re.compile(r"norm|mod|adaln|scale_shift|context|txt|add_[qkv]|add_out|(
 def components_of(pipe: Any, names: Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the transformers and encoders of ``pipe`` that have blocks, by name, without compile wrappers.
 
-    Args:
-        pipe: The pipeline.
-        names: Names of the components to return; None for all.
-
-    Raises:
-        TypeError: If ``names`` is a string.
-        ValueError: If the pipeline has no such component, or the component has no blocks.
+    ``names`` are the components to return; None for all. Raises ``TypeError`` if it is a string, and ``ValueError`` if
+    the pipeline has no such component, or the component has no blocks.
     """
     parts: dict[str, Any] = {name: uncompiled(part) for name, part in pipe.components.items()}
     transformers = transformers_of(pipe)
@@ -128,10 +123,7 @@ def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | No
 def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBlock]:
     """Return a :class:`StagedBlock` for each block of ``module``, in the order in which the blocks run.
 
-    It holds the block, its streams (the tensors that the block passes to the next one), and its relative cost.
-
-    Raises:
-        TypeError: If no adapter describes the blocks.
+    Raises ``TypeError`` if no adapter describes the blocks.
     """
     return [
         StagedBlock(block, group.streams, cost_of(block))

@@ -31,13 +31,8 @@ DIFFUSION_DECODER = "diffusion_decoder"
 def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | None = None) -> Plan | None:
     """Return the plan of ``module``: its adapter's, or else the one that its class publishes (``_cp_plan``), or None.
 
-    Args:
-        module: The transformer, compiled or not.
-        text: Whether the plan shards or replicates text tokens. None for the faster way.
-        adapter: An adapter that has priority if it is for the class of ``module``.
-
-    Raises:
-        ValueError: If ``text`` is unknown, or the text of this model cannot be sharded.
+    ``text`` says whether the plan shards or replicates text tokens; None for the faster way. ``adapter`` has priority
+    over the library's. Raises ``ValueError`` if ``text`` is unknown, or the text of this model cannot be sharded.
     """
     if text not in (None, "shard", "replicate"):
         raise ValueError(f"text is {text!r}; expected 'shard', 'replicate', or None for the faster one.")
@@ -80,9 +75,7 @@ def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
 def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | None:
     """Return the adapter for the class of ``module``, or for the nearest of its base classes; None if there is none.
 
-    Args:
-        module: The transformer.
-        adapter: An adapter that has priority over the library's for the same class.
+    ``adapter`` has priority over the library's for the same class.
     """
     candidates = ADAPTERS if adapter is None else (adapter, *ADAPTERS)
     names = [cls.__name__ for cls in type(module).__mro__]
@@ -90,11 +83,7 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
 
 
 def require_adapter(module: nn.Module, adapter: Adapter | None = None) -> Adapter:
-    """Return the adapter of :func:`adapter_for`.
-
-    Raises:
-        TypeError: If there is none.
-    """
+    """Return the adapter of :func:`adapter_for`. Raise ``TypeError`` if there is none."""
     adapter = adapter_for(module, adapter)
     if adapter is None:
         raise TypeError(f"no adapter describes {original_class(module).__name__}: {_DESCRIBE_BLOCKS}")
@@ -102,11 +91,7 @@ def require_adapter(module: nn.Module, adapter: Adapter | None = None) -> Adapte
 
 
 def require_blocks(module: nn.Module, adapter: Adapter | None = None) -> CachedBlocks:
-    """Return the block stack that the adapter for ``module`` describes.
-
-    Raises:
-        TypeError: If no adapter describes one.
-    """
+    """Return the block stack that the adapter for ``module`` describes. Raise ``TypeError`` if there is none."""
     blocks = require_adapter(module, adapter).blocks
     if blocks is None:
         raise TypeError(f"no adapter describes the blocks of {original_class(module).__name__}: {_DESCRIBE_BLOCKS}")
@@ -237,11 +222,7 @@ def refuse_class_without_plan(owner: Any, module: nn.Module, adapter: Adapter | 
 
 
 def require_plan(owner: Any, module: nn.Module, adapter: Adapter | None, text: Text | None = None) -> Plan:
-    """Return the plan of ``module``, as :func:`plan_for` does.
-
-    Raises:
-        TypeError: If there is no plan. The message names ``owner``, the pipeline.
-    """
+    """Return the plan of :func:`plan_for`. Raise ``TypeError``, which names the pipeline ``owner``, without one."""
     plan = plan_for(module, text, adapter)
     if plan is None:
         raise TypeError(

@@ -16,12 +16,9 @@ _END_IS_LISTED = ("LTXEulerAncestralRFScheduler",)
 
 
 class Position(NamedTuple):
-    """A step of a schedule.
+    """A step: its index in the call of the pipeline, the number of steps of that call, and its timestep.
 
-    Args:
-        step: Index of the step; 0 for the first one that the call of the pipeline takes.
-        num_steps: Number of steps that the call takes, at least 1.
-        time: Timestep of the step, on the scheduler's own scale; 0.0 if the scheduler lists none.
+    The timestep is on the scheduler's own scale; 0.0 if the scheduler lists none.
     """
 
     step: int
@@ -62,11 +59,9 @@ class SchedulerTracker:
     def following(self, pipe: Any, begin: Callable[[], None], *, with_copies: bool = False) -> Iterator[None]:
         """Make :meth:`position` available inside the ``with`` block, in which ``pipe`` runs.
 
-        Args:
-            pipe: The pipeline. A pipeline without a scheduler has a schedule of one step.
-            begin: Called each time a schedule begins. Some pipelines run one schedule per section of a video.
-            with_copies (`bool`, defaults to `False`): Whether the pipeline may step with copies of its scheduler. If it
-                does, model calls are counted instead.
+        ``begin`` is called each time a schedule begins: some pipelines run one schedule per section of a video.
+        ``with_copies`` says whether the pipeline may step with copies of its scheduler; if it does, model calls are
+        counted.
 
         Raises:
             RuntimeError: If this tracker already follows a pipeline, in another thread.
@@ -140,14 +135,11 @@ class SchedulerTracker:
         return times[begin or 0 :]
 
     def _count_call(self, branch: str, total: int) -> int:
-        """Count this model call and return its step, assuming one call per step for each branch.
+        """Count this model call of ``branch`` and return its step, assuming one call per step for each branch.
 
-        Args:
-            branch: Name of the CFG branch.
-            total: Number of steps in the current section of the video.
-
-        If a branch was not called at some steps, it continues at most one step behind the branch with the most calls. A
-        new section begins when ``total`` changes, or when a branch has been called ``total`` times.
+        ``total`` is the number of steps in the current section of the video; a new section begins when it changes, or
+        when a branch has been called ``total`` times. A branch that was not called at some steps continues at most one
+        step behind the branch with the most calls.
         """
         if total != self._section or self._num_calls.get(branch, 0) >= total:
             if self._section:

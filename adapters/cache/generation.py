@@ -62,13 +62,9 @@ class PipelineCache:
         self._warnings = WarningLog()
 
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
-        """Use ``caches`` from the next generation on. If this fails, the previous caches stay.
+        """Use ``caches``, by component name, from the next generation on. If this fails, the previous caches stay.
 
-        The hooks of the models are kept, so graphs that were compiled with them stay valid.
-
-        Args:
-            caches: One cache per transformer, by component name.
-            adapter: The adapter that the user passed; None to use the library's.
+        The hooks of the models are kept, so graphs that were compiled with them stay valid. ``adapter`` is the user's.
         """
         before = self.caches
         adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]
@@ -132,11 +128,7 @@ class PipelineCache:
         return replace(cache.options, residual_diff_threshold=cache.threshold)
 
     def around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run one generation with the caches: the wrapper of ``pipe.__call__``. Returns the output of the pipeline.
-
-        Raises:
-            RuntimeError: If the pipeline is already running in another thread.
-        """
+        """Run one generation of ``pipe`` with the caches, as the wrapper of ``pipe.__call__``."""
         if self._paused:
             return call(pipe, *args, **kwargs)
         for name, cache in self.caches.items():
@@ -216,8 +208,7 @@ class PipelineCache:
     def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the CFG branch of the next call of ``module``, which this rank or another one computes.
 
-        Every rank calls this for every call, so that all ranks number the branches in the same order. Does nothing if
-        the module has no cache in this pipeline or no generation is running.
+        Every rank calls this for every call, so that all ranks number the branches in the same order.
         """
         cache = next((cache for cache in self.caches.values() if cache.module is uncompiled(module)), None)
         if cache is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
@@ -233,15 +224,10 @@ class PipelineCache:
             cache.detach()
 
     def _step_aside(self, name: str, caches: Mapping[str, BlockCache], *modules: Any) -> None:
-        """Remove this pipeline's hook from the component ``name``, if it has one.
+        """Remove this pipeline's hook from the component ``name``, if it has one, and from ``modules``.
 
-        If ``caches`` has a cache for ``name``, the classes that wrapping gave to ``modules`` are kept alive, because
-        compiled graphs are valid only as long as these classes exist.
-
-        Args:
-            name: Name of the component.
-            caches: The caches that this pipeline has attached, by component name.
-            modules: The instances that may have the hook. Values that are not modules are ignored.
+        If ``caches``, the attached caches, has one for ``name``, the classes that wrapping gave to ``modules`` are kept
+        alive, because compiled graphs are valid only as long as these classes exist.
         """
         caller = self._callers.get(name)
         if caller is None:

@@ -84,11 +84,7 @@ def apply_cache_on_pipe(
 def _resolve(
     pipe: Any, adapter: Adapter | None, per_transformer: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, BlockCache]:
-    """Validate the options and return a cache for each transformer of ``pipe``, by component name. Changes nothing.
-
-    Raises:
-        TypeError, ValueError: The pipeline is not supported, or an option is invalid.
-    """
+    """Validate the options and return a cache for each transformer of ``pipe``, by component name. Changes nothing."""
     models = models_to_check(pipe, adapter)
     for model in models:
         check_cache(model)
@@ -120,10 +116,8 @@ def apply_cache_on_transformer(
 
     Args:
         transformer (`nn.Module`): A supported transformer. It may be compiled.
-        adapter (`Adapter`, *optional*): The adapter of a transformer that is not supported. It has priority over the
-            library's adapter for the same class.
-        **options: The options of ``para_core.CacheOptions``. ``residual_diff_threshold`` defaults to the threshold of
-            the adapter. Options that need a schedule are refused.
+        adapter (`Adapter`, *optional*): As in :func:`apply_cache_on_pipe`.
+        **options: As in :func:`apply_cache_on_pipe`. Options that need a schedule are refused.
 
     Returns:
         ``transformer`` itself.
@@ -153,14 +147,7 @@ def _options(function: str, options: Mapping[str, Any], adapter: Adapter) -> Cac
 
 
 def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
-    """Undo :func:`apply_cache_on_pipe`. A pipeline without a cache stays as it is.
-
-    Args:
-        pipe (`DiffusionPipeline`): The pipeline.
-
-    Returns:
-        ``pipe`` itself.
-    """
+    """Undo :func:`apply_cache_on_pipe` and return ``pipe``. A pipeline without a cache stays as it is."""
     caching = caching_of(pipe)
     if caching is not None:
         caching.remove(pipe)
@@ -172,16 +159,8 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
 def cache_report(pipe: Any) -> CacheReport:
     """Return a report of the cache's decision at each step of the last generation of ``pipe``.
 
-    Args:
-        pipe (`DiffusionPipeline`): A pipeline with a cache. On several ranks the report contains the steps of this
-            rank.
-
-    Returns:
-        A `CacheReport` to ``print``, ``.plot(path)`` or ``.to_json(path)``. It has no steps before the first
-        generation.
-
-    Raises:
-        ValueError: The pipeline has no cache.
+    It is a `CacheReport` to ``print``, ``.plot(path)`` or ``.to_json(path)``, with the steps of this rank; it has none
+    before the first generation. Raises ``ValueError`` if the pipeline has no cache.
     """
     caching = caching_of(pipe)
     if caching is None:

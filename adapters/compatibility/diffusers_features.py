@@ -53,11 +53,7 @@ def refuse_cache_of_diffusers(module: nn.Module, name: str) -> None:
 
 
 def refuse_compiled_weights_of_diffusers(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse a compiled model whose weights come from a GGUF file or use layerwise casting.
-
-    Args:
-        called: ``module``, or the compiled module around it.
-    """
+    """Refuse a compiled model whose weights come from a GGUF file or use layerwise casting."""
     if called is module and not has_compiled_parts(module):
         return
     is_gguf = type(vars(module).get("hf_quantizer")).__name__ == "GGUFQuantizer"

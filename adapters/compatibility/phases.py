@@ -122,10 +122,8 @@ def check_parallelize(
 ) -> None:
     """Run the checks before ``models`` are parallelized. The first check that fails raises.
 
-    Args:
-        models: The models to parallelize.
-        mesh: The mesh; None if it is not known yet, which leaves out the checks that need it.
-        unshards: Whether weights that are sharded now will be gathered first. If so, sharded weights are not refused.
+    ``mesh=None`` leaves out the checks that need the mesh. ``unshards`` says that weights that are sharded now will be
+    gathered first, so that they are not refused.
     """
     for model in models:
         owner, module, adapter = model.owner, model.module, model.adapter
@@ -185,9 +183,7 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
 def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> None:
     """Run the checks before a cache with ``options`` is applied to ``model``. The first check that fails raises.
 
-    Args:
-        model: The model.
-        options: The options; None if they are not known yet, which leaves out the checks that need them.
+    ``options=None`` leaves out the checks that need them.
     """
     owner, module, adapter = model.owner, model.module, model.adapter
     refuse_cache_without_transformer(owner, module)
@@ -223,11 +219,8 @@ PHASES: Mapping[str, Callable[..., None]] = {
 def require_same_call_of_model(module: Any, mesh: GuidedMesh, inputs: Mapping[str, Any], *, assume_equal: bool) -> None:
     """Raise on every rank if the call of ``module`` is refused on one rank, or if ``inputs`` differ between ranks.
 
-    Args:
-        module: The transformer or UNet that is called.
-        mesh: The ranks that call it.
-        inputs: Arguments and settings to compare, by name.
-        assume_equal: Whether to skip the comparison and its exchange. Then a rank whose call is refused raises alone.
+    ``inputs`` are arguments and settings by name. ``assume_equal`` skips the comparison and its exchange; then a rank
+    whose call is refused raises alone.
     """
     mesh.check_alive()
     models = [CheckedModel(module, module)]

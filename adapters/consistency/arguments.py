@@ -41,17 +41,14 @@ def require_same_call(
     The message names the values that differ. Every rank of ``mesh`` must call this function.
 
     Args:
-        pipe: The pipeline.
         args, kwargs: The arguments of the call on this rank.
-        mesh: The ranks that make the call.
         what: Name of the called object, for messages.
         state: Returns further values by name that must be equal. Its argument is whether the call decodes latents.
         check: Called first, on each rank. Raises if this rank cannot take part in the call.
 
     Raises:
         ValueError: If an argument or the state differs between two ranks.
-        TypeError: If the arguments of a rank do not fit the signature of ``pipe``.
-        TypeError, ValueError, RuntimeError: What ``check`` raised on one rank.
+        TypeError, ValueError, RuntimeError: If the arguments of a rank are no call of ``pipe``, or ``check`` raised.
     """
 
     def values() -> Mapping[str, Any]:
@@ -71,15 +68,9 @@ def require_same_call(
 
 
 def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, check: Callable[[], None]) -> None:
-    """Raise on every rank if ranks call a module with different inputs. The message names the inputs that differ.
+    """Raise on every rank if ranks call a module with different ``inputs``. The message names those that differ.
 
-    Args:
-        inputs: The inputs of this rank, by name.
-        mesh, what, check: As in :func:`require_same_call`.
-
-    Raises:
-        ValueError: If an input differs between two ranks.
-        TypeError, ValueError, RuntimeError: What ``check`` raised on one rank.
+    ``what``, ``check`` and the errors are as in :func:`require_same_call`.
     """
     _require_equal(
         lambda: inputs,
@@ -108,7 +99,7 @@ def _require_equal(
 ) -> None:
     """Raise on every rank if ``values()`` differs between ranks, or if ``check`` or ``values`` raised on one of them.
 
-    ``way_out`` is advice to the user, with which the error message ends.
+    The error message ends with ``way_out``.
     """
 
     def explain(records: list[Record]) -> str:

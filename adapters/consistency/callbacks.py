@@ -31,14 +31,8 @@ def around_callbacks(
 ) -> Iterator[dict[str, Any]]:
     """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
 
-    Args:
-        kwargs: Keyword arguments of a pipeline's call. Those whose names begin with ``callback`` are replaced.
-        key: Key of the wrapper.
-        run: Called instead of each callback, with the callback first.
-        order: Priority among the wrappers of one callback.
-
-    Yields:
-        The keyword arguments to call the pipeline with.
+    ``kwargs`` are those of a pipeline's call; callbacks are those whose names begin with ``callback``. Yields the
+    keyword arguments to call the pipeline with. ``order`` is the priority among the wrappers of one callback.
     """
     callbacks = {name: f for name, f in kwargs.items() if name.startswith("callback") and callable(f)}
     with ExitStack() as stack:
@@ -59,12 +53,9 @@ def _around(callback: Any, key: str, run: Callable[..., Any], order: WrapperPrio
 
 
 class CheckedCallbacks:
-    """Runner of callbacks that compares their effects between the ranks of ``mesh``.
+    """Runner of callbacks that compares their effects on ``pipe`` between the ranks of ``mesh``.
 
-    Args:
-        pipe: The pipeline that the callbacks may change.
-        mesh: The ranks that run it.
-        loras: Descriptions of the LoRAs of ``pipe``, made when the call began.
+    ``loras`` are descriptions of the LoRAs of ``pipe``, made when the call began.
     """
 
     def __init__(self, pipe: Any, mesh: GuidedMesh, loras: Loras) -> None:

@@ -113,12 +113,9 @@ def _in_time(query: Callable[[Any], Result], default: Result, seconds: float = _
 def reasons_shared(token: str, places: Places) -> Iterator[None]:
     """Exchange the reasons for which ranks leave the call ``token``, if the ``with`` block raises.
 
-    An exception on this rank is stored for the other ranks. If a collective of this rank times out, the raised error
-    contains the reason that another rank has stored. Works with gloo only: a time-out of NCCL ends the process and
-    raises nothing here (docs/several_nodes.md).
-
-    Raises:
-        RuntimeError: If another rank stopped answering; the message says which, and why.
+    An exception on this rank is stored for the other ranks. If a collective of this rank times out, it raises a
+    ``RuntimeError`` that says which rank stopped answering, and why. With NCCL a time-out ends the process instead
+    (docs/several_nodes.md).
     """
     try:
         yield

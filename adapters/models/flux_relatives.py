@@ -16,8 +16,7 @@ from para_core.weights.tensor_plan import COLUMNS, Linear, TensorPlan
 def _tensor(gated: bool = False) -> TensorPlan:
     """Return a tensor plan like the one that diffusers publishes for FLUX.1.
 
-    Args:
-        gated: Whether the first layer of each feed-forward returns hidden units and a gate (as in SwiGLU).
+    If ``gated``, the first layer of each feed-forward returns hidden units and a gate (as in SwiGLU).
     """
     double, single = "transformer_blocks.*", "single_transformer_blocks.*"
     heads, hidden = [f"attn.{name}" for name in JOINT_PROJECTIONS], Linear("colwise", (1, 1)) if gated else COLUMNS

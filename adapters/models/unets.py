@@ -8,14 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UnetAdapter:
-    """Description of one UNet or ControlNet class.
+    """Description of one UNet or ControlNet class, ``unet``. ``pipelines`` are for messages.
 
-    Args:
-        unet: Name of the class.
-        pipelines: Names of its pipelines as users know them, for messages; empty for a ControlNet.
-        images: Names of the arguments ``[..., H, W]`` whose rows are sharded. The rows of the first argument are split
-            over the ranks. The other arguments must have a multiple of its number of rows, and are split in the same
-            proportion.
+    ``images`` are the arguments ``[..., H, W]`` whose rows are sharded: the rows of the first are split over the ranks.
+    Others have a multiple of its number of rows, and are split in the same proportion.
     """
 
     unet: str

@@ -14,10 +14,9 @@ from para_core.instance_patching import original_class
 
 @dataclass(frozen=True)
 class VaeAdapter:
-    """Description of one autoencoder class.
+    """Description of one autoencoder class, ``vae``.
 
     Args:
-        vae: Name of the class.
         encode, decode: Names of the methods to parallelize, which take and return images ``[..., H, W]``. Each is the
             innermost method inside which all decisions by the image's size are made, such as whether to tile. Methods
             around it may only split the batch (slicing). ``encode`` is None for a class that only decodes.
@@ -25,7 +24,7 @@ class VaeAdapter:
             the results; empty without tiling.
         only_tiled: Whether the class always tiles.
         why_not_tiles: Why the tiles cannot be distributed over ranks; empty if they can.
-        windows: Whether the class is a diffusion decoder whose attention is limited to a window around each pixel.
+        windows: Whether it is a diffusion decoder whose attention is limited to a window around each pixel.
     """
 
     vae: str

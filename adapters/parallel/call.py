@@ -52,14 +52,9 @@ class ParallelCall:
         transformers: Transformers by component name. A parallel plan is applied to each.
         unets: UNets and ControlNets by path in the pipeline. The rows of their images are sharded.
         mesh: The ranks that run the pipeline.
-        sequential_cfg: Whether the pipeline calls the transformer once per CFG branch. These calls are then distributed
-            over the ``batch`` dim of the mesh.
+        sequential_cfg: Whether to distribute calls, one per CFG branch, over the ``batch`` dim of the mesh.
         assume_equal: Whether to skip the comparison of arguments between ranks.
         session: The session that attached this wrapper; :func:`unparallelize_pipe` stops it.
-
-    Attributes:
-        fused: PipeFusion of the transformers; None without PipeFusion.
-        scheduled: The :class:`ScheduledAttention` of the transformers; None if ``backend`` is not a schedule.
     """
 
     def __init__(

@@ -90,9 +90,8 @@ def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _copy(module: nn.Module) -> nn.Module:
     """Return a model of the same class and config on the meta device, with one block of each kind.
 
-    Raises:
-        ValueError: If ``module`` differs from its config: a weight has another shape, or a dtype that is not a
-            floating-point compute dtype (quantized or 8-bit weights).
+    Raises ``ValueError`` if ``module`` differs from its config: a weight has another shape, or a dtype that is not a
+    floating-point compute dtype (quantized or 8-bit weights).
     """
     cls = unwrapped_class(module)
     config: Any = module.config

@@ -155,10 +155,7 @@ def _modules(pipe: Any) -> list[nn.Module]:
 
 
 def _loaded_on_all(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: dict[str, Any]) -> Any:
-    """Return the pipeline with each weight memory-mapped from its file, in the dtype of the file.
-
-    This is a collective call. If loading fails on one rank, every rank raises.
-    """
+    """Return the pipeline with each weight memory-mapped from its file, in the dtype of the file. A collective call."""
     _download_once_per_node(pipeline, name, mesh, options)
     with raising_on_all(mesh, f"{name} could not be loaded (download incomplete files again)"):
         folder = folder_of(pipeline, name, options)
@@ -195,10 +192,7 @@ def _require_safetensors(folder: Path, passed: set[str]) -> None:
     """Raise ``FileNotFoundError`` if a model in ``folder`` lacks safetensors files, or the index of several such files.
 
     Without this check diffusers and transformers try other formats, and their error names a file of these formats.
-
-    Args:
-        folder: Folder of the pipeline, with one subfolder per component.
-        passed: Components that the caller passes to ``from_pretrained``, so they are not loaded.
+    ``passed`` are the components that the caller passes to ``from_pretrained``, so they are not loaded.
     """
     for config in sorted(folder.glob("*/config.json")):
         part, settings = config.parent, json.loads(config.read_text())
@@ -219,10 +213,7 @@ def _require_safetensors(folder: Path, passed: set[str]) -> None:
 
 
 def _files_in(folder: Path, variant: str | None) -> list[Path]:
-    """Return the safetensors files of all components.
-
-    For each component these are the files of ``variant`` if it has any, and otherwise the files without a variant.
-    """
+    """Return the safetensors files of all components: those of ``variant`` if there are any, or those without one."""
     by_variant: dict[Path, dict[str | None, list[Path]]] = {}
     # Paths are not resolved: in the Hub's cache they are symbolic links to blobs, whose names tell neither component
     # nor variant.

@@ -52,12 +52,7 @@ def parallelize_unet(
 
 
 def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, batched: bool) -> UnetRun:
-    """Return the handler that will run ``module`` with its image rows sharded over ``mesh``. Changes nothing yet.
-
-    Raises:
-        TypeError: If the class is not supported.
-        ValueError: If the mesh does not fit.
-    """
+    """Return the handler that will run ``module`` with its image rows sharded over ``mesh``. Changes nothing yet."""
     check_parallelize([CheckedModel(module, module, "unet")], mesh)
     require_equal = partial(require_same_call_of_model, module, mesh, assume_equal=assume_equal)
     return UnetRun(module, mesh, batched=batched, require_equal=require_equal)

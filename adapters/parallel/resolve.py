@@ -238,10 +238,7 @@ def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks
 def _parallel_vaes_of(pipe: Any) -> list[nn.Module]:
     """Return the modules that ``vae=True`` runs on all ranks: autoencoders with an adapter and the diffusion decoder.
 
-    ``pipe.vae`` is first. For a pipeline that only decodes, return its decoders.
-
-    Raises:
-        TypeError: If ``pipe`` does more than decode and has no module ``pipe.vae``.
+    ``pipe.vae`` is first; without it ``TypeError`` is raised. For a pipeline that only decodes, return its decoders.
     """
     if decoders := decoders_of(pipe):
         return list(decoders.values())

@@ -28,13 +28,7 @@ class ScheduledAttention:
 
     The step is read from the scheduler and not counted from transformer calls, so two calls per step for guidance,
     steps that a cache skips, and a second transformer do not disturb it. Outside a generation and inside user callbacks
-    exact attention is in effect.
-
-    Args:
-        transformers: The transformers by component name.
-        schedule: Attention of each step.
-        options: Attention options of the transformers, in which those of the step are replaced.
-        adapter: Adapter that the user passed; None to look it up by class.
+    exact attention is in effect. The options of a step replace those in ``options``.
     """
 
     def __init__(
@@ -66,8 +60,7 @@ class ScheduledAttention:
     def generation(self, pipe: Any, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Set the backend at each step inside the ``with`` block, which runs one generation of ``pipe``.
 
-        Yields:
-            ``kwargs`` with the user's callbacks wrapped; call the pipeline with these.
+        Yields ``kwargs`` with the user's callbacks wrapped; call the pipeline with these.
         """
         self._branches = {key: Branches(conditions) for key, conditions in self._conditions.items()}
         for name, module in self._transformers.items():

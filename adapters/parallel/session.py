@@ -35,28 +35,20 @@ class Part(ABC):
         """Make the change and return the function that undoes it."""
 
     def complete(self) -> None:  # noqa: B027 - most parts have nothing to complete
-        """Finish the change after every rank has applied all parts.
-
-        Parts override this for a step that only all ranks together can undo.
-        """
+        """Finish the change after every rank has applied all parts: a step that only all ranks together can undo."""
 
     def clear(self) -> Undo:
         """Remove a change of this kind that was made outside of the session, such as a plan that was applied by hand.
 
-        Returns a function that restores what was removed, except for wrappers, which :func:`replace_session` restores.
+        Returns a function that restores it, except for wrappers, which :func:`replace_session` restores.
         """
         return nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
-        """Undo the change, because a new session on ``mesh`` replaces this one.
+        """Call ``undo``, which :meth:`apply` returned, because a new session on ``mesh`` replaces this one.
 
-        Args:
-            undo: The function that :meth:`apply` returned.
-            mesh: Ranks of the new session.
-
-        Returns:
-            A function that makes the change again if the new session fails, except for wrappers, which
-            :func:`replace_session` restores.
+        Returns a function that makes the change again if the new session fails, except for wrappers, as in
+        :meth:`clear`.
         """
         undo()
         return nothing
@@ -79,12 +71,7 @@ class Change(Part):
 
 
 class ParallelSession:
-    """The parts that are applied together to one pipeline or transformer.
-
-    Args:
-        mesh: Ranks of the session.
-        parts: Parts in the order in which they are applied.
-    """
+    """The parts that are applied together to one pipeline or transformer, in order, on the ranks of ``mesh``."""
 
     def __init__(self, mesh: GuidedMesh, parts: Sequence[Part]) -> None:
         self.mesh, self.parts = mesh, list(parts)
@@ -120,7 +107,7 @@ class ParallelSession:
     def suspend(self, resume: ExitStack, mesh: GuidedMesh) -> None:
         """Call :meth:`Part.suspend` of all applied parts, the last one first, before a session on ``mesh`` starts.
 
-        Pushes the functions that restore the parts onto ``resume``.
+        The functions that restore the parts are pushed onto ``resume``.
         """
         for part, undo in reversed(self._applied):
             resume.callback(part.suspend(undo, mesh))

@@ -143,10 +143,7 @@ def resolve_transformer(
 
 @dataclass(frozen=True)
 class TransformerPart(Part):
-    """The change that applies a plan to one transformer, as a part of a session of parallelize_pipe or alone.
-
-    With a ``pipe`` mesh dim it also frees the transformer blocks of the other stages.
-    """
+    """The change that applies a plan to one transformer, and with a ``pipe`` mesh dim frees blocks of other stages."""
 
     module: nn.Module
     plan: Plan
@@ -278,9 +275,8 @@ class ParallelOptions:
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
         """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the schedule.
 
-        Args:
-            default_method (`RotateMethod`, *optional*): ``rotate_method`` to use if the user gave neither that option
-                nor ``comm_dtype``. None stands for ``"alltoall"``.
+        ``default_method`` is the ``rotate_method`` if the user gave neither that option nor ``comm_dtype``; None stands
+        for ``"alltoall"``.
         """
         if self.comm_dtype is not None:
             default_method = None

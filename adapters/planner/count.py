@@ -79,12 +79,9 @@ class _AllValid(TorchFunctionMode):
 def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, ModelCall]:
     """Count the work of one transformer call, with the whole batch and with a batch that is split over 2 ranks.
 
-    Call it inside :func:`without_data`. ``transformer`` itself does not run. Models with one block and with two blocks
+    Call it inside :func:`without_data`. ``transformer`` itself does not run: models with one block and with two blocks
     of each kind run, and the difference is multiplied by the number of blocks. The keys of the result are 1 and 2, the
-    number of parts of the batch.
-
-    Raises:
-        UnknownModelError: If the inputs or the plan of the transformer are unknown.
+    number of parts of the batch. Raises ``UnknownModelError`` if the inputs or the plan of the transformer are unknown.
     """
     cls = unwrapped_class(transformer)
     if cls.__name__ not in INPUTS:

@@ -1,11 +1,8 @@
 """Choose the mesh of a pipeline or model if the user gives none.
 
 If all ranks are CUDA devices of one host, the mesh is the one that the planner predicts to be fastest at the pipeline's
-default sizes; rank 0 predicts for all ranks. Otherwise, and for a device or model that the planner does not know,
-:func:`choose_mesh` chooses by a fixed rule.
-
-Rank 0 logs the mesh and its reason at level INFO. If the planner raises an error that it does not document, which is a
-defect, rank 0 also logs a warning with the error, because a later version may choose another mesh.
+default sizes; rank 0 predicts for all ranks, and logs the mesh and its reason at level INFO. Otherwise, and for a
+device or model that the planner does not know, :func:`choose_mesh` chooses by a fixed rule.
 """
 
 from __future__ import annotations
@@ -63,10 +60,8 @@ def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | N
     """Return the dims of ``mesh`` and the position of this rank on them. None stands for the default mesh of all ranks.
 
     ``owner`` is the pipeline or model that the mesh is for, and ``weights`` how its weights will be sharded on it.
-
-    Raises:
-        TypeError, ValueError: If ``mesh`` is not a mesh of para_core.
-        RuntimeError: If there are several ranks but no process group, or if two NCCL ranks use the same GPU.
+    Raises ``TypeError`` or ``ValueError`` if ``mesh`` is not a mesh of para_core, and ``RuntimeError`` if there are
+    several ranks but no process group, or if two NCCL ranks use the same GPU.
     """
     return mesh_and_method(mesh, owner, weights)[0]
 
@@ -117,8 +112,7 @@ def _cpu_group() -> ProcessGroup:
 def _ranks_per_host() -> int | None:
     """Return a group size n: ranks i * n … i * n + n - 1 are on one host, for every i. None if it is unknown.
 
-    The number comes from the launcher's environment. Without a launcher (Ray, or processes started by hand) the ranks
-    compare host names, which is a collective call.
+    Without a launcher that tells it (Ray, or processes started by hand) this is a collective call.
     """
     on_host = ranks_per_host()
     ranks = dist.get_world_size()
@@ -180,10 +174,9 @@ def _log_choice(choice: MeshChoice, device_type: str) -> None:
 
 
 def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoice | Unpredicted:
-    """Return the mesh of ``ranks`` GPUs that :func:`plan_mesh` predicts to be fastest, or why there is none.
+    """Return the mesh of ``ranks`` GPUs of this host that :func:`plan_mesh` predicts to be fastest, or why it cannot.
 
-    All GPUs are on this host, and of the kind of the current device. With ``weights`` ``"fsdp"`` or ``"tensor"``, only
-    meshes on which weights can be sharded in this way count; any other value replicates weights.
+    With ``weights`` ``"fsdp"`` or ``"tensor"``, only meshes on which weights can be sharded in this way count.
     """
     if hasattr(pipe, "pag_applied_layers"):
         return Unpredicted("the planner does not count perturbed attention guidance")

@@ -48,9 +48,8 @@ def grown_dims(small: TensorRecord, large: TensorRecord) -> dict[int, Lengths]:
 def streams_of(calls: list[ModuleCall]) -> tuple[str, ...]:
     """Return the parameters of the first block of ``calls`` whose updated values it returns, in that order.
 
-    An output belongs to the parameter through which the next block receives it. If the next block does not receive it,
-    it belongs to a parameter of the same shape, unless the next block gets that parameter unchanged. An output that
-    belongs to no parameter gives ``""``.
+    An output belongs to the parameter through which the next block receives it, or else to one of the same shape that
+    the next block does not get unchanged. An output that belongs to no parameter gives ``""``.
     """
     inputs = {name: value for name, value in calls[0].arguments.items() if isinstance(value, TensorRecord)}
     following = calls[1].arguments if len(calls) > 1 else {}
@@ -69,10 +68,7 @@ def streams_of(calls: list[ModuleCall]) -> tuple[str, ...]:
 
 
 def starts(small: ObservedCall, large: ObservedCall) -> Iterator[Start]:
-    """Yield the possible starts in the order of time. A later start leaves more of the model replicated.
-
-    Modules that contain blocks come after all block lists.
-    """
+    """Yield the possible starts in the order of time: first block lists, then modules that contain blocks."""
     for name in dict.fromkeys(call.block_list for call in small.calls if call.block_list is not None):
         calls, larger_calls = small.of_list(name), large.of_list(name)
         if larger_calls and small.attends(calls[0].began, calls[-1].ended):
@@ -106,12 +102,9 @@ def _start(call: ModuleCall, larger_call: ModuleCall, streams: Iterable[str]) ->
 class Choice:
     """Properties of a plan that cannot be seen from tensor sizes. Each combination is tried.
 
-    Args:
-        text_first: Whether the replicated text tokens precede the sharded ones in a joint sequence.
-        split_masks: Whether masks and other arguments that are not floating-point are split with the tokens, or else
-            replicated.
-        mask: How attention reads its mask (``Attention.mask``).
-        numbers: Rule of an integer argument that grows with the tokens: it counts the first or the last tokens.
+    ``text_first``: replicated text tokens precede the sharded ones in a joint sequence. ``split_masks``: arguments that
+    are not floating-point are split with the tokens, or else replicated. ``mask`` is that of :class:`Attention`.
+    ``numbers`` is the rule of an integer that grows with the tokens: it counts the first or the last ones.
     """
 
     text_first: bool
@@ -146,8 +139,7 @@ class Candidate:
 class ObservedRegion:
     """The same part of the model in a smaller and in a larger call: everything from a :class:`Start` on.
 
-    Tensors of the smaller call that were computed from the tokens at the start are marked as ``derived``. Plans name
-    the tokens ``segment``.
+    Tensors of the smaller call that were computed from the tokens are ``derived``. Plans name the tokens ``segment``.
     """
 
     start: Start
@@ -235,9 +227,9 @@ class ObservedRegion:
     def _companions(self, choice: Choice) -> dict[tuple[str, str], tuple[ShardRule, str]]:
         """Return a rule and its reason, by (module, parameter), for block parameters that grow with the tokens.
 
-        Such a parameter is not computed from the tokens: a tensor with an entry per token (a position embedding, for
-        example), an int that counts tokens, or a list of these. If a rule depends on the length of text, the text
-        parameter gets a :class:`Replicate` rule. Blocks of one list that need the same rule share the name ``list.*``.
+        Such a parameter is not computed from the tokens: a position embedding, for example, an int that counts tokens,
+        or a list of these. If a rule depends on the length of text, the text parameter gets a :class:`Replicate` rule.
+        Blocks of one list that need the same rule share the name ``list.*``.
         """
         rules: dict[tuple[str, str], dict[str, ShardRule]] = {}
         blocks: dict[str, set[str]] = {}
@@ -335,7 +327,7 @@ class ObservedRegion:
     def _attention(
         self, choice: Choice, ending: ModuleCall
     ) -> tuple[tuple[str, ...], dict[str, tuple[Attention, ...]], list[str]] | None:
-        """Return the joint order, the rules of modules whose attention differs from the joint order, and the reasons.
+        """Return the joint order, the rules of modules whose attention differs from it, and the reasons.
 
         None if the lengths of an attention call fit no combination of segments.
         """

@@ -28,11 +28,7 @@ from para_core.verify.virtual_ranks import fresh
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Record of a tensor in an observed call.
-
-    ``identity`` is unique within the call. ``derived`` says whether the tensor was computed from the marked arguments
-    (``streams`` of :func:`observe`).
-    """
+    """Record of a tensor. ``identity`` is unique within the call; ``derived`` says if a marked one gave rise to it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,12 +49,9 @@ def tensors_of(value: Any) -> list[TensorRecord]:
 class ModuleCall:
     """A call of a block, of a direct submodule of the model, or of a module outside the blocks that calls attention.
 
-    Args:
-        block_list: Name of the container that holds the block; None for a module outside of blocks.
-        began, ended: Times at which the call began and ended, counted in observed events (a module begins or ends, or
-            attention is called).
-        arguments, output: Arguments by parameter name, and the output, with a :class:`TensorRecord` in place of each
-            tensor.
+    ``block_list`` is the name of the container that holds the block, or None. ``began`` and ``ended`` are times,
+    counted in observed events. ``arguments``, by parameter name, and ``output`` have a :class:`TensorRecord` for each
+    tensor.
     """
 
     name: str
@@ -84,12 +77,10 @@ class ObservedAttention:
 class ObservedCall:
     """Record of one call of a model, in the order of time.
 
-    Args:
-        inputs: Arguments of the model, with a :class:`TensorRecord` in place of each tensor.
-        joined_inputs: Names of arguments that the model itself, outside of submodules, combines with derived tensors.
-        softmax: Modules that compute a softmax of a tensor with 3 or more dims, as handwritten attention does, each
-            with the shape of the first such tensor.
-        sources: Names of arguments from which the marked ones (``streams`` of :func:`observe`) were computed.
+    ``joined_inputs`` are the arguments that the model itself, outside of submodules, combines with derived tensors, and
+    ``sources`` those from which the marked ones (``streams`` of :func:`observe`) were computed. ``softmax`` has the
+    modules that compute a softmax of a tensor with 3 or more dims, as handwritten attention does, and the shape of the
+    first one.
     """
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -255,8 +246,7 @@ def observe(
 ) -> ObservedCall:
     """Call ``module(**inputs)`` without gradients and return the record of the call.
 
-    The arguments ``streams`` of the block named ``start``, and all tensors computed from them, are marked as
-    ``derived``.
+    The arguments ``streams`` of the block ``start`` are marked: tensors computed from them are ``derived``.
     """
     observer = _CallObserver(inputs, start, streams)
     with torch.no_grad(), observer.hooks_on(module), observer:
@@ -275,8 +265,8 @@ def observe(
 def imagined_larger(observed: ObservedCall) -> Iterator[ObservedCall]:
     """Yield copies of ``observed`` with one more token, one copy for each length that may be the number of tokens.
 
-    A size counts as the number of tokens if it equals that length, or that length plus the length of another tensor
-    that a block receives (such as text). The check of the resulting plan on virtual ranks confirms or refutes this.
+    Sizes that equal that length, or that length plus the length of another tensor that a block receives (such as text),
+    grow. The check of the resulting plan on virtual ranks confirms or refutes this.
     """
     # Token tensors are [B, S, C], so dim 1 of each 3-dim floating-point argument is a candidate.
     lengths = {

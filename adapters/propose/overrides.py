@@ -134,8 +134,8 @@ def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) 
 def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], samples: int) -> Plan | str:
     """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one call.
 
-    Assumes that the first dim of length ``samples`` of an argument is its sample dim, and checks that each sample alone
-    gives the same result as in the batch. If the check fails, returns the reason as a string.
+    The first dim of length ``samples`` of an argument counts as its sample dim. Returns the reason, as a string, if the
+    samples one by one do not give the same result as in the batch.
     """
     batched: dict[str, int] = {}
     for name, value in inputs.items():

@@ -42,21 +42,13 @@ class Proposal:
     guess: Plan | None = None
 
     def adapter(self) -> Adapter:
-        """Return the proposal as an adapter, for example for ``parallelize_pipe(pipe, adapter=...)``.
-
-        Raises:
-            ValueError: If no plan was exact.
-        """
+        """Return the proposal as an adapter, as for ``parallelize_pipe``. Raise ``ValueError`` if no plan was exact."""
         if self.plan is None:
             raise ValueError(f"no plan was found for {self.transformer}: {' '.join(self.questions)}")
         return Adapter(self.transformer, self.transformer, self.plan, blocks=self.blocks)
 
     def source(self) -> str:
-        """Return the source code of a module for adapters/models/ that defines the adapter.
-
-        Raises:
-            ValueError: If no plan was exact.
-        """
+        """Return the source of a module for adapters/models/ that defines the adapter. Raise as :meth:`adapter`."""
         return source_of(self.adapter())
 
     def __str__(self) -> str:

@@ -137,8 +137,7 @@ def _observations(
 ) -> Iterator[tuple[ObservedCall, ObservedCall]]:
     """Yield the pair of the two observed calls, or pairs of the only one and each :func:`imagined_larger` call.
 
-    Raises:
-        ValueError: If the model fails with the second example.
+    Raises ``ValueError`` if the model fails with the second example.
     """
     observed = observe(module, examples[0])
     if len(examples) == 1:

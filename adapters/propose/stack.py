@@ -32,10 +32,7 @@ _SKIP_THRESHOLD = 0.5
 
 
 def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
-    """Return the block stack of the module lists in ``region``.
-
-    None if there is no list of blocks, or if an output of a block belongs to none of its parameters.
-    """
+    """Return the block stack of the module lists in ``region``; None without one, or if an output has no parameter."""
     began = region.calls()[0][0].began
     groups: list[BlockGroup] = []
     previous: list[ModuleCall] = []
@@ -64,8 +61,7 @@ def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
     """Return the names of the arguments that distinguish CFG branches.
 
     These are sequences (text); if there are none, embeddings with one vector per sample; if there are none either,
-    labels. Left out are arguments that grow with the tokens, and vectors and numbers whose names suggest a time step:
-    two calls do not show whether they change between steps.
+    labels. Left out are arguments that grow with the tokens, and vectors and numbers whose names suggest a time step.
     """
     kinds: dict[str, list[str]] = {"sequence": [], "embedding": [], "label": []}
     sample = _image_arguments(small, large)
@@ -87,10 +83,9 @@ def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
 
 
 def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
-    """Return the names of the arguments that hold the image, for a model that accepts one size only.
+    """Return the names of the arguments that hold the image, for a model that accepts one size only; else none.
 
-    For such a model both calls have equal sizes; for other models the result is empty. Of the arguments from which the
-    tokens were computed, those with the most dims hold the image.
+    Of the arguments from which the tokens were computed, those with the most dims hold the image.
     """
 
     def sizes(observed: ObservedCall) -> dict[str, list[tuple[int, ...]]]:
@@ -127,8 +122,8 @@ def is_chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
 def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any]) -> float | None:
     """Return the relative error of a call that skips blocks. None if no block was skipped.
 
-    The model is called twice with the same inputs, so that the second call skips blocks. Its first-block residual has
-    not changed, so the output equals that of the uncached model if ``blocks`` describes the model correctly.
+    The model is called twice with the same inputs. The first-block residual has then not changed, so the second output
+    equals that of the uncached model if ``blocks`` describes the model correctly.
     """
     copy = with_same_weights(module)
     with torch.no_grad():
@@ -143,10 +138,7 @@ def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, A
 
 @dataclass(frozen=True)
 class StackGuess:
-    """A guess of the block stack for First Block Cache, and the arguments of a call in which it can be cached.
-
-    ``reasons`` has a sentence for each argument that the guess lists in ``between`` or ``uncached``.
-    """
+    """A guess of the block stack, the arguments of a call in which it can be cached, and reasons as sentences."""
 
     blocks: CachedBlocks
     inputs: Mapping[str, Any]
@@ -156,11 +148,9 @@ class StackGuess:
 def stacks(
     module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any], tolerance: float
 ) -> Iterator[StackGuess]:
-    """Yield guesses of the block stack, the likeliest first.
+    """Yield guesses of the block stack, the likeliest first. ``inputs`` are those of the smaller call.
 
-    Args:
-        inputs: Arguments of the smaller call.
-        tolerance (`float`): Relative error below which a call that skips blocks counts as exact.
+    A call that skips blocks counts as exact if its relative error is below ``tolerance``.
     """
     guess = guess_blocks(region)
     is_chained_guess = guess is not None and all(group.chained for group in guess.groups)
@@ -174,8 +164,8 @@ def _without_options(
 ) -> Iterator[StackGuess]:
     """Yield the block stack of a call without optional arguments, if it can be guessed.
 
-    The block stack lists the optional arguments that change it: those with which the model changes tokens between
-    blocks (``between``), and those with which other blocks run or a cached call is not exact (``uncached``).
+    It lists the optional arguments with which the model changes tokens between blocks (``between``), and those with
+    which other blocks run or a cached call is not exact (``uncached``).
     """
     conditions = conditions_of(region.small, region.large)
     optional = [name for name in _optional(module, inputs) if name not in conditions]
@@ -225,10 +215,7 @@ def _without_options(
 
 
 def _optional(module: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the names of ``inputs`` that have a default in ``forward``, so that a call may omit them.
-
-    Booleans and strings are left out, because these arguments decide what the model returns.
-    """
+    """Return the ``inputs`` with a default in ``forward``, except bool and str, which decide what the model returns."""
     parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
     defaults = {name for name, x in parameters.items() if x.default is not inspect.Parameter.empty}
     return [name for name, x in inputs.items() if name in defaults and not isinstance(x, (bool, str, type(None)))]

@@ -19,9 +19,8 @@ _WHY = (
 def with_sharded_text(region: ObservedRegion, plan: Plan) -> Iterator[Candidate]:
     """Yield variants of ``plan`` that also shard the text of its joint sequences; nothing if it has no such text.
 
-    The first variant shards text at the inputs of the first block. The second shards text, and everything else with an
-    entry per token, at the inputs of the model, so that what the model computes from both (such as positions) is
-    sharded too.
+    The first variant shards text at the inputs of the first block. The second shards everything with an entry per token
+    at the inputs of the model, so that what the model computes from both (such as positions) is sharded too.
     """
     text = region.text_parameter()
     if text is None or plan.cuts(TEXT):

@@ -30,11 +30,7 @@ def window_attentions(module: nn.Module) -> list[nn.Module]:
 def windows(layout: Layout, kernel: int) -> tuple[Range, ...]:
     """Return the range of rows that the queries of each rank attend to, as (start, stop).
 
-    A window that would reach over the edge of the video is shifted inward.
-
-    Args:
-        layout: Number of rows on each rank.
-        kernel: Number of rows in a window.
+    A window of ``kernel`` rows that would reach over the edge of the video is shifted inward.
 
     >>> windows((3, 3, 2), kernel=5)
     ((0, 5), (1, 8), (3, 8))
@@ -51,9 +47,6 @@ class DecoderRows:
     """Wrappers that shard the rows (columns, if wider than high) of the video that a diffusion decoder computes.
 
     Each rank draws the noise of all rows, as a single device does, and keeps the noise of its own rows.
-
-    Args:
-        ranks: Ranks over which the rows are sharded.
     """
 
     def __init__(self, ranks: MeshDim) -> None:
@@ -64,11 +57,7 @@ class DecoderRows:
         self._layout: Layout | None = None
 
     def attach(self, vae: Any, key: str) -> None:
-        """Wrap the decoder methods of ``vae`` that take all rows, and its attention, which needs rows of other ranks.
-
-        Args:
-            key: Key under which the wrappers are registered, so that the caller can remove them.
-        """
+        """Wrap the decoder methods of ``vae`` that take all rows, and its attention, which needs others' rows."""
         for name, around in (
             ("__call__", self._decode),
             ("forward_stages_1_to_3", partial(self._stage, 0)),
@@ -130,8 +119,7 @@ class DecoderRows:
     def _stage(self, before: int, call: Callable[..., Tensor], decoder: Any, x: Tensor, /, **options: Any) -> Tensor:
         """Return ``call(decoder, x)``, tokens ``[B, T, H, W, C]``, computed with sharded rows and gathered.
 
-        Args:
-            before: Row dim of a video minus row dim of ``x``: 0 for latents, 1 for tokens.
+        ``before`` is the row dim of a video minus that of ``x``: 0 for latents, 1 for tokens.
         """
         if self._dim is None or self._layout is not None or x.shape[self._dim - before] < self.ranks.size:
             return call(decoder, x, **options)

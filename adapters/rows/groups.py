@@ -19,12 +19,8 @@ from para_core.spatial.rows import Layout, RowTag, even
 class RowRanks:
     """Ranks over which rows of images are sharded. An image with few rows uses only the first of these ranks.
 
-    Args:
-        ranks: All ranks.
-        groups: Existing process groups that may be reused for the first ranks, as in :func:`first_ranks`.
-
-    Attributes:
-        mesh: The same ranks as a mesh, for the consistency checks.
+    ``groups`` are process groups that may be reused for the first ranks, as in :func:`first_ranks`. The attribute
+    ``mesh`` has the same ranks as a mesh, for the consistency checks.
     """
 
     def __init__(self, ranks: MeshDim, groups: Sequence[ProcessGroup] = ()) -> None:
@@ -48,14 +44,10 @@ class RowRanks:
         return self._first[count]
 
     def shard(self, x: Tensor, dim: int, unit: int, min_units: int) -> tuple[RowTag, MeshDim]:
-        """Return the tag that says how many rows of ``x`` each rank gets, and the ranks that get rows.
+        """Return the tag that says how many rows of ``x``, along ``dim``, each rank gets, and the ranks that get rows.
 
-        Args:
-            x: The image.
-            dim: The dim of its rows.
-            unit: The number of rows of every rank except the last is a multiple of ``unit``.
-            min_units: Minimum number of units per rank. If ``x`` has too few rows for that, fewer ranks are used, but
-                at least one.
+        Every rank except the last gets a multiple of ``unit`` rows, and every rank at least ``min_units`` units. If
+        ``x`` has too few rows for that, fewer ranks are used, but at least one.
         """
         dim = dim % x.ndim
         workers = self.first(max(1, min(self.ranks.size, x.shape[dim] // (min_units * unit))))

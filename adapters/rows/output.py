@@ -24,14 +24,9 @@ Form = Any
 def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: GuidedMesh, gather: Gather) -> Any:
     """Call ``compute`` on the first ``workers`` ranks, and return its output with all rows.
 
-    If there are more ranks than workers, one exchange tells the other ranks the structure of the output, or the error.
-
-    Args:
-        compute: Returns this rank's part of the output.
-        workers: Number of ranks that compute.
-        ranks: All ranks, which must call this function.
-        mesh: The same ranks, for the exchange.
-        gather: ``"all"`` gives every rank the output, ``"first"`` only the first rank; the others get zeros.
+    All ``ranks`` must call this function; ``mesh`` has the same ranks. If there are more ranks than workers, one
+    exchange tells the others the structure of the output. ``gather="first"`` gives the output to the first rank only;
+    the others get zeros.
 
     Raises:
         TypeError, ValueError, RuntimeError: The error of ``compute``, on every rank; any other class becomes a
@@ -102,10 +97,7 @@ def _description(x: Tensor) -> dict[str, Any]:
 
 
 def _empty_part(description: dict[str, Any]) -> Tensor:
-    """Return a tensor without rows, as this rank's part of an output that it did not compute.
-
-    If the output is not sharded, return zeros in its full shape, expanded from one element.
-    """
+    """Return this rank's part of an output that it did not compute: no rows, or zeros if it is not sharded."""
     shape = list(description["shape"])
     options = {"dtype": getattr(torch, description["dtype"]), "device": description["device"]}
     if description["rows"] is None:

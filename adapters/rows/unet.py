@@ -45,8 +45,7 @@ class UnetRun:
 
     Args:
         unet: The UNet or ControlNet, not compiled.
-        mesh: The ranks. Those along ``ring`` and ``ulysses`` shard rows, those along ``batch`` samples.
-        batched: Whether the samples of a call are sharded over ``batch``.
+        mesh: The ranks. Those along ``ring`` and ``ulysses`` shard rows; if ``batched``, those along ``batch`` samples.
         require_equal: Called with the named arguments of each call; raises if ranks differ. It is not called inside
             :func:`~para_core.distributed.consistency.inputs_verified`.
     """
@@ -145,9 +144,7 @@ def unet_run(unet: nn.Module) -> UnetRun | None:
 def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:
     """Return the adapter for the UNet ``module``.
 
-    Raises:
-        TypeError: If there is no adapter for the class of ``module``. The message names ``owner``, the pipeline or
-            UNet.
+    Raises ``TypeError`` if there is none. The message names ``owner``, the pipeline or UNet.
     """
     adapter = unet_adapter(module)
     if adapter is None:
@@ -172,11 +169,7 @@ def refuse_tensor_ranks_of_unet(module: nn.Module, mesh: GuidedMesh) -> None:
 
 
 def refuse_compiled_unet(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse a compiled UNet.
-
-    Args:
-        called: ``module``, or the compiled module around it.
-    """
+    """Refuse a compiled UNet."""
     if called is not module or has_compiled_parts(module):
         raise RuntimeError(
             f"{name} was compiled, and a compiled graph does not know the layout of the rows. Use it uncompiled, or "

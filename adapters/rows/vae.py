@@ -177,11 +177,7 @@ def _mesh(
 
 
 class _VaeRun:
-    """Handler that runs the calls of one autoencoder on several ranks.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: As :func:`require_parallel_vae`.
-    """
+    """Handler that runs the calls of one autoencoder on several ranks. Raises as :func:`require_parallel_vae`."""
 
     def __init__(self, vae: nn.Module, row_ranks: RowRanks, method: Method, gather: Gather) -> None:
         self.adapter = require_parallel_vae(vae, method)

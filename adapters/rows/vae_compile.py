@@ -35,12 +35,8 @@ class _WithWeights(nn.Module):
 def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the arguments and result of ``compute`` that ``torch.compile`` can capture.
 
-    It is captured without graph breaks, once per size of the image. A change of the tiling or slicing settings of
-    ``vae`` recompiles.
-
-    Args:
-        vae: The autoencoder whose weights ``compute`` reads.
-        compute: A function of an image and further arguments.
+    ``compute`` is a function of an image and further arguments that reads the weights of ``vae``. It is captured
+    without graph breaks, once per size of the image. A change of the tiling or slicing settings of ``vae`` recompiles.
     """
     module = _WithWeights(vae, compute)
     settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])

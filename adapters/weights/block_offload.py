@@ -32,11 +32,6 @@ class OffloadedBlocks:
 
     The hooks of diffusers are not used, for two reasons: they would be inside a compiled block and break its graph, and
     they would copy blocks that a cache skips.
-
-    Args:
-        transformers: The transformers by component name.
-        mesh: Ranks that call the transformers.
-        resident: Number of blocks per transformer that stay on the device.
     """
 
     def __init__(self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, resident: int) -> None:
@@ -45,11 +40,7 @@ class OffloadedBlocks:
         self._blocks: dict[nn.Module, _Block] = {}
 
     def apply(self) -> None:
-        """Offload the blocks. If this fails, the transformers are as before.
-
-        Raises:
-            ValueError: If the weights of a transformer are offloaded or sharded already.
-        """
+        """Offload the blocks. Raise ``ValueError`` if they are offloaded or sharded. A failure changes nothing."""
         for name, module in self.transformers.items():
             offloader = offloader_of(module)
             if offloader is not None or is_distributed(module):
@@ -157,9 +148,7 @@ class _Block:
 def offloaded_blocks(transformer: nn.Module, resident: int) -> list[nn.Module]:
     """Return the blocks of ``transformer`` without the first ``resident`` ones, in the order in which they run.
 
-    Raises:
-        TypeError: If no adapter describes the blocks.
-        ValueError: If no block is left.
+    Raises ``TypeError`` if no adapter describes the blocks, and ``ValueError`` if no block is left.
     """
     blocks = [uncompiled(entry.block) for entry in stack_of(transformer)]
     if len(blocks) <= resident:

@@ -23,18 +23,15 @@ class EncodedPrompts:
     """Store of the outputs of a pipeline's text encoders, keyed by their inputs. Drops the least recently used first.
 
     Calls with gradients enabled are always computed. If the text encoders' weights change, for example by a LoRA, call
-    :meth:`clear`. Ranks that make the same calls keep the same outputs, so this also works with text encoders that run
-    on several ranks.
+    :meth:`clear`. Ranks that make the same calls keep the same outputs.
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline.
-        max_bytes (`int`, *optional*, defaults to 1 GiB): Maximum total size of the kept outputs in host memory. An
-            output that is larger by itself is not kept.
+        max_bytes (`int`, *optional*, defaults to 1 GiB): Maximum total size of the kept outputs in host memory.
 
-    Attributes:
-        hits, misses: Numbers of calls that were answered from memory and that were computed.
-        complete: Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the text
-            encoders were freed. False by default.
+    Attributes:     hits, misses: Numbers of calls that were answered from memory and that were computed.     complete:
+    Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the text         encoders
+    were freed. False by default.
     """
 
     def __init__(self, pipe: Any, max_bytes: int = 2**30) -> None:

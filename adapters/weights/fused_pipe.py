@@ -26,9 +26,7 @@ _KEY = "pipefusion"
 def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
     """Return the plan that says how the arguments of ``module`` are split into patches of image tokens.
 
-    Raises:
-        TypeError: If there is no patch plan for this class of model.
-        ValueError: If the mesh has more than one rank along ``tensor``.
+    Raises ``TypeError`` if there is none for this class, and ``ValueError`` on a mesh with ranks along ``tensor``.
     """
     name = original_class(module).__name__
     plan = why_no_stages(module, adapter) or patch_plan_for(module, adapter)
@@ -47,11 +45,7 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
 
 
 def refuse_compiled_pipefusion(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse PipeFusion in a transformer that is compiled as one graph.
-
-    Args:
-        called: ``module``, or the compiled module around it.
-    """
+    """Refuse PipeFusion in a transformer that is compiled as one graph."""
     if fusion_of(module) is not None and (called is not module or is_compiled(module)):
         raise RuntimeError(
             f"{name} runs under PipeFusion, and was compiled as one graph, which cannot return patch by patch. Use it "

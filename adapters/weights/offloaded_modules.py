@@ -30,9 +30,7 @@ _LEFT_BY_HOOKS = ("forward", "_diffusers_hook")
 def require_not_offloaded(modules: Mapping[str, nn.Module], option: str) -> None:
     """Raise ``ValueError`` if one of ``modules`` is offloaded by accelerate or by diffusers' group offload.
 
-    Args:
-        modules: Components by name.
-        option: The parallelize_pipe option that conflicts with the offload, named in the message.
+    The message says to leave out ``option``, the conflicting option of parallelize_pipe.
     """
     for name, module in modules.items():
         offloader = offloader_of(module)
@@ -53,8 +51,7 @@ class OffloadedModules:
         mesh: Ranks that call the pipeline.
         option: The option of parallelize_pipe by which they are offloaded, for messages.
         methods: Names of the methods by which a pipeline calls the components. With ``"__call__"`` among them, on CUDA,
-            the next layer is copied from pinned memory while the current one computes; diffusers learns the order of
-            the layers from the first call.
+            the next layer is copied from pinned memory while the current one computes.
         first_rank_only: Whether only the first rank of ``mesh`` runs the components and sends the outputs to the
             others. Each call of a component is then a collective call.
     """
@@ -73,11 +70,7 @@ class OffloadedModules:
         self._undo = ExitStack()
 
     def apply(self) -> None:
-        """Offload the weights. If this fails, the components are as before.
-
-        Raises:
-            ValueError: If other code has offloaded a component.
-        """
+        """Offload the weights. Raise ``ValueError`` if other code has offloaded them. A failure changes nothing."""
         from diffusers.hooks import apply_group_offloading
 
         require_not_offloaded(self.modules, self.option)
@@ -122,12 +115,10 @@ def execution_device(mesh: GuidedMesh) -> torch.device:
 
 
 def _remove_offload(module: nn.Module, device: torch.device, before: Mapping[nn.Module, set[str]]) -> None:
-    """Remove diffusers' group offload from ``module``, and move it to ``device``.
+    """Remove diffusers' group offload from ``module``, and move it back to ``device``.
 
-    Args:
-        module: The component.
-        device: The device on which it was.
-        before: The attributes in ``_LEFT_BY_HOOKS`` that each submodule had before the offload. These are kept.
+    The attributes in ``before``, a subset of ``_LEFT_BY_HOOKS`` by submodule, were there before the offload and are
+    kept.
     """
     for part in module.modules():
         registry: Any = getattr(part, "_diffusers_hook", None)

@@ -19,12 +19,8 @@ QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 def torchao_config(scheme: Quantize) -> Any:
     """Return the torchao config of ``scheme``. Each row of a weight has its own scale.
 
-    Args:
-        scheme: ``"int8"`` and ``"fp8"`` quantize the weights only. The schemes with ``"-dynamic"`` also quantize the
-            inputs of linear layers at run time, with one scale per token.
-
-    Raises:
-        ImportError: If torchao is not installed.
+    ``"int8"`` and ``"fp8"`` quantize the weights only. The schemes with ``"-dynamic"`` also quantize the inputs of
+    linear layers at run time, with one scale per token. Raises ``ImportError`` if torchao is not installed.
     """
     try:
         from torchao import quantization
@@ -42,9 +38,7 @@ def torchao_config(scheme: Quantize) -> Any:
 def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
     """Raise ``ValueError`` if ``scheme`` is unknown or does not work with this method of sharding weights.
 
-    Args:
-        scheme: Name of the quantization scheme.
-        weights (`"fsdp"`, `"tensor"`, `"stages"` or None): How the weights are sharded; None for replicated weights.
+    ``weights`` is ``"fsdp"``, ``"tensor"``, ``"stages"``, or None for replicated weights.
     """
     if scheme not in QUANTIZE:
         raise ValueError(f"quantize is {scheme!r}; expected one of {', '.join(QUANTIZE)}.")
@@ -63,17 +57,10 @@ def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = Fa
     """Quantize the linear layers of each transformer of ``pipe`` in place, except those of LoRAs.
 
     Weights that are sharded by tensor parallelism keep one scale per whole row, so the result does not depend on the
-    number of ranks.
+    number of ranks. Raises ``ValueError``, before it changes a layer, if one is quantized already.
 
-    Args:
-        pipe: The pipeline.
-        scheme: Name of the quantization scheme.
-        before_fsdp: Whether FSDP2 will shard the weights afterwards. FSDP2 can gather only torchao's format for int8
-            training, so that format is used; it rounds differently from ``"int8"`` without FSDP2. Only layers inside
-            the blocks are quantized then.
-
-    Raises:
-        ValueError: If a linear layer is quantized already. No layer is changed then.
+    With ``before_fsdp`` torchao's format for int8 training is used, the only one that FSDP2 can gather. It rounds
+    differently from ``"int8"`` without FSDP2, and only layers inside the blocks are quantized.
     """
     from torchao.quantization import quantize_
 
@@ -107,10 +94,7 @@ def cast_linears(module: nn.Module, dtype: torch.dtype, kept: set[str]) -> None:
 
 
 def _require_unquantized(transformer: nn.Module, name: str, scheme: Quantize) -> None:
-    """Raise ``ValueError`` if a linear layer is quantized.
-
-    torchao would fail at that layer too, but after it has changed other layers.
-    """
+    """Raise ``ValueError`` if a linear layer is quantized. torchao would fail too, but only after it changed others."""
     for path, part in transformer.named_modules():
         if not _is_own_linear(part, path):
             continue

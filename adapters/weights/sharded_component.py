@@ -89,11 +89,9 @@ class ShardedComponent:
     def replace_earlier(self, rollback: ExitStack, *, hold_weights: bool) -> None:
         """Gather the weights if they are sharded, and shard them with these settings. If a rank fails, all ranks raise.
 
-        Args:
-            rollback: Receives callbacks that restore the current state of the module. If one rank runs it, all ranks
-                must.
-            hold_weights: Whether ``rollback`` keeps references to the gathered weights, so that it restores the same
-                tensors without communication. This takes the memory of all weights until ``rollback`` is closed.
+        ``rollback`` receives callbacks that restore the module; if one rank runs it, all ranks must. With
+        ``hold_weights`` it keeps the gathered weights and restores them without communication, which takes the memory
+        of all weights.
         """
         ranks: Any = self.ranks
         with raising_on_all(ranks, "weights could not be gathered"):
@@ -248,9 +246,7 @@ def refuse_other_tensor_ranks(module: nn.Module, name: str, dim: MeshDim) -> Non
 def refuse_shards_beyond_sequence(module: nn.Module, name: str, reason: str) -> None:
     """Refuse weights sharded over ranks that may run different blocks.
 
-    Args:
-        reason: How the other ranks differ (such as other prompts), so that they may skip other blocks; completes "the
-            other ranks have …" in the message.
+    ``reason`` says how the other ranks differ, such as other prompts; it completes "the other ranks have …".
     """
     mesh, applied = shard_mesh(module) if is_sharded(module) else None, mesh_of_plan(module)
     shared, sequence = 1 if mesh is None else mesh.size(), 1 if applied is None else applied.ranks
@@ -263,11 +259,7 @@ def refuse_shards_beyond_sequence(module: nn.Module, name: str, reason: str) -> 
 
 
 def refuse_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse a cache in a model that is compiled as one graph and whose weights are sharded.
-
-    Args:
-        called: ``module``, or the compiled module around it.
-    """
+    """Refuse a cache in a model that is compiled as one graph and whose weights are sharded."""
     by_fsdp = is_sharded(module)
     by_tensor = tensor_mesh(module) is not None or mesh_of_diffusers(module) is not None
     if (by_fsdp or by_tensor) and (called is not module or is_compiled(module)):
@@ -280,11 +272,7 @@ def refuse_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> 
 
 
 def refuse_graph_of_fsdp(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse one graph (fullgraph=True) for a model whose weights are sharded by FSDP2.
-
-    Args:
-        called: ``module``, or the compiled module around it.
-    """
+    """Refuse one graph (fullgraph=True) for a model whose weights are sharded by FSDP2."""
     if is_sharded(module) and (_is_compiled_without_breaks(called) or _is_compiled_without_breaks(module)):
         raise RuntimeError(
             f"{name} is compiled with fullgraph=True, and its weights are sharded (weights='fsdp'). FSDP2 gathers the "

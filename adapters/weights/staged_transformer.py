@@ -136,10 +136,7 @@ def release_stage(module: nn.Module) -> None:
 
 
 def suspend_stage(module: nn.Module) -> Callable[[], None]:
-    """Call :func:`release_stage`, and return a function that runs ``module`` in the same stages again.
-
-    The returned function does not restore the wrappers that refuse methods or keep LoRAs working.
-    """
+    """Call :func:`release_stage`, and return a function that installs the same stages again, without their wrappers."""
     stages = stages_of(module)
     release_stage(module)
 
@@ -182,8 +179,7 @@ def _change_lora(
 ) -> Any:
     """Run ``call``, a method of ``module`` that changes loaded LoRAs.
 
-    The weights of other stages' blocks are on the meta device: changing these weights costs nothing, but peft must not
-    read their values.
+    Weights of other stages' blocks are on the meta device, so peft must not read their values.
     """
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
     with on_all_ranks(mesh):
@@ -196,10 +192,7 @@ def _change_lora(
 
 
 def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Merge a LoRA into a layer of another stage's block, whose weights this rank has freed, without a check for NaN.
-
-    The check of peft would read the weights. The ranks that hold the block do the check.
-    """
+    """Merge a LoRA into a layer whose weights are freed, without peft's check for NaN, which would read them."""
     bound = inspect.signature(call).bind(layer, *args, **kwargs)
     bound.arguments["safe_merge"] = False
     return call(*bound.args, **bound.kwargs)
@@ -238,11 +231,7 @@ def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
 
 
 def refuse_moved_stages(module: nn.Module, name: str, *, unshards: bool) -> None:
-    """Refuse stages for weights that accelerate moves or that are sharded.
-
-    Args:
-        unshards: Whether sharded weights are gathered before the model runs in stages. If so, they are not refused.
-    """
+    """Refuse stages for weights that accelerate moves or that are sharded."""
     if any(hasattr(part, "_hf_hook") for part in module.modules()):
         problem, undo = "is moved by a hook of accelerate", "pipe.remove_all_hooks()"
     elif not unshards and is_distributed(module):
@@ -256,11 +245,7 @@ def refuse_moved_stages(module: nn.Module, name: str, *, unshards: bool) -> None
 
 
 def refuse_compiled_stages(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse stages for a transformer that is compiled as one graph.
-
-    Args:
-        called: ``module``, or the compiled module around it.
-    """
+    """Refuse stages for a transformer that is compiled as one graph."""
     if stages_of(module) is not None and (called is not module or is_compiled(module)):
         raise RuntimeError(
             f"{name} was compiled as one graph, and a graph cannot wait for another stage. Use it uncompiled, and "

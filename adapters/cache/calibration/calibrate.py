@@ -140,18 +140,10 @@ def _bisect(
 ) -> list[CalibrationRow]:
     """Evaluate at most ``tries`` thresholds: double the threshold until the goal is crossed, then bisect the interval.
 
-    The first threshold is just above the largest difference that was measured with threshold 0. The interval is halved
-    on a logarithmic scale. The search ends when the numbers of computed steps at its two ends differ by at most one.
-
-    Args:
-        trial: Holds the smallest and the largest difference between steps.
-        evaluate: Generates all prompts with a threshold and returns the results.
-        goal: The metric and its target.
-        nothing_skipped: The results with threshold 0.
-        tries: Maximum number of calls of ``evaluate``.
-
-    Returns:
-        The results in the order of evaluation; empty if no step differed from the one before.
+    The first threshold is just above the largest difference that was measured with threshold 0, at which the results
+    are ``nothing_skipped``. The interval is halved on a logarithmic scale. The search ends when the numbers of computed
+    steps at its two ends differ by at most one. Returns the results in the order of evaluation; empty if no step
+    differed from the one before.
     """
     low, high = trial.differences
     if high <= 0.0:
@@ -191,11 +183,7 @@ def _calls(prompts: str | Sequence[str | Mapping[str, Any]], call: Mapping[str, 
 
 @contextmanager
 def _quiet(pipe: Any) -> Iterator[None]:
-    """Hide the progress bars of ``pipe`` and the warnings about thresholds inside the ``with`` block.
-
-    Raises:
-        TypeError: ``pipe`` is not a diffusers pipeline.
-    """
+    """Hide the progress bars of ``pipe`` and the warnings about thresholds inside the ``with`` block."""
     if not hasattr(pipe, "set_progress_bar_config"):
         raise TypeError(f"{original_class(pipe).__name__} is no diffusers pipeline: it has no set_progress_bar_config.")
     shown = getattr(pipe, "_progress_bar_config", None)

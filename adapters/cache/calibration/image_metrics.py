@@ -35,9 +35,7 @@ def psnr(images: Images, references: Images) -> float:
 def load_metric(name: str) -> ImageMetric:
     """Return the function that computes the metric ``name``: ``"psnr"``, ``"ssim"`` or ``"lpips"``.
 
-    Raises:
-        ImportError: The package that the metric needs is not installed.
-        RuntimeError: The weights that the metric needs cannot be loaded.
+    Raises ``ImportError`` if its package is not installed, and ``RuntimeError`` if its weights cannot be loaded.
     """
     return {"psnr": lambda: psnr, "ssim": _load_ssim, "lpips": _load_lpips}[name]()
 

@@ -23,13 +23,8 @@ from para_core.distributed.mesh import GuidedMesh
 class Trial:
     """Generates the prompts of a calibration, without the cache and then with each threshold, and measures the results.
 
-    Args:
-        pipe: A pipeline with a cache.
-        calls: The arguments of the pipeline for each prompt.
-        seed: Prompt ``i`` is generated with ``seed + i``, unless its call has a ``generator``.
-        image_metrics: Functions that compare images with references, by name of the metric.
-        mesh: The ranks that run the pipeline.
-        bar: A ``tqdm`` progress bar, advanced by 1 after each generation.
+    Prompt ``i``, of which ``calls`` has the arguments, is generated with ``seed + i``, unless its call has a
+    ``generator``. ``bar`` is a ``tqdm`` progress bar, advanced by 1 after each generation.
     """
 
     def __init__(
