@@ -6,6 +6,7 @@ Text encoders and autoencoders run once per generation, not once per step. The o
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -15,7 +16,7 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.registry import adapter_for, plan_for, require_adapter, require_blocks, transformers_of
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance_patching import original_class, uncompiled, unwrapped_class
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
 
@@ -35,6 +36,8 @@ SOUND_VAES = ("audio_vae", "sound_tokenizer")
 
 # Prefixes of the names of components that encode prompts or conditioning images.
 _ENCODERS = ("text_encoder", "image_encoder")
+# Matches the config entries that hold a number of blocks, such as ``num_layers`` and ``depth``.
+_DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
 # Matches names of layers that process one vector per sample, or only text tokens. They take little time relative to the
 # size of their weights, so the cost of a block leaves them out.
 _CHEAP = re.compile(r"norm|mod|adaln|scale_shift|context|txt|add_[qkv]|add_out|(^|\.)text", re.IGNORECASE)
@@ -99,6 +102,15 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     # Blocks outside the stack come first in the result: most of them (text refiners, blocks of a condition) run before
     # the stack.
     return list(chain.from_iterable(module.get_submodule(name).children() for name in (*others, *stack)))
+
+
+def config_and_depths(module: nn.Module) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the config with which the class of ``module`` makes it, and its entries that are numbers of blocks."""
+    parameters = inspect.signature(unwrapped_class(module)).parameters
+    config: Any = module.config
+    config = {name: value for name, value in config.items() if name in parameters}
+    depths = {name: x for name, x in config.items() if _DEPTH.fullmatch(name) and isinstance(x, int) and x > 0}
+    return config, depths
 
 
 def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[str]:

@@ -8,7 +8,7 @@ changed something on some rank, they also compare fingerprints of the returned t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -74,19 +74,14 @@ class CheckedCallbacks:
         try:
             result = callback(*args, **kwargs)
         except Exception as error:
-            self._raise_everywhere(error)
+            # Raise the error of the callback, even if no other rank answers.
+            with suppress(RuntimeError):
+                check_consistent(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
             raise
         outputs = _tensors((result,))
         changed = any(inputs.get(name) is not x or not is_version(x, versions[name]) for name, x in outputs.items())
         self._compare(outputs, changed)
         return result
-
-    def _raise_everywhere(self, error: Exception) -> None:
-        try:
-            check_consistent(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
-        except RuntimeError:
-            # Ignore this error: the caller raises the error of the callback, even if no other rank answers.
-            return
 
     def _compare(self, outputs: Mapping[str, Tensor], changed: bool) -> None:
         scale = getattr(self._pipe, "_guidance_scale", None)

@@ -7,9 +7,7 @@ has one block of each kind, which takes 0.1 s for a model of 60 blocks instead o
 
 from __future__ import annotations
 
-import inspect
 import logging
-import re
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any
@@ -17,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from para_core.adapters.components import config_and_depths
 from para_core.instance_patching import has_compiled_parts, uncompiled, unwrapped_class
 from para_core.torch_internals import forward_hooks, pytree
 
 logger = logging.getLogger(__name__)
 
-# Matches the config entries that hold a number of blocks, such as ``num_layers`` and ``depth``.
-_DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
 _COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _COPYABLE = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -94,13 +91,8 @@ def _copy(module: nn.Module) -> nn.Module:
     floating-point compute dtype (quantized or 8-bit weights).
     """
     cls = unwrapped_class(module)
-    config: Any = module.config
-    parameters = inspect.signature(cls).parameters
-    settings = {name: value for name, value in config.items() if name in parameters}
-    shallow = {
-        name: 1 for name, value in settings.items() if _DEPTH.fullmatch(name) and isinstance(value, int) and value
-    }
-    copy: nn.Module = cls(**{**settings, **shallow}).to("meta").eval()
+    config, depths = config_and_depths(module)
+    copy: nn.Module = cls(**{**config, **dict.fromkeys(depths, 1)}).to("meta").eval()
     # PEFT renames a layer that has a LoRA from ``name`` to ``name.base_layer``.
     weights = {
         name.replace(".base_layer.", "."): x for name, x in chain(module.named_parameters(), module.named_buffers())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from para_core.adapters.components import blocks_of, patch_plan_for, stack_of, why_no_stages
+from para_core.adapters.components import blocks_of, config_and_depths, patch_plan_for, stack_of, why_no_stages
 from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
 from para_core.adapters.registry import plan_for, tensor_plan_for
 from para_core.instance_patching import unwrapped_class
@@ -27,9 +25,6 @@ from para_core.planner.weights import ModuleBytes, Weights
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import FakeTensorMode
 from para_core.weights.fsdp import LARGE
-
-# Matches the config entries that hold a number of blocks, such as ``num_layers`` and ``depth``.
-_DEPTH = re.compile(r"(num|n)_(\w+_)?(layers|blocks)|depth")
 
 
 class UnknownModelError(TypeError):
@@ -86,16 +81,9 @@ def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, Mod
     cls = unwrapped_class(transformer)
     if cls.__name__ not in INPUTS:
         raise UnknownModelError(f"the inputs of {cls.__name__} are unknown; expected one of {', '.join(INPUTS)}.")
-    parameters = inspect.signature(cls).parameters
-    own_config: Any = transformer.config
-    config = {name: value for name, value in own_config.items() if name in parameters}
-    depths = {
-        name: value
-        for name, value in config.items()
-        # A model with ``dual_attention_layers`` (Stable Diffusion 3.5) is counted with all blocks, because its blocks
-        # differ.
-        if _DEPTH.fullmatch(name) and isinstance(value, int) and value > 1 and not config.get("dual_attention_layers")
-    }
+    config, depths = config_and_depths(transformer)
+    # Count a model with ``dual_attention_layers`` (Stable Diffusion 3.5) with all blocks, because its blocks differ.
+    depths = {} if config.get("dual_attention_layers") else {name: x for name, x in depths.items() if x > 1}
     shallow, calls = {**config, **dict.fromkeys(depths, 1)}, dict[int, ModelCall]()
     for batch in (1, 2):
         base = _count_call(cls(**shallow), sizes, batch)

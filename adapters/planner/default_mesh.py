@@ -48,14 +48,6 @@ class MeshChoice:
     tensor: int = 1
 
 
-@dataclass(frozen=True)
-class Unpredicted:
-    """The reason why the planner did not predict a mesh. ``failed``: it raised an error that it does not document."""
-
-    reason: str
-    failed: bool = False
-
-
 def guided_mesh_for(mesh: Mesh | GuidedMesh | None, owner: Any, weights: str | None = None) -> GuidedMesh:
     """Return the dims of ``mesh`` and the position of this rank on them. None stands for the default mesh of all ranks.
 
@@ -89,18 +81,18 @@ def mesh_and_method(
     return guided, "alltoall"
 
 
-def _planned(device_type: str, owner: Any, weights: str | None = None) -> MeshChoice | Unpredicted:
+def _planned(device_type: str, owner: Any, weights: str | None = None) -> MeshChoice | str:
     """Return the planner's choice, or why there is none. A collective call: rank 0 predicts for all ranks."""
     if isinstance(owner, nn.Module):
-        return Unpredicted("there is no pipeline")
+        return "there is no pipeline"
     if device_type != "cuda" or dist.get_backend() == "fake":
-        return Unpredicted(f"the planner predicts for cuda devices, and this one is {device_type}")
+        return f"the planner predicts for cuda devices, and this one is {device_type}"
     predicted: list[Any] = [None]
     if dist.get_rank() == 0:
         predicted = [fastest_mesh(owner, dist.get_world_size(), weights)]
     # All ranks use the prediction of rank 0, because other ranks may have other devices and would predict differently.
     dist.broadcast_object_list(predicted, src=0, group=_cpu_group())
-    choice: MeshChoice | Unpredicted = predicted[0]
+    choice: MeshChoice | str = predicted[0]
     return choice
 
 
@@ -135,20 +127,25 @@ def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tu
     # The planner does not predict meshes over several hosts, because it does not know the network between them.
     # choose_mesh is used instead and keeps Ulysses within a host.
     one_host = on_host == dist.get_world_size()
-    predicted = _planned(device_type, owner, weights) if one_host else Unpredicted("the ranks are on several hosts")
+    predicted = _planned(device_type, owner, weights) if one_host else "the ranks are on several hosts"
     if isinstance(predicted, MeshChoice):
         choice = predicted
     else:
         choice = choose_mesh(dist.get_world_size(), number_of_heads(transformer), guidance, on_host, weights)
-        choice = replace(choice, reason=f"{choice.reason}; not predicted: {predicted.reason}")
+        choice = replace(choice, reason=f"{choice.reason}; not predicted: {predicted}")
     if dist.get_rank() == 0:
-        _log_choice(choice, device_type)
-        if isinstance(predicted, Unpredicted) and predicted.failed:
-            logger.warning(
-                "parallelize_pipe: the mesh could not be predicted (%s), so it follows from the number of heads and "
-                "of ranks. Pass mesh= to choose one.",
-                predicted.reason,
-            )
+        dims = ["batch", "ring", "ulysses", *["tensor"] * (choice.tensor > 1)]
+        sizes = {name: getattr(choice, name) for name in dims}
+        logger.info(
+            "parallelize_pipe: no mesh given, using %s = %s%s (%s); mesh=init_context_parallel_mesh(%r, %s) overrides "
+            "it.",
+            " × ".join(dims),
+            " × ".join(map(str, sizes.values())),
+            "" if choice.rotate_method == "alltoall" else f", rotate_method={choice.rotate_method!r}",
+            choice.reason,
+            device_type,
+            ", ".join(f"max_{name}_dim_size={size}" for name, size in sizes.items() if name != "ulysses"),
+        )
     mesh = init_context_parallel_mesh(
         device_type,
         max_batch_dim_size=choice.batch,
@@ -159,31 +156,17 @@ def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tu
     return mesh, choice.rotate_method
 
 
-def _log_choice(choice: MeshChoice, device_type: str) -> None:
-    dims = ["batch", "ring", "ulysses", *["tensor"] * (choice.tensor > 1)]
-    sizes = {name: getattr(choice, name) for name in dims}
-    logger.info(
-        "parallelize_pipe: no mesh given, using %s = %s%s (%s); mesh=init_context_parallel_mesh(%r, %s) overrides it.",
-        " × ".join(dims),
-        " × ".join(map(str, sizes.values())),
-        "" if choice.rotate_method == "alltoall" else f", rotate_method={choice.rotate_method!r}",
-        choice.reason,
-        device_type,
-        ", ".join(f"max_{name}_dim_size={size}" for name, size in sizes.items() if name != "ulysses"),
-    )
-
-
-def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoice | Unpredicted:
+def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoice | str:
     """Return the mesh of ``ranks`` GPUs of this host that :func:`plan_mesh` predicts to be fastest, or why it cannot.
 
     With ``weights`` ``"fsdp"`` or ``"tensor"``, only meshes on which weights can be sharded in this way count.
     """
     if hasattr(pipe, "pag_applied_layers"):
-        return Unpredicted("the planner does not count perturbed attention guidance")
+        return "the planner does not count perturbed attention guidance"
     try:
         device = gpu_at_hand()
     except ValueError as error:
-        return Unpredicted(f"{error}")
+        return str(error)
     try:
         sharing: Any = (weights,) if weights in ("fsdp", "tensor") else ()
         # By default parallelize_pipe places the weights of text encoders in the same way.
@@ -201,13 +184,20 @@ def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoic
             offload=False,
         )
     except UnknownModelError as error:
-        return Unpredicted(f"{error}")
+        return str(error)
     except Exception as error:
-        # Catch everything: the pipeline's class or config may be the user's own, so counting may raise anything.
-        return Unpredicted(f"{type(error).__name__}: {error}", failed=True)
+        # Catch everything: the pipeline's class or config may be the user's own, so counting may raise anything. Warn,
+        # because a later version may choose another mesh.
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning(
+            "the mesh could not be predicted (%s), so it follows from the number of heads and of ranks. Pass mesh= to "
+            "choose one.",
+            reason,
+        )
+        return reason
     best = next((row for row in plan.rows if _shards(row.shape, weights)), plan.best)
     if best.problem is not None or not _shards(best.shape, weights):
-        return Unpredicted(best.problem or f"no mesh has ranks to shard weights by {weights!r}")
+        return best.problem or f"no mesh has ranks to shard weights by {weights!r}"
     shape, method = best.shape, best.options.get("rotate_method", "alltoall")
     reason = f"the fastest of {len(plan.rows)} by para_core.adapters.plan_mesh, at default sizes: {plan.advice}"
     return MeshChoice(shape.batch, shape.ring, shape.ulysses, reason, method, shape.tensor)

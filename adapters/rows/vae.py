@@ -24,7 +24,7 @@ from para_core.adapters.rows.output import Gather, deliver, holds_distribution
 from para_core.adapters.rows.vae_compile import traceable
 from para_core.distributed.consistency import Record, check_consistent, differing_fields, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank, require_process_group
+from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance_patching import (
     WrapperPriority,
     has_compiled_parts,
@@ -36,7 +36,7 @@ from para_core.instance_patching import (
 )
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
-from para_core.spatial.rows import RowTag, rows_of
+from para_core.spatial.rows import rows_of
 from para_core.spatial.tiles import Tiles
 from para_core.torch_internals import DisableTorchFunction
 
@@ -104,8 +104,13 @@ def parallelize_vae(
         )
     module = uncompiled(vae)
     require_parallel_vae(module, method)
-    resolved = _mesh(mesh, module)
-    ranks = one_group(resolved)
+    if mesh is None:
+        device_type = next(module.parameters()).device.type
+        if dist.is_available() and dist.is_initialized():
+            mesh = init_context_parallel_mesh(device_type)
+        else:
+            mesh = one_guided_rank(device_type)
+    ranks = one_group(mesh)
     if ranks.size == 1:
         unparallelize_vae(vae)
         return vae
@@ -116,7 +121,7 @@ def parallelize_vae(
             ranks.size,
             _MANY,
         )
-    row_ranks = RowRanks(ranks, dim_groups(resolved))
+    row_ranks = RowRanks(ranks, dim_groups(mesh))
     with (
         restored_on_failure([module, *_parts(module)]),
         raising_on_all(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
@@ -164,18 +169,6 @@ def _parts(vae: nn.Module) -> list[nn.Module]:
     return [*[part for part in parts if isinstance(part, nn.Module)], *window_attentions(vae)]
 
 
-def _mesh(
-    mesh: DeviceMesh | ProcessGroup | GuidedMesh | None, vae: nn.Module
-) -> DeviceMesh | ProcessGroup | GuidedMesh:
-    if mesh is not None:
-        return mesh
-    device_type = next(vae.parameters()).device.type
-    if not (dist.is_available() and dist.is_initialized()):
-        return one_guided_rank(device_type)
-    require_process_group("parallelize_vae")
-    return init_context_parallel_mesh(device_type)
-
-
 class _VaeRun:
     """Handler that runs the calls of one autoencoder on several ranks. Raises as :func:`require_parallel_vae`."""
 
@@ -184,11 +177,11 @@ class _VaeRun:
         self.row_ranks, self.ranks, self.mesh = row_ranks, row_ranks.ranks, row_ranks.mesh
         self.method, self.gather = method, gather
         # Inside a function that the user compiles, these functions run in place of the wrapped encode and decode.
-        methods: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
+        ways: dict[Way, str | None] = {"encode": self.adapter.encode, "decode": self.adapter.decode}
+        self.ways = {way: name for way, name in ways.items() if name is not None}
         self.graphs = {
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
-            for way, name in methods.items()
-            if name is not None
+            for way, name in self.ways.items()
         }
         self.decoder = DecoderRows(self.ranks) if self.adapter.windows else None
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
@@ -200,9 +193,7 @@ class _VaeRun:
 
     def attach(self, vae: Any) -> None:
         """Wrap the methods of ``vae`` that take and return images, and those that split them into tiles."""
-        handlers: dict[str, Callable[..., Any]] = {self.adapter.decode: self.decode}
-        if self.adapter.encode is not None:
-            handlers[self.adapter.encode] = self.encode
+        handlers: dict[str, Callable[..., Any]] = {name: partial(self.run, way) for way, name in self.ways.items()}
         handlers.update({name: self.tiles for name in self.adapter.tiled if hasattr(vae, name)})
         if self.adapter.tiled and self.adapter.distributes_tiles:
             for part in _parts(vae):
@@ -214,13 +205,7 @@ class _VaeRun:
         if self.decoder is not None:
             self.decoder.attach(vae, _KEY)
 
-    def encode(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self.run(vae, call, args, kwargs, "encode")
-
-    def decode(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return self.run(vae, call, args, kwargs, "decode")
-
-    def run(self, vae: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], way: Way) -> Any:
+    def run(self, way: Way, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         # The caller is another wrapped method, which already shards.
         if self.mode is not None or self.distributed_tiles is not None:
             return call(vae, *args, **kwargs)
@@ -248,8 +233,15 @@ class _VaeRun:
                 compute = partial(call, vae, x, *args, **kwargs)
                 return deliver(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
         if self.method == "tiled" or self.adapter.only_tiled:
-            compute = partial(self.in_tiles, vae, partial(call, vae, x, *args, **kwargs))
-            return deliver(compute, self.ranks.size, self.ranks, self.mesh, self.gather)
+
+            def in_tiles() -> Any:
+                before, vae.use_tiling = vae.use_tiling, True
+                try:
+                    return call(vae, x, *args, **kwargs)
+                finally:
+                    vae.use_tiling = before
+
+            return deliver(in_tiles, self.ranks.size, self.ranks, self.mesh, self.gather)
         # A waveform [B, C, length] or [C, length] has no height, so its samples are sharded.
         dim = -1 if x.ndim <= 3 or x.shape[-1] > x.shape[-2] else -2
         unit = rows_per_latent(vae) if way == "encode" else 1
@@ -260,8 +252,17 @@ class _VaeRun:
                 "and a graph cannot hold the exchange with the others. Call it uncompiled, or parallelize_vae with a "
                 "smaller mesh."
             )
-        compute = partial(self.in_rows, partial(call, vae), x, args, kwargs, rows, workers)
-        return deliver(compute, workers.size, self.ranks, self.mesh, self.gather)
+
+        def in_rows() -> Any:
+            if workers.size == 1:
+                return call(vae, x, *args, **kwargs)
+            self.mode = SpatialShardMode(workers)
+            try:
+                return on_rows(self.mode, partial(call, vae), (x, *args), kwargs, {0: (rows.dim, rows.layout)})
+            finally:
+                self.mode = None
+
+        return deliver(in_rows, workers.size, self.ranks, self.mesh, self.gather)
 
     def traced(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Return the output of a call inside a compiled function.
@@ -279,32 +280,6 @@ class _VaeRun:
             # a chain of causes.
             logger.error("%s cannot be compiled on these ranks: %s", self.adapter.vae, error)
             raise
-
-    def in_rows(
-        self,
-        call: Callable[..., Any],
-        x: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        rows: RowTag,
-        workers: MeshDim,
-    ) -> Any:
-        """Return the output of ``call`` for this worker's rows of ``x``."""
-        if workers.size == 1:
-            return call(x, *args, **kwargs)
-        self.mode = SpatialShardMode(workers)
-        try:
-            return on_rows(self.mode, call, (x, *args), kwargs, {0: (rows.dim, rows.layout)})
-        finally:
-            self.mode = None
-
-    def in_tiles(self, vae: Any, call: Callable[[], Any]) -> Any:
-        """Return the output of ``call`` with the tiling of ``vae`` enabled during the call."""
-        before, vae.use_tiling = vae.use_tiling, True
-        try:
-            return call()
-        finally:
-            vae.use_tiling = before
 
     def tiles(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run a method of ``vae`` that splits an image into tiles, and distribute the tiles over the ranks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -74,7 +75,7 @@ class FusedPipe:
             self._branches[id(module)] = Branches(conditions_of(module, require_blocks(module, adapter)))
             if hasattr(module, "cache_context"):
                 wrap_method(module, "cache_context", _KEY, self._named, order=WrapperPriority.CACHE)
-            self.fusions[name] = Fusion(module, options, plan, blocks, self._branch_of(module), self._step_of)
+            self.fusions[name] = Fusion(module, options, plan, blocks, partial(self._branch_of, module), self._step_of)
             self.fusions[name].install()
 
     def remove(self) -> None:
@@ -92,14 +93,10 @@ class FusedPipe:
         finally:
             names.pop()
 
-    def _branch_of(self, module: nn.Module) -> Callable[[Mapping[str, Any]], str]:
+    def _branch_of(self, module: nn.Module, arguments: Mapping[str, Any]) -> str:
         names = self._names[id(module)]
-
-        def name_of(arguments: Mapping[str, Any]) -> str:
-            # An empty name means that the CFG branches cannot be identified: all steps then compute all tokens.
-            return names[-1] if names else self._branches[id(module)].name_of(arguments) or ""
-
-        return name_of
+        # An empty name means that the CFG branches cannot be identified: all steps then compute all tokens.
+        return names[-1] if names else self._branches[id(module)].name_of(arguments) or ""
 
     def _step_of(self, branch: str) -> tuple[int, int]:
         # Calls outside of a generation, or of an unknown CFG branch, count as step 0, in which all tokens are computed.

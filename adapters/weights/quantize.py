@@ -99,16 +99,13 @@ def _require_unquantized(transformer: nn.Module, name: str, scheme: Quantize) ->
         if not _is_own_linear(part, path):
             continue
         weight: Any = part.weight
-        if not weight.is_floating_point() or is_float8(weight) or not _is_plain(weight):
-            kind = type(weight).__name__ if not _is_plain(weight) else str(weight.dtype)
+        is_plain = is_plain_weight(weight) or isinstance(weight, DTensor)
+        if not weight.is_floating_point() or is_float8(weight) or not is_plain:
+            kind = str(weight.dtype) if is_plain else type(weight).__name__
             raise ValueError(
                 f"quantize={scheme!r}: the weight of {path} in pipe.{name} is quantized already ({kind}); expected 16 "
                 "or 32 bits. Leave quantize out, or load the original weights."
             )
-
-
-def _is_plain(weight: Any) -> bool:
-    return is_plain_weight(weight) or isinstance(weight, DTensor)
 
 
 def _is_own_linear(module: nn.Module, path: str) -> bool:
