@@ -70,7 +70,7 @@ def test_calibration_keeps_largest_threshold_of_a_quality():
 
 def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
     pipe = flux_pipe()
-    monkeypatch.setattr("para_core.adapters.cache.calibration.trial.time", BlockClock(pipe))
+    monkeypatch.setattr("para_core.adapters.cache.calibration.calibrate.time", BlockClock(pipe))
     calibration = calibrate(pipe, target=1.8, metric="speedup")
     assert calibration.seconds == 4 * 6
     for row in calibration.rows:
@@ -94,7 +94,7 @@ def test_calibration_finds_smallest_threshold_for_computed_steps(monkeypatch):
             return next(self.ticks)
 
     expected = calibrate(flux_pipe(), computed_steps=4)
-    monkeypatch.setattr("para_core.adapters.cache.calibration.trial.time", Jumping())
+    monkeypatch.setattr("para_core.adapters.cache.calibration.calibrate.time", Jumping())
     pipe = flux_pipe()
     calibration = calibrate(pipe, computed_steps=4)
     assert calibration.threshold == expected.threshold
@@ -281,7 +281,7 @@ def calibrate_on_rank(shape):
     if torch.distributed.get_rank() > 0:
         clock.perf_counter = lambda: 1000.0 * clock.seconds**3
     guided = {"true_cfg_scale": 2.0, "negative_prompt": ""} if batch > 1 else {}
-    with mock.patch("para_core.adapters.cache.calibration.trial.time", clock):
+    with mock.patch("para_core.adapters.cache.calibration.calibrate.time", clock):
         calibration = calibrate(pipe, PROMPTS[0], target=1.8, metric="speedup", **guided)
     threshold = caching_of(pipe).options.residual_diff_threshold
     apply_cache_on_pipe(pipe, residual_diff_threshold=calibration.threshold, max_consecutive_hits=2)
