@@ -113,18 +113,17 @@ class Choice:
     numbers: type[FirstTokens] | type[LastTokens] = FirstTokens
 
 
-# Values of Choice.mask to try, by Choice.split_masks, the likeliest first. For split masks "keys" comes before None: a
-# mask over a single local token has size 1, which None would read as a mask that is broadcast to all keys.
-_MASK_READINGS: Mapping[bool, tuple[Literal["keys"] | None, ...]] = {False: (None, "keys"), True: ("keys", None)}
-_MASK_CHOICES = (
-    *[
-        Choice(text_first, split_masks, mask)
-        for text_first, split_masks in product((True, False), (False, True))
-        for mask in _MASK_READINGS[split_masks]
-    ],
-    Choice(text_first=False, split_masks=False, mask="pairs"),
+# Values of split_masks and mask to try, the likeliest first. For split masks "keys" comes before None: a mask over a
+# single local token has size 1, which None would read as a mask that is broadcast to all keys.
+_READINGS: tuple[tuple[bool, Literal["keys"] | None], ...] = (
+    (False, None),
+    (False, "keys"),
+    (True, "keys"),
+    (True, None),
 )
-CHOICES = tuple(replace(choice, numbers=numbers) for numbers in (FirstTokens, LastTokens) for choice in _MASK_CHOICES)
+_CHOICES = [Choice(text_first, *reading) for text_first, reading in product((True, False), _READINGS)]
+_CHOICES.append(Choice(text_first=False, split_masks=False, mask="pairs"))
+CHOICES = tuple(replace(choice, numbers=numbers) for numbers in (FirstTokens, LastTokens) for choice in _CHOICES)
 
 
 @dataclass(frozen=True)

@@ -291,12 +291,11 @@ def _larger(observed: ObservedCall, length: int, grow: Callable[[int], int]) -> 
             # Do not change the last dim of [B, S, C]: it holds channels, even if there are as many channels as tokens.
             num_dims = 2 if len(shape) == 3 and value.dtype.is_floating_point and length in shape[:2] else len(shape)
             return replace(value, shape=(*[grow(size) for size in shape[:num_dims]], *shape[num_dims:]))
-        if isinstance(value, Mapping):
-            return {key: change(entry) for key, entry in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [change(entry) for entry in value]
         return value + 1 if type(value) is int and value == length else value
 
-    calls = [replace(call, arguments=change(call.arguments), output=change(call.output)) for call in observed.calls]
+    calls = [
+        replace(call, arguments=tree_map(change, call.arguments), output=tree_map(change, call.output))
+        for call in observed.calls
+    ]
     attention = [replace(call, queries=grow(call.queries), keys=grow(call.keys)) for call in observed.attention]
-    return replace(observed, inputs=change(observed.inputs), calls=calls, attention=attention)
+    return replace(observed, inputs=tree_map(change, observed.inputs), calls=calls, attention=attention)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.propose.candidates import TEXT, Candidate, ObservedRegion, Start, starts
+from para_core.adapters.propose.candidates import TEXT, ObservedRegion, Start, starts
 from para_core.adapters.propose.observe import ObservedCall, imagined_larger, observe
 from para_core.adapters.propose.overrides import (
     PARAMETER_NAME,
@@ -81,6 +81,7 @@ def propose_plan(
     examples = _checked_examples(example_inputs)
     answers = answers or {}
     require_answers(answers)
+    answered, from_answers = (tuple(f"{key}: {text}" for key in answers) for text in ("", "from answers."))
     check = _Check(module, examples, answers)
     failures: dict[str, tuple[Plan, str]] = {}
     observations = [*_observations(module, name, examples)]
@@ -95,7 +96,8 @@ def propose_plan(
             plan = with_answers(candidate.plan, answers)
             if repr(plan) in failures:
                 continue
-            proposal = Proposal(name, plan, error=0.0, reasons=_reasons(candidate, answers))
+            kept = [reason for reason in candidate.reasons if not reason.startswith(answered)]
+            proposal = Proposal(name, plan, error=0.0, reasons=(*kept, *from_answers))
             error = check.error_or_failure(plan, start.tokens)
             if isinstance(error, float):
                 proposal = replace(proposal, error=error)
@@ -111,8 +113,7 @@ def propose_plan(
         plan = with_answers(Plan({}, {}, (segment,)), answers)
         error = check.error_or_failure(plan)
         if isinstance(error, float):
-            proposal = Proposal(name, plan, error=error, reasons=tuple(f"{key}: from answers." for key in answers))
-            return check.completed(proposal, None)
+            return check.completed(Proposal(name, plan, error=error, reasons=from_answers), None)
         failures = {repr(plan): (plan, f"the plan in answers: {error}"), **failures}
     none_fits = "attention has lengths that are not those of the tokens."
     likeliest, failure = next(iter(failures.values()), (None, none_fits))
@@ -154,13 +155,6 @@ def _observations(
             "example_inputs=(inputs,)."
         ) from error
     yield observed, large
-
-
-def _reasons(candidate: Candidate, answers: Answers) -> tuple[str, ...]:
-    """Return the reasons of the guesses that no answer replaced, and a reason for each answer."""
-    answered = tuple(f"{name}: " for name in answers)
-    kept = [reason for reason in candidate.reasons if not reason.startswith(answered)]
-    return (*kept, *[f"{name}: from answers." for name in answers])
 
 
 # Meshes as (ring, ulysses), for a plan whose lengths are unknown: most lengths are not divisible by both 2 and 3, so at
@@ -260,20 +254,16 @@ class _Check:
         answer, inputs = self.answers.get("CachedBlocks"), self.examples[0]
         if answer is None and "CachedBlocks" in self.answers:
             return proposal
-        question = (
-            "CachedBlocks: which parameters of its blocks do they return updated, in which order? No guess was exact."
-        )
+        question = "CachedBlocks: which parameters of its blocks do they return updated, in which order? "
+        problem = "No guess was exact."
         guesses: Iterable[StackGuess] = () if answer is None else [StackGuess(answer, inputs)]
         if answer is None and of_start is not None:
             guesses = stacks(self.module, of_start, inputs, self.tolerance)
         for guess in guesses:
-            try:
-                error = cached_error(self.module, guess.blocks, guess.inputs)
-            # With a wrong block stack the cached model may raise anything, so any error means that the guess is wrong.
-            except Exception as failure:
-                question = f"CachedBlocks: the guess {guess.blocks} failed: {type(failure).__name__}: {failure}"
-                continue
-            if error is not None and error < self.tolerance:
+            error = cached_error(self.module, guess.blocks, guess.inputs, self.tolerance)
+            if isinstance(error, str):
+                problem = f"With the guess {guess.blocks} a call that skips blocks {error}."
+            else:
                 rest = {True: "with equal other arguments", False: "which the model changes between blocks"}
                 why = [
                     f"{' and '.join(x.lists)}: blocks that return {' and '.join(x.streams)}, {rest[x.chained]}."
@@ -281,7 +271,7 @@ class _Check:
                 ]
                 reasons = (*proposal.reasons, *why, *guess.reasons)
                 return replace(proposal, blocks=guess.blocks, blocks_error=error, reasons=reasons)
-        return replace(proposal, questions=(*proposal.questions, question))
+        return replace(proposal, questions=(*proposal.questions, question + problem))
 
 
 def _nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> str:

@@ -119,8 +119,8 @@ def is_chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
     return passed_on and all(other == others[0] for other in others)
 
 
-def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any]) -> float | None:
-    """Return the relative error of a call that skips blocks. None if no block was skipped.
+def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float) -> float | str:
+    """Return the relative error of a call that skips ``blocks``, or as the end of a sentence why it is not exact.
 
     The model is called twice with the same inputs. The first-block residual has then not changed, so the second output
     equals that of the uncached model if ``blocks`` describes the model correctly.
@@ -128,12 +128,16 @@ def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, A
     copy = with_same_weights(module)
     with torch.no_grad():
         expected = module(**fresh(inputs))
-        apply_cache(copy, blocks, residual_diff_threshold=_SKIP_THRESHOLD)
-        for _ in range(2):
-            out = copy(**fresh(inputs))
-    if not any(row.hit for row in model_cache_report(copy).rows):
-        return None
-    return largest_error(out, expected)
+        try:
+            apply_cache(copy, blocks, residual_diff_threshold=_SKIP_THRESHOLD)
+            for _ in range(2):
+                out = copy(**fresh(inputs))
+            error = largest_error(out, expected)
+        # With a wrong block stack the cached model may raise anything, which means that the guess is wrong.
+        except Exception as failure:
+            return f"fails ({type(failure).__name__}: {failure})"
+    skipped = any(row.hit for row in model_cache_report(copy).rows)
+    return error if skipped and error < tolerance else "is not exact"
 
 
 @dataclass(frozen=True)
@@ -199,8 +203,8 @@ def _without_options(
             and not is_chained([call for name in group.lists for call in with_it.of_list(name)], group.streams)
         ]
         with_between = _with_between(blocks, {i: [name] for i in indices})
-        problem = _problem_of_cache(module, with_between, alone, tolerance)
-        if problem is not None:
+        problem = cached_error(module, with_between, alone, tolerance)
+        if isinstance(problem, str):
             uncached.append(name)
             reasons.append(f"{name}: with it a call that skips blocks {problem}, so calls with it are not cached.")
             continue
@@ -238,15 +242,3 @@ def _block_order(observed: ObservedCall, blocks: CachedBlocks) -> list[str]:
 def _with_between(blocks: CachedBlocks, between: Mapping[int, Sequence[str]]) -> CachedBlocks:
     groups = [replace(group, between=tuple(between.get(i, ()))) for i, group in enumerate(blocks.groups)]
     return replace(blocks, groups=tuple(groups))
-
-
-def _problem_of_cache(
-    module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float
-) -> str | None:
-    """Return what is wrong with a call that skips ``blocks``, as the end of a sentence; None if it is exact."""
-    try:
-        error = cached_error(module, blocks, inputs)
-    # With a wrong block stack the cached model may raise anything, which means that the guess is wrong.
-    except Exception as failure:
-        return f"fails ({type(failure).__name__}: {failure})"
-    return None if error is not None and error < tolerance else "is not exact"
