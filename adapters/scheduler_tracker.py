@@ -107,7 +107,16 @@ class SchedulerTracker:
     def position(self, branch: str) -> Position:
         """Return the step that the next call of the model for ``branch`` belongs to."""
         if not self._times:
-            self._times = self._times_of_call()
+            # Leave out the timesteps that the call skips at the beginning of the schedule.
+            listed = getattr(self._scheduler, "timesteps", None)
+            times = [] if listed is None else [float(t) for t in listed.tolist()]
+            if original_class(self._scheduler).__name__ in _END_IS_LISTED:
+                times = times[:-1]
+            begin = getattr(self._scheduler, "begin_index", None)
+            num_steps = getattr(self._pipe, "_num_timesteps", None)
+            if begin is None and num_steps is not None and 0 < num_steps <= len(times):
+                begin = len(times) - num_steps
+            self._times = times[begin or 0 :]
         index, times = self._num_taken, self._times
         if self._with_copies and index == 0:
             # Spread the steps of a section of the video evenly over the schedule. Their timesteps are approximate,
@@ -121,18 +130,6 @@ class SchedulerTracker:
 
     def _restart(self) -> None:
         self._num_taken, self._step_index, self._num_calls, self._section, self._times = 0, None, {}, 0, []
-
-    def _times_of_call(self) -> list[float]:
-        """Return the timesteps that this call of the pipeline takes, without those that it skips at the beginning."""
-        listed = getattr(self._scheduler, "timesteps", None)
-        times = [] if listed is None else [float(t) for t in listed.tolist()]
-        if original_class(self._scheduler).__name__ in _END_IS_LISTED:
-            times = times[:-1]
-        begin = getattr(self._scheduler, "begin_index", None)
-        num_steps = getattr(self._pipe, "_num_timesteps", None)
-        if begin is None and num_steps is not None and 0 < num_steps <= len(times):
-            begin = len(times) - num_steps
-        return times[begin or 0 :]
 
     def _count_call(self, branch: str, total: int) -> int:
         """Count this model call of ``branch`` and return its step, assuming one call per step for each branch.

@@ -99,21 +99,16 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def refuse_hooks_of_diffusers(module: nn.Module, name: str, sequence_ranks: int) -> None:
     """Refuse a hook of diffusers that may need tokens of other ranks."""
     for path, hook in hooks_of(module):
-        reason = _reason_against(hook, sequence_ranks)
+        kind = type(hook).__name__
+        if not type(hook).__module__.startswith("diffusers.") or kind in _WEIGHT_HOOKS:
+            continue
+        reason: str | None = _OWN_PARALLELISM if kind.startswith("ContextParallel") else _UNKNOWN
+        if kind in _SKIP_HOOKS:
+            reason = _DROPS if _drops(hook) else None
+        elif kind == "SmoothedEnergyGuidanceHook":
+            reason = _BLURS if sequence_ranks > 1 else None
         if reason is not None:
-            raise RuntimeError(f"{name} has diffusers' {type(hook).__name__} at {path!r}: {reason}.")
-
-
-def _reason_against(hook: Any, sequence_ranks: int) -> str | None:
-    """Return why ``hook`` of diffusers gives wrong results on several ranks; None for other hooks, and a user's own."""
-    cls = type(hook)
-    if not cls.__module__.startswith("diffusers.") or cls.__name__ in _WEIGHT_HOOKS:
-        return None
-    if cls.__name__ in _SKIP_HOOKS:
-        return _DROPS if _drops(hook) else None
-    if cls.__name__ == "SmoothedEnergyGuidanceHook":
-        return _BLURS if sequence_ranks > 1 else None
-    return _OWN_PARALLELISM if cls.__name__.startswith("ContextParallel") else _UNKNOWN
+            raise RuntimeError(f"{name} has diffusers' {kind} at {path!r}: {reason}.")
 
 
 def _drops(hook_or_config: Any) -> bool:

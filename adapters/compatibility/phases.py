@@ -28,7 +28,7 @@ from para_core.adapters.compatibility.diffusers_features import (
     refuse_perturbed_joint_attention,
     refuse_scores_of_processor,
 )
-from para_core.adapters.consistency.arguments import require_same_inputs
+from para_core.adapters.consistency.arguments import require_equal
 from para_core.adapters.registry import (
     component_of,
     decoders_of,
@@ -227,6 +227,12 @@ def require_same_call_of_model(module: Any, mesh: GuidedMesh, inputs: Mapping[st
     if assume_equal:
         check_parallel_call(models, mesh)
     else:
-        require_same_inputs(
-            inputs, mesh, f"this {original_class(module).__name__}", partial(check_parallel_call, models, mesh)
+        require_equal(
+            lambda: inputs,
+            mesh,
+            f"this {original_class(module).__name__}",
+            partial(check_parallel_call, models, mesh),
+            "If another pipeline shares this transformer (from_pipe), its random numbers and arguments must be equal "
+            "as well: parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a "
+            "generator with the same seed on all ranks.",
         )

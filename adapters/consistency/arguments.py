@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -20,86 +19,28 @@ from para_core.distributed.consistency import (
     signature,
 )
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import original_class
 
 # Maximum number of characters that describe one value in a record. A longer text is cut, and a hash of the whole text
 # is appended.
 _MAX_CHARACTERS = 60
 
 
-def require_same_call(
-    pipe: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    mesh: GuidedMesh,
-    what: str,
-    state: Callable[[bool], Mapping[str, Any]],
-    check: Callable[[], None],
-) -> None:
-    """Raise on every rank if ranks call ``pipe`` with different arguments or in a different state.
-
-    The message names the values that differ. Every rank of ``mesh`` must call this function.
-
-    Args:
-        args, kwargs: The arguments of the call on this rank.
-        what: Name of the called object, for messages.
-        state: Returns further values by name that must be equal. Its argument is whether the call decodes latents.
-        check: Called first, on each rank. Raises if this rank cannot take part in the call.
-
-    Raises:
-        ValueError: If an argument or the state differs between two ranks.
-        TypeError, ValueError, RuntimeError: If the arguments of a rank are no call of ``pipe``, or ``check`` raised.
-    """
-
-    def values() -> Mapping[str, Any]:
-        bound = inspect.signature(original_class(pipe).__call__).bind(pipe, *args, **kwargs).arguments
-        bound.pop("self", None)
-        arguments = {**bound.pop("kwargs", {}), **bound}
-        return {**arguments, **state(arguments.get("output_type") != "latent")}
-
-    _require_equal(
-        values,
-        mesh,
-        what,
-        check,
-        "For different images on different ranks give each group of ranks a mesh of its own (a slice of a larger "
-        "mesh).",
-    )
-
-
-def require_same_inputs(inputs: Mapping[str, Any], mesh: GuidedMesh, what: str, check: Callable[[], None]) -> None:
-    """Raise on every rank if ranks call a module with different ``inputs``. The message names those that differ.
-
-    ``what``, ``check`` and the errors are as in :func:`require_same_call`.
-    """
-    _require_equal(
-        lambda: inputs,
-        mesh,
-        what,
-        check,
-        "If another pipeline shares this transformer (from_pipe), its random numbers and arguments must be equal as "
-        "well: parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a "
-        "generator with the same seed on all ranks.",
-    )
-
-
-def _record(values: Mapping[str, Any]) -> Record:
-    """Return a short text for each value that is not None, by name. Waits for the device once, for all tensors."""
-    pieces = {name: list(_pieces(value)) for name, value in values.items() if value is not None}
-    tensors = [piece for of_value in pieces.values() for piece in of_value if isinstance(piece, Tensor)]
-    digits = iter(fingerprints(tensors))
-    return {
-        name: _shortened("".join(next(digits) if isinstance(piece, Tensor) else piece for piece in of_value))
-        for name, of_value in pieces.items()
-    }
-
-
-def _require_equal(
+def require_equal(
     values: Callable[[], Mapping[str, Any]], mesh: GuidedMesh, what: str, check: Callable[[], None], way_out: str
 ) -> None:
-    """Raise on every rank if ``values()`` differs between ranks, or if ``check`` or ``values`` raised on one of them.
+    """Raise on every rank if ``values()`` differs between ranks. The message names the values that differ.
 
-    The error message ends with ``way_out``.
+    Every rank of ``mesh`` must call this function.
+
+    Args:
+        values: Returns the arguments of a call and the state that must be equal, by name.
+        what: Name of the called object, for the message.
+        check: Called first, on each rank. Raises if this rank cannot take part in the call.
+        way_out: Advice to the user, with which the message ends.
+
+    Raises:
+        ValueError: If a value differs between two ranks.
+        TypeError, ValueError, RuntimeError: What ``check`` or ``values`` raised on one rank.
     """
 
     def explain(records: list[Record]) -> str:
@@ -113,6 +54,17 @@ def _require_equal(
     except (TypeError, ValueError, RuntimeError) as error:
         local = error
     check_consistent(local, mesh, explain=explain)
+
+
+def _record(values: Mapping[str, Any]) -> Record:
+    """Return a short text for each value that is not None, by name. Waits for the device once, for all tensors."""
+    pieces = {name: list(_pieces(value)) for name, value in values.items() if value is not None}
+    tensors = [piece for of_value in pieces.values() for piece in of_value if isinstance(piece, Tensor)]
+    digits = iter(fingerprints(tensors))
+    return {
+        name: _shortened("".join(next(digits) if isinstance(piece, Tensor) else piece for piece in of_value))
+        for name, of_value in pieces.items()
+    }
 
 
 def _hash(data: bytes | memoryview) -> str:

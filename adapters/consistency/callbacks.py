@@ -34,22 +34,19 @@ def around_callbacks(
     ``kwargs`` are those of a pipeline's call; callbacks are those whose names begin with ``callback``. Yields the
     keyword arguments to call the pipeline with. ``order`` is the priority among the wrappers of one callback.
     """
-    callbacks = {name: f for name, f in kwargs.items() if name.startswith("callback") and callable(f)}
+    wrapped = dict(kwargs)
     with ExitStack() as stack:
-        yield {**kwargs, **{name: stack.enter_context(_around(f, key, run, order)) for name, f in callbacks.items()}}
-
-
-@contextmanager
-def _around(callback: Any, key: str, run: Callable[..., Any], order: WrapperPriority) -> Iterator[Any]:
-    if not hasattr(callback, "tensor_inputs"):
-        yield partial(run, callback)
-        return
-    # Pipelines check the class of a diffusers PipelineCallback, so wrap its method instead of passing another object.
-    wrap_method(callback, "__call__", key, run, order=order, plain_copies=True)
-    try:
-        yield callback
-    finally:
-        unwrap(callback, key)
+        for name, callback in kwargs.items():
+            if not name.startswith("callback") or not callable(callback):
+                continue
+            if hasattr(callback, "tensor_inputs"):
+                # Pipelines check the class of a diffusers PipelineCallback, so wrap its method instead of passing
+                # another object.
+                stack.callback(unwrap, callback, key)
+                wrap_method(callback, "__call__", key, run, order=order, plain_copies=True)
+            else:
+                wrapped[name] = partial(run, callback)
+        yield wrapped
 
 
 class CheckedCallbacks:

@@ -30,17 +30,10 @@ UNETS: Mapping[str, UnetAdapter] = {
     )
 }
 
-_UNTRIED = "it was not tried yet"
-
-REFUSED_UNETS: Mapping[str, str] = {
-    "AudioLDM2UNet2DConditionModel": _UNTRIED,
-    "DreamLiteUNetModel": _UNTRIED,
-    "I2VGenXLUNet": _UNTRIED,
-    "Kandinsky3UNet": _UNTRIED,
-    "StableCascadeUNet": _UNTRIED,
-    "UNet1DModel": _UNTRIED,
-    "UNet2DModel": _UNTRIED,
-    "UNet3DConditionModel": _UNTRIED,
-    "UNetControlNetXSModel": _UNTRIED,
-    "UNetMotionModel": _UNTRIED,
-}
+REFUSED_UNETS: Mapping[str, str] = dict.fromkeys(
+    (
+        *("AudioLDM2UNet2DConditionModel", "DreamLiteUNetModel", "I2VGenXLUNet", "Kandinsky3UNet", "StableCascadeUNet"),
+        *("UNet1DModel", "UNet2DModel", "UNet3DConditionModel", "UNetControlNetXSModel", "UNetMotionModel"),
+    ),
+    "it was not tried yet",
+)

@@ -17,7 +17,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.attention_names import attention_by_name, translated_attention
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallel_call
-from para_core.adapters.consistency.arguments import require_same_call
+from para_core.adapters.consistency.arguments import require_equal
 from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks
 from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
 from para_core.adapters.consistency.loras import Loras, models_of
@@ -122,8 +122,12 @@ class ParallelCall:
         if self._assume_equal:
             check()
         else:
-            state = partial(self._state, pipe)
-            require_same_call(pipe, args, kwargs, self.mesh, f"the {type(pipe).__name__}", state, check)
+            way_out = (
+                "For different images on different ranks give each group of ranks a mesh of its own (a slice of a "
+                "larger mesh)."
+            )
+            values = partial(self._arguments_and_state, pipe, args, kwargs)
+            require_equal(values, self.mesh, f"the {type(pipe).__name__}", check, way_out)
         self._places = self._places or places_of_all(self.mesh)
         self._caching = caching_of(pipe)
         with ExitStack() as stack:
@@ -164,13 +168,16 @@ class ParallelCall:
             result = materialize(call(pipe, *args, **kwargs))
         return materialize(result)
 
-    def _state(self, pipe: Any, decodes: bool) -> Mapping[str, Any]:
-        """Return the state of ``pipe`` that all ranks must share, by name.
+    def _arguments_and_state(self, pipe: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
+        """Return the arguments of a call and the state of ``pipe`` that all ranks must share, by name.
 
-        ``decodes`` says whether it includes the VAE. Text encoders are never included, because a call may pass
-        embeddings instead of prompts.
+        The state leaves out the VAE if the call returns latents, and text encoders, because a call may pass embeddings
+        instead of prompts.
         """
-        state: dict[str, Any] = {}
+        bound = inspect.signature(original_class(pipe).__call__).bind(pipe, *args, **kwargs).arguments
+        bound.pop("self", None)
+        state: dict[str, Any] = {**bound.pop("kwargs", {}), **bound}
+        decodes = state.get("output_type") != "latent"
         for name in ("scheduler", "guider"):
             part = getattr(pipe, name, None)
             if part is not None:

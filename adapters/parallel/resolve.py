@@ -27,11 +27,7 @@ from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, u
 from para_core.adapters.weights.block_offload import OffloadedBlocks, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of
-from para_core.adapters.weights.shard import (
-    check_shard,
-    require_mesh_fits,
-    weights_groups,
-)
+from para_core.adapters.weights.shard import check_shard, require_mesh_fits, weights_groups
 from para_core.adapters.weights.sharded_component import METHODS
 from para_core.attention.attention_options import KeptKeys
 from para_core.distributed.consistency import exchange, raising_on_all

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,7 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
 
     If this fails on one rank, every rank raises, and ``previous`` is in effect again.
     """
-    with changes_undone_on_failure(instance) as rollback:
+    with restored_on_failure(instances_in(instance)), ExitStack() as rollback:
         with raising_on_all(session.mesh, "the earlier settings could not be undone"):
             if previous is not None:
                 previous.suspend(rollback, session.mesh)
@@ -133,16 +133,6 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
                 rollback.callback(part.clear())
         rollback.callback(session.stop)
         session.start()
+        rollback.pop_all()
     if previous is not None:
         previous.finish()
-
-
-@contextmanager
-def changes_undone_on_failure(instance: Any) -> Iterator[ExitStack]:
-    """Yield an ``ExitStack`` whose callbacks run only if the ``with`` block raises.
-
-    The wrappers of ``instance`` and its modules are then restored as well.
-    """
-    with restored_on_failure(instances_in(instance)), ExitStack() as rollback:
-        yield rollback
-        rollback.pop_all()

@@ -55,79 +55,48 @@ def _common(sizes: GenerationSizes, hidden: tuple[int, ...], text_dim: int, samp
     }
 
 
-def _flux(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
-    return {
+# Functions that return the inputs of a transformer, from its config and the sizes, by class.
+INPUTS: Mapping[str, MakeInputs] = {
+    "FluxTransformer2DModel": lambda config, sizes: {
         **_common(sizes, (sizes.tokens, config.in_channels), config.joint_attention_dim),
         "pooled_projections": sizes.empty(1, config.pooled_projection_dim),
         "guidance": sizes.empty(1) if config.guidance_embeds else None,
         "img_ids": sizes.empty(sizes.tokens, 3),
         "txt_ids": sizes.empty(sizes.text, 3),
-    }
-
-
-def _flux2(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
-    return {
+    },
+    "Flux2Transformer2DModel": lambda config, sizes: {
         **_common(sizes, (sizes.tokens, config.in_channels), config.joint_attention_dim),
         "guidance": sizes.empty(1) if config.guidance_embeds else None,
         "img_ids": sizes.empty(1, sizes.tokens, 4),
         "txt_ids": sizes.empty(1, sizes.text, 4),
-    }
-
-
-def _qwen_image(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
-    _, height, width = sizes.latents
-    return {
+    },
+    "QwenImageTransformer2DModel": lambda config, sizes: {
         **_common(sizes, (sizes.tokens, config.in_channels), config.joint_attention_dim),
-        "img_shapes": [[(1, height // 2, width // 2)]],
-    }
-
-
-def _hunyuan_video(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
-    return {
+        "img_shapes": [[(1, sizes.latents[1] // 2, sizes.latents[2] // 2)]],
+    },
+    "HunyuanVideoTransformer3DModel": lambda config, sizes: {
         **_common(sizes, (config.in_channels, *sizes.latents), config.text_embed_dim),
         "encoder_attention_mask": sizes.empty(1, sizes.text, dtype=torch.int64),
         "pooled_projections": sizes.empty(1, config.pooled_projection_dim),
         "guidance": sizes.empty(1) if config.guidance_embeds else None,
-    }
-
-
-def _wan(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
-    return _common(sizes, (config.in_channels, *sizes.latents), config.text_dim)
-
-
-def _cogvideox(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
-    frames, height, width = sizes.latents
-    angles = sizes.empty(frames * sizes.tokens, config.attention_head_dim)
-    return {
-        **_common(sizes, (frames, config.in_channels, height, width), config.text_embed_dim, samples=2),
-        "image_rotary_emb": (angles, angles) if config.use_rotary_positional_embeddings else None,
-    }
-
-
-def _mochi(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
-    return {
+    },
+    "WanTransformer3DModel": lambda config, sizes: _common(
+        sizes, (config.in_channels, *sizes.latents), config.text_dim
+    ),
+    "CogVideoXTransformer3DModel": lambda config, sizes: {
+        **_common(sizes, (sizes.latents[0], config.in_channels, *sizes.latents[1:]), config.text_embed_dim, samples=2),
+        "image_rotary_emb": (sizes.empty(sizes.latents[0] * sizes.tokens, config.attention_head_dim),) * 2
+        if config.use_rotary_positional_embeddings
+        else None,
+    },
+    "MochiTransformer3DModel": lambda config, sizes: {
         **_common(sizes, (config.in_channels, *sizes.latents), config.text_embed_dim, samples=2),
         "encoder_attention_mask": sizes.empty(2, sizes.text, dtype=torch.bool),
-    }
-
-
-def _stable_diffusion_3(config: Any, sizes: GenerationSizes) -> dict[str, Any]:
-    _, height, width = sizes.latents
-    return {
-        **_common(sizes, (config.in_channels, height, width), config.joint_attention_dim, samples=2),
+    },
+    "SD3Transformer2DModel": lambda config, sizes: {
+        **_common(sizes, (config.in_channels, *sizes.latents[1:]), config.joint_attention_dim, samples=2),
         "pooled_projections": sizes.empty(2, config.pooled_projection_dim),
-    }
-
-
-INPUTS: Mapping[str, MakeInputs] = {
-    "FluxTransformer2DModel": _flux,
-    "Flux2Transformer2DModel": _flux2,
-    "QwenImageTransformer2DModel": _qwen_image,
-    "HunyuanVideoTransformer3DModel": _hunyuan_video,
-    "WanTransformer3DModel": _wan,
-    "CogVideoXTransformer3DModel": _cogvideox,
-    "MochiTransformer3DModel": _mochi,
-    "SD3Transformer2DModel": _stable_diffusion_3,
+    },
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -20,14 +20,7 @@ from para_core.adapters.consistency.loras import lora_weights
 from para_core.adapters.weights.lora import follow_loras, leave_loras
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
-from para_core.instance_patching import (
-    WrapperPriority,
-    is_compiled,
-    unwrap,
-    unwrapped_class,
-    wrap_method,
-    wrapper,
-)
+from para_core.instance_patching import WrapperPriority, is_compiled, unwrap, unwrapped_class, wrap_method, wrapper
 from para_core.plans.region import mesh_of_plan
 from para_core.torch_internals import COMPILED_CALL, buffer_slots, compile_context, parameter_slots, parse_to
 from para_core.weights.fsdp import discard_shards, gather_blocks, is_sharded, shard_blocks, shard_mesh
@@ -60,6 +53,7 @@ class ShardedComponent:
     ranks: GuidedMesh | SequenceMesh | None
     plan: TensorPlan | None = None
     offload_policy: OffloadPolicy | None = None
+    guard: MoveGuard | None = None
 
     def apply(self) -> None:
         """Shard the weights, which every rank must hold in full. Every rank must call this method."""
@@ -127,17 +121,40 @@ class ShardedComponent:
 
     def refuse_late(self, guard: MoveGuard) -> None:
         """Wrap methods that would fail on sharded weights, or save only a part of them, so that they raise."""
-        wrap_method(self.module, "to", KEY, _Move(self, guard).move, order=WrapperPriority.PLAN)
+        component = replace(self, guard=guard)
+        wrap_method(self.module, "to", KEY, component.move, order=WrapperPriority.PLAN)
         for method, problem in _LATE.items():
             if hasattr(self.module, method):
                 wrap_method(self.module, method, KEY, partial(_too_late, problem), order=WrapperPriority.PLAN)
 
+    def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``module.to``. Raise ``RuntimeError`` if it would change the dtype or device type of FSDP2 weights.
+
+        If accelerate's model offload asks for the move, it is ignored instead.
+        """
+        device, dtype, *_ = parse_to(*args, **kwargs)
+        held = list(module.parameters()) if is_sharded(module) else []
+        kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
+        devices = {x.device for x in held if device is not None and x.device.type != device.type}
+        offloading = (self.guard is not None and self.guard.offloading) or hasattr(module, "_hf_hook")
+        if devices and not kinds and offloading:
+            return module
+        if kinds or devices:
+            wanted = dtype if kinds else device
+            raise RuntimeError(
+                f"the weights of this {unwrapped_class(module).__name__} are sharded by FSDP2, as "
+                f"{' and '.join(sorted(map(str, kinds or devices)))}, and stay so; asked for was {wanted}. Convert and "
+                "move the pipeline before shard_weights; or unshard_weights(pipe), on every rank, then pipe.to(...), "
+                "then shard_weights(pipe, mesh) again."
+            )
+        return call(module, *args, **kwargs)
+
 
 def sharded_component(module: nn.Module) -> ShardedComponent | None:
     """Return the settings with which ``module`` is sharded; None if it is not sharded."""
-    move = getattr(wrapper(module, "to", KEY), "__self__", None)
-    if isinstance(move, _Move):
-        return move.component
+    component = getattr(wrapper(module, "to", KEY), "__self__", None)
+    if isinstance(component, ShardedComponent):
+        return component
     # A sharded module without para_core's wrapper was sharded by the user's own fully_shard. Its offload policy is
     # unknown.
     mesh = shard_mesh(module) if is_sharded(module) else None
@@ -191,35 +208,6 @@ class MoveGuard:
             if is_distributed(module):
                 _too_late(_LATE["save_pretrained"], call, module)
         return call(pipe, *args, **kwargs)
-
-
-@dataclass(frozen=True, eq=False)
-class _Move:
-    """Wrapper of ``module.to`` of one sharded component; also stores how the component is sharded."""
-
-    component: ShardedComponent
-    guard: MoveGuard
-
-    def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run ``module.to``. Raise ``RuntimeError`` if it would change the dtype or device type of FSDP2 weights.
-
-        If accelerate's model offload asks for the move, it is ignored instead.
-        """
-        device, dtype, *_ = parse_to(*args, **kwargs)
-        held = list(module.parameters()) if is_sharded(module) else []
-        kinds = {x.dtype for x in held if x.is_floating_point() and dtype not in (None, x.dtype)}
-        devices = {x.device for x in held if device is not None and x.device.type != device.type}
-        if devices and not kinds and (self.guard.offloading or hasattr(module, "_hf_hook")):
-            return module
-        if kinds or devices:
-            wanted = dtype if kinds else device
-            raise RuntimeError(
-                f"the weights of this {unwrapped_class(module).__name__} are sharded by FSDP2, as "
-                f"{' and '.join(sorted(map(str, kinds or devices)))}, and stay so; asked for was {wanted}. Convert and "
-                "move the pipeline before shard_weights; or unshard_weights(pipe), on every rank, then pipe.to(...), "
-                "then shard_weights(pipe, mesh) again."
-            )
-        return call(module, *args, **kwargs)
 
 
 def mesh_of_diffusers(module: Any) -> DeviceMesh | None:

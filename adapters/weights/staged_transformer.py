@@ -29,15 +29,7 @@ from para_core.instance_patching import (
 )
 from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.pipefusion import fusion_of
-from para_core.weights.stages import (
-    Stages,
-    balanced,
-    free_others,
-    gather_stages,
-    others,
-    require_sendable,
-    stages_of,
-)
+from para_core.weights.stages import Stages, balanced, free_others, gather_stages, others, require_sendable, stages_of
 
 _KEY = "weights in stages"
 _MERGE_KEY = "merge in stages"
