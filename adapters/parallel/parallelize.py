@@ -10,9 +10,9 @@ import torch
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.components import TextEncoders, VaePlacement
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
+from para_core.adapters.parallel.model import ParallelOptions, unparallelize_transformer
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
-from para_core.adapters.parallel.transformer import ParallelOptions, unparallelize_transformer
 from para_core.adapters.planner.default_mesh import Mesh
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.rows.unet import unparallelize_unet

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from para_core.adapters.models.unets import REFUSED_UNETS, UnetAdapter
 from para_core.adapters.registry import PARALLEL_UNET, supported, unet_adapter
-from para_core.adapters.rows.groups import RowRanks, on_rows
-from para_core.adapters.rows.output import deliver
+from para_core.adapters.rows.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance_patching import (

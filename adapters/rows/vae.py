@@ -18,9 +18,8 @@ from para_core.adapters.consistency.arguments import describe
 from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
+from para_core.adapters.rows.call import Gather, RowRanks, deliver, holds_distribution, on_rows
 from para_core.adapters.rows.diffusion_decoder import DecoderRows, window_attentions
-from para_core.adapters.rows.groups import RowRanks, on_rows
-from para_core.adapters.rows.output import Gather, deliver, holds_distribution
 from para_core.adapters.rows.vae_compile import traceable
 from para_core.distributed.consistency import Record, check_consistent, differing_fields, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh

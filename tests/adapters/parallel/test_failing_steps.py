@@ -86,7 +86,7 @@ LOAD = (
     f"{PARALLEL}.load._files_in",
     f"{PARALLEL}.load._dtypes_of",
     f"{PARALLEL}.load._map_each_weight",
-    f"{PARALLEL}.transformer.apply_plan",
+    f"{PARALLEL}.model.apply_plan",
     f"{PARALLEL}.load.shard_components",
     f"{WEIGHTS}.shard.components_of",
     f"{WEIGHTS}.sharded_component.shard_blocks",
@@ -139,7 +139,7 @@ def test_a_failing_removal_of_the_cache_keeps_it_until_the_second_call(step, aft
 
 
 UNPARALLELIZE = (
-    f"{PARALLEL}.transformer.remove_plan",
+    f"{PARALLEL}.model.remove_plan",
     f"{PARALLEL}.parts.unparallelize_vae",
     f"{PARALLEL}.parts.remove_parallel_call",
     f"{PARALLEL}.parts.release_shards",
