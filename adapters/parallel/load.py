@@ -99,7 +99,17 @@ def from_pretrained_sharded(
         require_quantize_fits(quantize, weights)
         with raising_on_all(guided, "weights cannot be quantized"):
             torchao_config(quantize)
-    pipe = _loaded_on_all(pipeline, name, guided, options)
+    _download_once_per_node(pipeline, name, guided, options)
+    with raising_on_all(guided, f"{name} could not be loaded (download incomplete files again)"):
+        folder = folder_of(pipeline, name, options)
+        _require_safetensors(folder, passed=set(options))
+        files = _files_in(folder, options.get("variant"))
+        with _uninitialized_memory():
+            pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
+        for path in files:
+            component = uncompiled(pipe.components.get(path.parent.name))
+            if isinstance(component, nn.Module):
+                _map_each_weight(component, path)
     parallelize_pipe(pipe, mesh=mesh)
     if quantize is not None and weights == "fsdp":
         with raising_on_all(guided, "weights could not be quantized"):
@@ -152,22 +162,6 @@ _INSTEAD = {
 
 def _modules(pipe: Any) -> list[nn.Module]:
     return [uncompiled(part) for part in pipe.components.values() if isinstance(uncompiled(part), nn.Module)]
-
-
-def _loaded_on_all(pipeline: Any, name: str | Path, mesh: GuidedMesh, options: dict[str, Any]) -> Any:
-    """Return the pipeline with each weight memory-mapped from its file, in the dtype of the file. A collective call."""
-    _download_once_per_node(pipeline, name, mesh, options)
-    with raising_on_all(mesh, f"{name} could not be loaded (download incomplete files again)"):
-        folder = folder_of(pipeline, name, options)
-        _require_safetensors(folder, passed=set(options))
-        files = _files_in(folder, options.get("variant"))
-        with _uninitialized_memory():
-            pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
-        for path in files:
-            component = uncompiled(pipe.components.get(path.parent.name))
-            if isinstance(component, nn.Module):
-                _map_each_weight(component, path)
-    return pipe
 
 
 @contextmanager

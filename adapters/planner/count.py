@@ -193,12 +193,6 @@ def _tensor_bytes(transformer: nn.Module, *, in_8_bits: bool = False) -> int:
     )
 
 
-def encoder_operations(encoder: nn.Module, tokens: int) -> float:
-    """Return the operations of encoding ``tokens`` tokens: 2 per token and weight of linear layers, except the head."""
-    layers = [x.weight for name, x in encoder.named_modules() if isinstance(x, nn.Linear) and "lm_head" not in name]
-    return 2.0 * tokens * sum(weight.numel() for weight in layers)
-
-
 class _Operations(TorchFunctionMode):
     """Mode that counts the floating-point operations of convolutions and of attention."""
 

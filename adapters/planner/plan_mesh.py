@@ -149,6 +149,8 @@ def _published_workload(name: str, sizes: GenerationSizes, steps: int) -> Worklo
         encoder = model.encoder()
     with count.without_data():
         calls = count.count_calls(transformer, sizes)
+    # Encoding takes 2 operations per token and weight of a linear layer, except the head.
+    layers = [x.weight for name, x in encoder.named_modules() if isinstance(x, nn.Linear) and "lm_head" not in name]
     return Workload(
         name=f"{name}, {_size(sizes)}",
         calls=calls,
@@ -157,7 +159,7 @@ def _published_workload(name: str, sizes: GenerationSizes, steps: int) -> Worklo
         weights=count.weights_of(
             transformer, [encoder], vae=count.bytes_of(vae), other=0.0, transformers=model.transformers
         ),
-        encoder=count.encoder_operations(encoder, sizes.text) * model.prompts,
+        encoder=2.0 * sizes.text * sum(weight.numel() for weight in layers) * model.prompts,
         decoder=decoder,
         heads=number_of_heads(transformer) or 1,
         frames=sizes.frames,

@@ -280,22 +280,18 @@ def imagined_larger(observed: ObservedCall) -> Iterator[ObservedCall]:
         def grow(size: int, length: int = length) -> int:
             return size + 1 if size == length or size - length in lengths else size
 
-        if any(length == call.queries or grow(call.keys) != call.keys for call in observed.attention):
-            yield _larger(observed, length, grow)
-
-
-def _larger(observed: ObservedCall, length: int, grow: Callable[[int], int]) -> ObservedCall:
-    def change(value: Any) -> Any:
-        if isinstance(value, TensorRecord):
+        def change(value: Any, length: int = length, grow: Callable[[int], int] = grow) -> Any:
+            if not isinstance(value, TensorRecord):
+                return value + 1 if type(value) is int and value == length else value
             shape = value.shape
             # Do not change the last dim of [B, S, C]: it holds channels, even if there are as many channels as tokens.
             num_dims = 2 if len(shape) == 3 and value.dtype.is_floating_point and length in shape[:2] else len(shape)
             return replace(value, shape=(*[grow(size) for size in shape[:num_dims]], *shape[num_dims:]))
-        return value + 1 if type(value) is int and value == length else value
 
-    calls = [
-        replace(call, arguments=tree_map(change, call.arguments), output=tree_map(change, call.output))
-        for call in observed.calls
-    ]
-    attention = [replace(call, queries=grow(call.queries), keys=grow(call.keys)) for call in observed.attention]
-    return replace(observed, inputs=tree_map(change, observed.inputs), calls=calls, attention=attention)
+        if any(length == call.queries or grow(call.keys) != call.keys for call in observed.attention):
+            calls = [
+                replace(call, arguments=tree_map(change, call.arguments), output=tree_map(change, call.output))
+                for call in observed.calls
+            ]
+            attention = [replace(call, queries=grow(call.queries), keys=grow(call.keys)) for call in observed.attention]
+            yield replace(observed, inputs=tree_map(change, observed.inputs), calls=calls, attention=attention)

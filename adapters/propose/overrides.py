@@ -99,20 +99,17 @@ def with_answers(plan: Plan, answers: Answers) -> Plan:
             plan = _with_rule(plan, parameter[1], parameter[2], answer)
         elif name == "joint_order" or name in _PLAN_FIELDS:
             plan = replace(plan, **{name: answer})
+        elif isinstance(answer, Halo):
+            plan = replace(plan, halos={**plan.halos, name: answer})
         elif name not in ("CachedBlocks", "samples", "plan", *gathers):
-            plan = _with_module(plan, name, answer)
+            attention = {key: calls for key, calls in plan.attention.items() if key != name}
+            if answer is None:
+                outputs = {key: gather for key, gather in plan.outputs.items() if key != name}
+                plan = replace(plan, outputs=outputs, attention=attention)
+            else:
+                # Put the answer first: if several names in a plan match a module, the first one applies.
+                plan = replace(plan, attention={name: answer, **attention})
     return plan
-
-
-def _with_module(plan: Plan, name: str, answer: Any) -> Plan:
-    if isinstance(answer, Halo):
-        return replace(plan, halos={**plan.halos, name: answer})
-    attention = {key: calls for key, calls in plan.attention.items() if key != name}
-    if answer is not None:
-        # Put the answer first: if several names in a plan match a module, the first one applies.
-        return replace(plan, attention={name: answer, **attention})
-    outputs = {key: gather for key, gather in plan.outputs.items() if key != name}
-    return replace(plan, outputs=outputs, attention=attention)
 
 
 def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) -> Plan:

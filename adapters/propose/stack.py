@@ -109,12 +109,10 @@ def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]
 
 def is_chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
     """Whether the model only passes the streams from block to block, with equal other arguments for all blocks."""
-
-    def others_of(call: ModuleCall) -> list[Any]:
-        leaves = tree_leaves([value for name, value in sorted(call.arguments.items()) if name not in streams])
-        return [leaf.identity if isinstance(leaf, TensorRecord) else repr(leaf) for leaf in leaves]
-
-    others = [others_of(call) for call in calls]
+    values = [[value for name, value in sorted(call.arguments.items()) if name not in streams] for call in calls]
+    others = [
+        [x.identity if isinstance(x, TensorRecord) else repr(x) for x in tree_leaves(of_call)] for of_call in values
+    ]
     passed_on = all(_passes_on(call, following, streams) for call, following in pairwise(calls))
     return passed_on and all(other == others[0] for other in others)
 
@@ -172,7 +170,10 @@ def _without_options(
     which other blocks run or a cached call is not exact (``uncached``).
     """
     conditions = conditions_of(region.small, region.large)
-    optional = [name for name in _optional(module, inputs) if name not in conditions]
+    # Optional arguments have a default in ``forward``. Booleans and strings decide what the model returns.
+    parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
+    defaults = {name for name, x in parameters.items() if x.default is not inspect.Parameter.empty} - {*conditions}
+    optional = [name for name, x in inputs.items() if name in defaults and not isinstance(x, (bool, str, type(None)))]
     plain, observed = dict(inputs), None
     left_out = []
     for name in optional:
@@ -216,13 +217,6 @@ def _without_options(
         stack = replace(_with_between(blocks, between), uncached=tuple(uncached))
         cached = {name: value for name, value in inputs.items() if name not in uncached}
         yield StackGuess(stack, cached, tuple(reasons))
-
-
-def _optional(module: nn.Module, inputs: Mapping[str, Any]) -> list[str]:
-    """Return the ``inputs`` with a default in ``forward``, except bool and str, which decide what the model returns."""
-    parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
-    defaults = {name for name, x in parameters.items() if x.default is not inspect.Parameter.empty}
-    return [name for name, x in inputs.items() if name in defaults and not isinstance(x, (bool, str, type(None)))]
 
 
 def _observe_or_none(module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any]) -> ObservedCall | None:

@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,7 @@ def require_not_offloaded(modules: Mapping[str, nn.Module], option: str) -> None
             )
 
 
+@dataclass(eq=False)
 class OffloadedModules:
     """Components whose weights are in host memory, by diffusers' group offload of single layers.
 
@@ -56,18 +58,12 @@ class OffloadedModules:
             others. Each call of a component is then a collective call.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        mesh: GuidedMesh,
-        option: str,
-        *,
-        methods: Sequence[str] = ("__call__",),
-        first_rank_only: bool,
-    ) -> None:
-        self.modules, self.mesh, self.option = dict(modules), mesh, option
-        self.methods, self.first_rank_only = methods, first_rank_only
-        self._undo = ExitStack()
+    modules: Mapping[str, nn.Module]
+    mesh: GuidedMesh
+    option: str
+    methods: Sequence[str] = ("__call__",)
+    first_rank_only: bool = False
+    _undo: ExitStack = field(default_factory=ExitStack, init=False)
 
     def apply(self) -> None:
         """Offload the weights. Raise ``ValueError`` if other code has offloaded them. A failure changes nothing."""

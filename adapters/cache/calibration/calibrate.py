@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -203,6 +204,7 @@ def _quiet(pipe: Any) -> Iterator[None]:
         pipe.set_progress_bar_config(**(shown or {}))
 
 
+@dataclass(eq=False)
 class _Trial:
     """Generates the prompts of a calibration, without the cache and then with each threshold, and measures the results.
 
@@ -210,24 +212,25 @@ class _Trial:
     ``generator``. ``bar`` is a ``tqdm`` progress bar, advanced by 1 after each generation.
     """
 
-    def __init__(
-        self,
-        pipe: Any,
-        calls: Sequence[Mapping[str, Any]],
-        seed: int,
-        image_metrics: Mapping[str, ImageMetric],
-        mesh: GuidedMesh,
-        bar: Any,
-    ) -> None:
-        self._pipe, self._seed, self._metrics, self._mesh, self._bar = pipe, seed, image_metrics, mesh, bar
-        self._calls = [(call, _states(call)) for call in calls]
-        self._references: list[Tensor] = []
-        self._warm = False
-        self.seconds = 0.0
-        # Smallest and largest finite difference that the cache has compared with a threshold so far, over all ranks.
-        self.differences = (math.inf, 0.0)
-        # Whether, at the last threshold, some step was computed only because its difference exceeded the threshold.
-        self.could_skip_more = True
+    pipe: Any
+    calls: Sequence[Mapping[str, Any]]
+    seed: int
+    image_metrics: Mapping[str, ImageMetric]
+    mesh: GuidedMesh
+    bar: Any
+    references: Sequence[Tensor] = ()
+    is_warm: bool = False
+    seconds: float = 0.0
+    # Smallest and largest finite difference that the cache has compared with a threshold so far, over all ranks.
+    differences: tuple[float, float] = (math.inf, 0.0)
+    # Whether, at the last threshold, some step was computed only because its difference exceeded the threshold.
+    could_skip_more: bool = True
+
+    def __post_init__(self) -> None:
+        # The states of the generators that calls were given, to draw the same noise again.
+        listed = [call.get("generator") or [] for call in self.calls]
+        generators = [x if isinstance(x, (list, tuple)) else [x] for x in listed]
+        self.states = [[(generator, generator.get_state()) for generator in of_call] for of_call in generators]
 
     def generate_references(self) -> None:
         """Generate all prompts without the cache, and keep the images as references and the first rank's mean seconds.
@@ -236,30 +239,30 @@ class _Trial:
         """
         # The first generation is not measured, because it may compile and allocate memory.
         self._generate(0)
-        generated = [self._generate(index) for index in range(len(self._calls))]
-        self._references = [images for images, _ in generated]
-        self.seconds = float(exchange({"seconds": fmean([t for _, t in generated])}, self._mesh)[0]["seconds"])
+        generated = [self._generate(index) for index in range(len(self.calls))]
+        self.references = [images for images, _ in generated]
+        self.seconds = float(exchange({"seconds": fmean([t for _, t in generated])}, self.mesh)[0]["seconds"])
 
     def row(self, threshold: float) -> CalibrationRow:
         """Generate all prompts with the pipeline's cache and return the first rank's measurements.
 
         The caller must first call :meth:`generate_references` and set ``threshold`` on the cache.
         """
-        if not self._warm:
+        if not self.is_warm:
             self._generate(0)
-            self._warm = True
+            self.is_warm = True
         images, seconds = [], []
         rows: list[CachedStep] = []
         # Pairs (prompt index, CFG branch). Their number is the divisor of the mean ``computed_steps``.
         streams: set[tuple[int, str]] = set()
-        for index in range(len(self._calls)):
+        for index in range(len(self.calls)):
             generated, taken = self._generate(index)
             images.append(generated)
             seconds.append(taken)
-            rows_of_prompt = cache_report(self._pipe).rows
+            rows_of_prompt = cache_report(self.pipe).rows
             rows += rows_of_prompt
             streams |= {(index, row.branch) for row in rows_of_prompt}
-        values = {name: metric(images, self._references) for name, metric in self._metrics.items()}
+        values = {name: metric(images, self.references) for name, metric in self.image_metrics.items()}
         differences = [row.difference for row in rows if row.difference is not None and math.isfinite(row.difference)]
         # Ranks along the batch dim may compute different CFG branches, so combine the differences and misses of all
         # ranks.
@@ -273,7 +276,7 @@ class _Trial:
                 "missed": sum(row.verdict is Verdict.MISS for row in rows),
                 "differences": [min(differences, default=math.inf), max(differences, default=0.0)],
             },
-            self._mesh,
+            self.mesh,
         )
         lows, highs = zip(self.differences, *[record["differences"] for record in records], strict=True)
         self.differences = min(lows), max(highs)
@@ -285,8 +288,7 @@ class _Trial:
 
     def _generate(self, index: int) -> tuple[Tensor, float]:
         """Return the images of the prompt ``index``, and the seconds that its generation took."""
-        call, states = self._calls[index]
-        seed = self._seed + index
+        call, states, seed = self.calls[index], self.states[index], self.seed + index
         for generator, state in states:
             generator.set_state(state)
         generators = {} if states else {"generator": torch.Generator().manual_seed(seed)}
@@ -295,9 +297,9 @@ class _Trial:
             # Some pipelines ignore the passed generator in places and draw from the default one, so seed that one too.
             torch.manual_seed(seed)
             start = time.perf_counter()
-            output = _output(self._pipe, {**call, **generators, "output_type": "np"})
+            output = _output(self.pipe, {**call, **generators, "output_type": "np"})
             seconds = time.perf_counter() - start
-        self._bar.update()
+        self.bar.update()
         return as_images(output), seconds
 
 
@@ -309,9 +311,3 @@ def _output(pipe: Any, call: Mapping[str, Any]) -> Any:
         return pipe(**call, return_dict=False)[0]
     outputs = {output.name for output in pipe.blocks.outputs}
     return pipe(**call, output="videos" if "videos" in outputs else "images")
-
-
-def _states(call: Mapping[str, Any]) -> list[tuple[torch.Generator, Tensor]]:
-    generators = call.get("generator") or []
-    listed = generators if isinstance(generators, (list, tuple)) else [generators]
-    return [(generator, generator.get_state()) for generator in listed]
