@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from threading import get_ident
@@ -22,7 +21,6 @@ from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict, step_of
-from para_core.cache.options import CacheOptions
 from para_core.cache.report import CacheReport, rows_of
 from para_core.cfg.deferred import materialize
 from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
@@ -120,12 +118,6 @@ class PipelineCache:
             yield
         finally:
             self._paused = False
-
-    @property
-    def options(self) -> CacheOptions:
-        """Cache options of the first transformer, with its current threshold."""
-        cache = next(iter(self.caches.values()))
-        return replace(cache.options, residual_diff_threshold=cache.threshold)
 
     def around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run one generation of ``pipe`` with the caches, as the wrapper of ``pipe.__call__``."""

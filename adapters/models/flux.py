@@ -23,13 +23,16 @@ def _modulated(block: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     return modulated
 
 
+INPUTS = {
+    "hidden_states": IMAGE,
+    "encoder_hidden_states": TEXT,
+    # Position ids are [S, 3], or [B, S, 3] from older pipelines: dim -2 is right for both.
+    "img_ids": Split(dim=-2, like="image"),
+    "txt_ids": Split(dim=-2, like="text"),
+}
 FLUX_PLAN = Plan(
     inputs={
-        "hidden_states": IMAGE,
-        "encoder_hidden_states": TEXT,
-        # Position ids are [S, 3], or [B, S, 3] from older pipelines: dim -2 is right for both.
-        "img_ids": Split(dim=-2, like="image"),
-        "txt_ids": Split(dim=-2, like="text"),
+        **INPUTS,
         # ControlNet residuals: lists of [B, S, C], which the model adds to the image tokens between blocks.
         "controlnet_block_samples": Split(dim=1, like="image"),
         "controlnet_single_block_samples": Split(dim=1, like="image"),
@@ -61,19 +64,14 @@ FLUX2 = Adapter(
     transformer="Flux2Transformer2DModel",
     pipelines="FLUX.2",
     plan=Plan(
-        inputs={
-            "hidden_states": IMAGE,
-            "encoder_hidden_states": TEXT,
-            "img_ids": Split(dim=-2, like="image"),
-            "txt_ids": Split(dim=-2, like="text"),
-        },
+        inputs=INPUTS,
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image"),
         refused={"kv_cache": "it holds the keys of full reference images, by their positions in the full sequence"},
     ),
     blocks=CachedBlocks(
         (
-            BlockGroup(("transformer_blocks",), ("encoder_hidden_states", "hidden_states"), chained=True),
+            BlockGroup(("transformer_blocks",), TEXT_FIRST, chained=True),
             # The single blocks take text and image tokens as one tensor, so the cache compares and stores only that
             # tensor.
             BlockGroup(("single_transformer_blocks",), chained=True),

@@ -4,6 +4,9 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.constructors import chained
 from para_core.plans.plan import Attention, AttentionByHeads, Gather, Plan, Split
 
+# Gathered after the blocks, because the models then reshape all tokens to frames, rows and columns.
+ALL_VIDEO = Gather(dim=1, segment="video")
+
 KANDINSKY5 = Adapter(
     transformer="Kandinsky5Transformer3DModel",
     pipelines="Kandinsky 5",
@@ -13,8 +16,7 @@ KANDINSKY5 = Adapter(
             "visual_transformer_blocks.0": {"visual_embed": Split(dim=1, segment="video")},
             "visual_transformer_blocks.*": {"rope": Split(dim=1, like="video")},
         },
-        # Gather before the model reshapes the tokens to frames, rows and columns, which needs all tokens.
-        outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
+        outputs={"visual_transformer_blocks.-1": ALL_VIDEO},
         joint_order=("video",),
         attention={"visual_transformer_blocks.*.cross_attention": (Attention(("video",), ("text",)),)},
         refused={"sparse_params": "which keys are attended to is found from means of 64 tokens of the whole video"},
@@ -31,8 +33,7 @@ KANDINSKY6 = Adapter(
             "visual_transformer_blocks.0": {"vis": Split(dim=1, segment="video")},
             "visual_transformer_blocks.*": {"vis_rope": Split(dim=0, like="video")},
         },
-        # Gather before the model reshapes the tokens to frames, rows and columns, which needs all tokens.
-        outputs={"visual_transformer_blocks.-1": (Gather(dim=1, segment="video"), None)},
+        outputs={"visual_transformer_blocks.-1": (ALL_VIDEO, None)},
         joint_order=("video",),
         # There are few sound tokens, so they are replicated and computed on every rank.
         attention={
@@ -52,8 +53,7 @@ KANDINSKY6_SR = Adapter(
     plan=Plan(
         inputs={},
         inner={"visual_transformer_blocks.0": {"hidden_states": Split(dim=1, segment="video")}},
-        # Gather before the model reshapes the tokens to frames, rows and columns, which needs all tokens.
-        outputs={"visual_transformer_blocks.-1": Gather(dim=1, segment="video")},
+        outputs={"visual_transformer_blocks.-1": ALL_VIDEO},
         joint_order=("video",),
         # Each head chooses its keys by averages of queries and keys over 64 tokens, which needs all tokens. So each
         # rank computes some of the heads, over all tokens.

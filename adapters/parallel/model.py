@@ -129,9 +129,6 @@ def resolve_transformer(
     """Return the session part that runs ``module``, which is not compiled, on ``mesh``. Changes nothing.
 
     ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh.
-
-    Raises:
-        ValueError: If the plan names a submodule that does not exist, or the mesh does not fit.
     """
     plan = require_plan(module, module, options.adapter, options.text)
     if not batched:
@@ -171,13 +168,10 @@ class TransformerPart(Part):
         )
         if in_stages:
             hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
-        return self.undo
+        return partial(unparallelize_transformer, self.module)
 
     def complete(self) -> None:
         free_other_stages(self.module)
-
-    def undo(self) -> None:
-        unparallelize_transformer(self.module)
 
     def clear(self) -> Undo:
         resume = suspend_stage(self.module)
@@ -200,10 +194,9 @@ def parallelize_unet(
 ) -> Unet:
     """Run one UNet or ControlNet on all ranks of a mesh: each rank passes the same inputs and gets the full output.
 
-    Use it in a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on
-    all ranks. Ranks along ``ring`` and ``ulysses`` shard the rows of the image (columns, if it is wider than high), and
-    ranks along ``batch`` shard the samples. No gradients are computed. Calling it again replaces the previous settings.
-    If anything is invalid or fails on any rank, every rank raises, and the UNet stays as it was.
+    Use it in a denoising loop of your own, as :func:`parallelize_transformer`. Ranks along ``ring`` and ``ulysses``
+    shard the rows of the image (columns, if it is wider than high), and ranks along ``batch`` shard the samples. No
+    gradients are computed. Calling it again replaces the previous settings.
 
     Args:
         unet (`nn.Module`): A supported UNet or ControlNet of diffusers (docs/vae.md lists them).

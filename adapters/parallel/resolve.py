@@ -22,6 +22,7 @@ from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
+from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.weights.block_offload import OffloadedBlocks, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
@@ -39,15 +40,9 @@ from para_core.modes.flex_attention import uses_flex_attention
 def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
     """Validate the options and return the session that runs ``pipe`` on ``mesh``. Changes nothing.
 
-    Every rank of the mesh must call this function. Once the mesh is known, an error on one rank raises on every rank.
-
-    Args:
-        pipe, mesh, options: As for :func:`parallelize_pipe`.
-        unshards: Whether the weights of ``pipe`` are sharded by its current session, so the new session must gather
-            them if it does not shard them itself.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: As :func:`parallelize_pipe` documents.
+    Every rank of the mesh must call this function, and the errors are those of :func:`parallelize_pipe`: once the mesh
+    is known, on every rank. ``unshards`` says whether the current session shards weights, so that the new one must
+    gather them if it does not shard them itself.
     """
     if mesh is None:
         # The default mesh is chosen for the model, so check first that the model is supported.
@@ -73,11 +68,11 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
             resolve_transformer(module, guided, options, attention, batched=batched)
             for module in transformers_of(pipe).values()
         ]
-        runs = [
-            resolve_unet(module, guided, assume_equal=options.assume_equal, batched=batched)
-            for module in unets_of(pipe).values()
-        ]
-        session = ParallelSession(guided, [*transformers, *[Change("the UNet", run.apply, run.remove) for run in runs]])
+        runs: list[Part] = []
+        for module in unets_of(pipe).values():
+            run = resolve_unet(module, guided, assume_equal=options.assume_equal, batched=batched)
+            runs.append(Change("the UNet", run.apply, partial(unparallelize_unet, module)))
+        session = ParallelSession(guided, [*transformers, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
         session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders)
@@ -222,8 +217,8 @@ def _global_ranks(mesh: GuidedMesh) -> set[int]:
 def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks: set[int]) -> TimeoutPart:
     """Return the part that sets ``timeout`` on all process groups that the ranks of ``mesh`` use.
 
-    These are the groups of ``mesh`` with their CPU groups, the groups that para_core has made among ``ranks`` (for
-    stages, image rows and so on), and the groups of sharded weights.
+    These are its groups with their CPU groups, those that para_core has made among ``ranks``, and those of sharded
+    weights.
     """
     of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
     groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])

@@ -142,6 +142,13 @@ def weights_of(
     """
     no_stages = why_no_stages(transformer)
     patches = no_stages or patch_plan_for(transformer)
+    plan = tensor_plan_for(transformer)
+    split = [
+        layer.weight
+        for name in (() if plan is None else plan.linears)
+        for layer in matching_modules(transformer, name).values()
+        if isinstance(layer, nn.Linear)
+    ]
     of_encoders = [module_bytes(encoder) for encoder in encoders]
     all_encoders = ModuleBytes(
         sum(x.total for x in of_encoders),
@@ -154,7 +161,7 @@ def weights_of(
         Weights(
             module_bytes(transformer, in_8_bits=quantized),
             transformers,
-            _tensor_bytes(transformer, in_8_bits=quantized),
+            sum(x.numel() * (1 if quantized else x.element_size()) for x in split),
             all_encoders,
             vae,
             other,
@@ -180,17 +187,6 @@ def module_bytes(module: nn.Module, *, in_8_bits: bool = False) -> ModuleBytes:
     largest = max((x.numel() * x.element_size() for x in module.parameters()), default=0)
     total = bytes_of(module, in_8_bits=in_8_bits)
     return ModuleBytes(total, sum(of_blocks) + root, root + gathered, len(blocks) + 1, largest)
-
-
-def _tensor_bytes(transformer: nn.Module, *, in_8_bits: bool = False) -> int:
-    """Return the bytes of the weights that the tensor plan splits; 0 without a plan."""
-    plan = tensor_plan_for(transformer)
-    return sum(
-        layer.weight.numel() * (1 if in_8_bits else layer.weight.element_size())
-        for name in (plan.linears if plan is not None else ())
-        for layer in matching_modules(transformer, name).values()
-        if isinstance(layer, nn.Linear)
-    )
 
 
 class _Operations(TorchFunctionMode):

@@ -68,10 +68,6 @@ class UnetRun:
         if self.mesh.ranks > 1:
             wrap_method(self.unet, "__call__", PARALLEL_UNET, self.run, order=WrapperPriority.PLAN)
 
-    def remove(self) -> None:
-        """Undo :meth:`apply`."""
-        unparallelize_unet(self.unet)
-
     def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         sample = inputs.get(self.images[0])

@@ -163,8 +163,8 @@ def test_the_other_options_of_the_cache_stay():
     pipe = apply_cache_on_pipe(flux_pipe(), residual_diff_threshold=0.0, warmup_steps=3, always_compute_last=True)
     calibration = calibrate(pipe, PROMPTS[0], target=1.0, thresholds=[1e3])
     assert (calibration.chosen.computed, calibration.chosen.steps) == (4, 6)
-    options = caching_of(pipe).options
-    assert (options.residual_diff_threshold, options.warmup_steps, options.always_compute_last) == (1e3, 3, True)
+    threshold, options = caching_of(pipe).thresholds["transformer"], caching_of(pipe).caches["transformer"].options
+    assert (threshold, options.warmup_steps, options.always_compute_last) == (1e3, 3, True)
 
 
 def test_calibration_arguments_may_differ_between_prompts():
@@ -283,7 +283,7 @@ def calibrate_on_rank(shape):
     guided = {"true_cfg_scale": 2.0, "negative_prompt": ""} if batch > 1 else {}
     with mock.patch("para_core.adapters.cache.calibration.calibrate.time", clock):
         calibration = calibrate(pipe, PROMPTS[0], target=1.8, metric="speedup", **guided)
-    threshold = caching_of(pipe).options.residual_diff_threshold
+    threshold = caching_of(pipe).thresholds["transformer"]
     apply_cache_on_pipe(pipe, residual_diff_threshold=calibration.threshold, max_consecutive_hits=2)
     image = generate(pipe, 0, prompt=PROMPTS[0], **guided)
     return calibration, image, threshold
