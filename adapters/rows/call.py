@@ -124,30 +124,25 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
 
     If ``x`` has a row tag, each of the first ``workers`` ranks holds some rows; otherwise each holds all of ``x``.
     """
-    rows = rows_of(x)
-    shape = list(x.shape)
-    if rows is None:
+    tag, shape = rows_of(x), x.shape
+    is_copied = tag is None
+    if tag is None:
         if workers == ranks.size:
             return x
         # Ranks that did not compute get all elements from the first rank. The tensor is flattened, so that each element
         # is sent as one row.
-        size = int(torch.Size(shape).numel())
-        local = x.reshape(-1) if ranks.index == 0 else x.new_empty(0)
-        return _gather_rows(local, RowTag(0, (size, *[0] * (ranks.size - 1))), ranks, gather).view(shape)
-    layout: Layout = (*rows.layout, *[0] * (ranks.size - len(rows.layout)))
-    return _gather_rows(x, RowTag(rows.dim, layout, rows.outer), ranks, gather)
-
-
-def _gather_rows(x: Tensor, rows: RowTag, ranks: MeshDim, gather: Gather) -> Tensor:
+        tag = RowTag(0, (shape.numel(),))
+        x = x.reshape(-1) if ranks.index == 0 else x.new_empty(0)
+    rows = RowTag(tag.dim, (*tag.layout, *[0] * (ranks.size - len(tag.layout))), tag.outer)
     if gather == "all":
-        return all_gather(x, rows.layout, rows.dim, ranks).contiguous()
-    wanted = (((0, sum(rows.layout)),), *[()] * (ranks.size - 1))
-    fetched = start_fetch(x, rows, wanted, ranks)()
-    if fetched:
-        return fetched[0].contiguous()
-    # This rank does not get the output. Return zeros of the same shape, expanded from one element so that they take no
-    # memory.
-    return x.new_zeros(()).expand([*x.shape[: rows.dim], rows.total, *x.shape[rows.dim + 1 :]])
+        out = all_gather(x, rows.layout, rows.dim, ranks).contiguous()
+    else:
+        wanted = (((0, sum(rows.layout)),), *[()] * (ranks.size - 1))
+        fetched = start_fetch(x, rows, wanted, ranks)()
+        # A rank that does not get the output returns zeros, expanded from one element so that they take no memory.
+        empty_shape = [*x.shape[: rows.dim], rows.total, *x.shape[rows.dim + 1 :]]
+        out = fetched[0].contiguous() if fetched else x.new_zeros(()).expand(empty_shape)
+    return out.view(shape) if is_copied else out
 
 
 def _description(x: Tensor) -> dict[str, Any]:

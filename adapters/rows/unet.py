@@ -82,10 +82,17 @@ class UnetRun:
                 f"{original_class(unet).__name__} under torch.no_grad(), or unparallelize it."
             )
         with torch.no_grad():
-            num_samples = sample.shape[0]
-            if not self.shards_samples(num_samples):
+            num_samples, batch = sample.shape[0], self.mesh.batch
+            shares = batch.size > 1 and self.batched
+            if shares and num_samples % batch.size:
+                self.warnings.warn(
+                    "batch",
+                    f"a call has {num_samples} sample(s), which cannot be sharded over {batch.size} ranks along "
+                    "'batch': each rank computes all of them. Use guidance, or give these ranks to the rows.",
+                    ParallelWarning,
+                )
+            if not shares or num_samples % batch.size:
                 return self.run_rows(partial(call, unet), inputs)
-            batch = self.mesh.batch
             inputs = {name: own_samples(value, 0, num_samples, batch) for name, value in inputs.items()}
             out = self.run_rows(partial(call, unet), inputs)
             sizes = [num_samples // batch.size] * batch.size
@@ -110,21 +117,6 @@ class UnetRun:
                     sharded[name] = (dim, tuple([scale * count for count in rows.layout]))
             compute = partial(on_rows, SpatialShardMode(workers), call, (), inputs, sharded)
         return deliver(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
-
-    def shards_samples(self, num_samples: int) -> bool:
-        size = self.mesh.batch.size
-        if size == 1 or not self.batched:
-            return False
-        if num_samples % size == 0:
-            return True
-        self.warnings.warn(
-            "batch",
-            f"a call has {num_samples} sample(s), which cannot be sharded over {size} ranks along 'batch': each rank "
-            "computes all of them. "
-            "Use guidance, or give these ranks to the rows.",
-            ParallelWarning,
-        )
-        return False
 
 
 def unet_run(unet: nn.Module) -> UnetRun | None:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +40,15 @@ class EncodedPrompts:
         self.max_bytes, self.hits, self.misses = max_bytes, 0, 0
         self.complete = False
         self._encoders = text_encoders_of(pipe)
-        self._outputs: OrderedDict[bytes, _KeptOutput] = OrderedDict()
+        # Size, pickled structure, tensors on the CPU and their devices of each output.
+        self._outputs: OrderedDict[bytes, tuple[int, bytes, list[Tensor], list[torch.device]]] = OrderedDict()
         for name, module in self._encoders.items():
             wrap_method(module, "__call__", _KEY, partial(self._call, name), order=WrapperPriority.PARALLEL)
 
     @property
     def bytes(self) -> int:
         """Total size of the kept outputs in bytes."""
-        return sum(output.bytes for output in self._outputs.values())
+        return sum(size for size, *_ in self._outputs.values())
 
     def clear(self) -> None:
         """Drop all kept outputs."""
@@ -67,7 +68,8 @@ class EncodedPrompts:
         if kept is not None:
             self.hits += 1
             self._outputs.move_to_end(key)
-            return kept.restore()
+            _, pickled, tensors, devices = kept
+            return join_tensors(pickled, [x.to(device, copy=True) for x, device in zip(tensors, devices, strict=True)])
         if self.complete:
             raise RuntimeError(
                 f"{name} is called with a prompt that was not encoded before its weights were freed; expected equal "
@@ -75,34 +77,15 @@ class EncodedPrompts:
             )
         self.misses += 1
         value = call(module, *args, **kwargs)
-        output = _KeptOutput.of(value)
-        if output.bytes <= self.max_bytes:
-            self._outputs[key] = output
+        pickled, tensors = split_tensors(value)
+        size = len(pickled) + sum(x.nbytes for x in tensors)
+        if size <= self.max_bytes:
+            # Copy even on the CPU, because the pipeline may write to the output after this call.
+            copies = [x.detach().to("cpu", copy=True) for x in tensors]
+            self._outputs[key] = size, pickled, copies, [x.device for x in tensors]
             while self.bytes > self.max_bytes:
                 self._outputs.popitem(last=False)
         return value
-
-
-class _KeptOutput(NamedTuple):
-    """An output of a text encoder in host memory, with the devices of its tensors."""
-
-    pickled: bytes
-    tensors: list[Tensor]
-    devices: list[torch.device]
-
-    @classmethod
-    def of(cls, value: Any) -> _KeptOutput:
-        pickled, tensors = split_tensors(value)
-        # Copy even on the CPU, because the pipeline may write to the output after this call.
-        return cls(pickled, [x.detach().to("cpu", copy=True) for x in tensors], [x.device for x in tensors])
-
-    @property
-    def bytes(self) -> int:
-        return len(self.pickled) + sum(x.nbytes for x in self.tensors)
-
-    def restore(self) -> Any:
-        tensors = [x.to(device, copy=True) for x, device in zip(self.tensors, self.devices, strict=True)]
-        return join_tensors(self.pickled, tensors)
 
 
 def _digest(inputs: Any) -> bytes:

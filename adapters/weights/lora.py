@@ -29,8 +29,8 @@ from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
 _KEY = "LoRA over shared weights"
 # Names of the LoRA methods of diffusers and transformers models. The LoRA methods of pipelines call these, or merge the
 # LoRA into each layer.
-_ADD = ("load_lora_adapter", "add_adapter", "load_adapter")
-_CHANGES = (*_ADD, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", "delete_adapter")
+ADDS = ("load_lora_adapter", "add_adapter", "load_adapter")
+CHANGES = (*ADDS, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", "delete_adapter")
 
 Ranks = GuidedMesh | SequenceMesh | None
 
@@ -46,9 +46,9 @@ def follow_loras(module: nn.Module, ranks: Ranks) -> None:
     All of ``ranks`` must then call such a method together, and a failure on one rank raises on all. With ``ranks=None``
     only the rank that fails raises.
     """
-    for method in _CHANGES:
+    for method in CHANGES:
         if hasattr(module, method):
-            wrap_method(module, method, _KEY, partial(_change, ranks, method in _ADD), order=WrapperPriority.PLAN)
+            wrap_method(module, method, _KEY, partial(_change, ranks, method in ADDS), order=WrapperPriority.PLAN)
     _wrap_merges(module)
 
 

@@ -26,13 +26,11 @@ def torchao_config(scheme: Quantize) -> Any:
         from torchao import quantization
     except ImportError as error:
         raise ImportError(f"quantize={scheme!r} needs torchao: pip install torchao.") from error
-    if scheme == "int8":
-        return quantization.Int8WeightOnlyConfig()
-    if scheme == "fp8":
-        return quantization.Float8WeightOnlyConfig()
+    if scheme == "fp8-dynamic":
+        return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
     if scheme == "int8-dynamic":
         return quantization.Int8DynamicActivationInt8WeightConfig()
-    return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
+    return quantization.Int8WeightOnlyConfig() if scheme == "int8" else quantization.Float8WeightOnlyConfig()
 
 
 def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:

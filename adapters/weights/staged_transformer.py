@@ -13,7 +13,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.components import stack_of, why_no_stages
 from para_core.adapters.consistency.loras import keep_bits, lora_weights
 from para_core.adapters.registry import adapter_for, transformers_of, unet_adapter
-from para_core.adapters.weights.lora import on_all_ranks, require_own_values
+from para_core.adapters.weights.lora import ADDS, CHANGES, on_all_ranks, require_own_values
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
 from para_core.distributed.consistency import RequireEqual, raising_on_all
@@ -50,10 +50,6 @@ _TOO_LATE_FOR_PIPE = {
     "enable_group_offload": "offloading it",
     "save_pretrained": "saving it",
 }
-# Methods that change LoRAs. peft reads the device and the dtype of a layer when it adds an adapter, so during that call
-# zeros replace the weights of the blocks that this rank has freed.
-_ADD_LORA = ("load_lora_adapter", "add_adapter")
-_CHANGE_LORA = ("fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters")
 
 
 def hold_stage(
@@ -76,9 +72,9 @@ def hold_stage(
     # diffusers' group offload moves single blocks and layers, so each layer must refuse to move.
     elsewhere = [part for block in others(stages) for part in block.modules()]
     wrap_alike(elsewhere, "to", _KEY, partial(_too_late_inside, module), order=WrapperPriority.PLAN)
-    for method in (*_ADD_LORA, *_CHANGE_LORA):
+    for method in CHANGES:
         if hasattr(module, method):
-            change = _add_lora if method in _ADD_LORA else _change_lora
+            change = _add_lora if method in ADDS else _change_lora
             wrap_method(module, method, _KEY, partial(change, stages, mesh), order=WrapperPriority.PLAN)
 
 
@@ -195,7 +191,8 @@ def _add_lora(
 ) -> Any:
     """Add a LoRA to all blocks, then free its weights in the blocks of other stages.
 
-    During the call zeros on this rank's device replace the weights of these blocks.
+    During the call zeros on this rank's device replace the weights of these blocks, because peft reads their device and
+    dtype.
     """
     with on_all_ranks(mesh):
         require_own_values(module, args, kwargs)
