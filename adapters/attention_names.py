@@ -36,8 +36,7 @@ TRANSLATED: Mapping[str, Backend | None] = {
     "flex": None,
     "xformers": None,
     **dict.fromkeys(("sage", "sage_varlen"), "sage"),
-    # These names fix one kernel of SageAttention. Its function sageattn, which "sage" calls, chooses among them by the
-    # GPU.
+    # These names fix a kernel of SageAttention. sageattn, which "sage" calls, chooses among them by the GPU.
     **dict.fromkeys(("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90"), "sage"),
     **dict.fromkeys(("_sage_qk_int8_pv_fp16_cuda", "_sage_qk_int8_pv_fp16_triton"), "sage"),
 }
@@ -177,8 +176,7 @@ def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
     plan = plan_for(module)
     for pattern, attention in () if plan is None else plan.attention.items():
         if isinstance(attention, AttentionByHeads):
-            # Under this rule the module attends to all tokens with some of the heads, so any backend of diffusers is
-            # correct.
+            # The module then attends to all tokens with some of the heads, so any backend of diffusers is correct.
             by_heads |= set(matching_modules(module, pattern))
         elif isinstance(attention, tuple) and all(call.keys is not None for call in attention):
             crossing |= set(matching_modules(module, pattern))

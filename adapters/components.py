@@ -20,8 +20,7 @@ from para_core.instance_patching import original_class, uncompiled, unwrapped_cl
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
 
-# Types of the options text_encoders=, vae_placement= and quantize=, which parallelize_pipe, from_pretrained_sharded and
-# the planner share.
+# Types of options that parallelize_pipe, from_pretrained_sharded and the planner share.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 VaePlacement = Literal["replicate", "offload", "first"]
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
@@ -99,8 +98,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     groups = () if adapter is None or adapter.blocks is None else adapter.blocks.groups
     stack = [name for group in groups for name in group.lists]
     others = [name for name in _outermost_lists(module) if name not in stack]
-    # Blocks outside the stack come first in the result: most of them (text refiners, blocks of a condition) run before
-    # the stack.
+    # Blocks outside the stack come first: most of them (text refiners, blocks of a condition) run before the stack.
     return list(chain.from_iterable(module.get_submodule(name).children() for name in (*others, *stack)))
 
 

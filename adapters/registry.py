@@ -63,8 +63,7 @@ def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
     """
     adapter = adapter_for(module)
     if adapter is None:
-        # Ignore the _tp_plan of a class without an adapter: classes of the transformers library publish one in another
-        # format.
+        # Ignore the _tp_plan of other classes: those of the transformers library have another format.
         return None
     if adapter.tensor is not None:
         return adapter.tensor
@@ -104,8 +103,7 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     These are the modules under one of the usual names, and, under any name, modules whose class has an adapter or
     publishes a plan. Text encoders, VAEs, ControlNets and UNets have neither.
     """
-    # A pipeline that is an nn.Module keeps its components in ``_modules``. Components that are properties are found by
-    # their usual names only.
+    # A pipeline that is an nn.Module keeps its components in ``_modules``; properties have usual names.
     attributes = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
     others = [
         name
@@ -170,8 +168,7 @@ def cached() -> str:
     return "; ".join(adapter.pipelines for adapter in ADAPTERS if adapter.blocks is not None)
 
 
-# Keys of the wrappers of ``__call__`` on parallel pipelines and UNets. The handler of each wrapper has an attribute
-# ``mesh``.
+# Keys of the wrappers of ``__call__`` on parallel pipelines and UNets, whose handlers have a ``mesh``.
 PARALLEL_PIPE = "parallel"
 PARALLEL_UNET = "parallel_unet"
 

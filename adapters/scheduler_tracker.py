@@ -10,8 +10,7 @@ from para_core.cache.options import CacheOptions
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
 _KEY = "scheduler tracker"
-# Schedulers whose list of timesteps includes the end of the schedule as its last entry. Diffusers' pipelines take no
-# step there.
+# Schedulers that list the end of the schedule as the last timestep, at which pipelines take no step.
 _END_IS_LISTED = ("LTXEulerAncestralRFScheduler",)
 
 
@@ -78,8 +77,7 @@ class SchedulerTracker:
 
         def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
             output = call(scheduler, *args, **kwargs)
-            # Cosmos 1 first steps to a clean sample, resets the step index and takes the same step again, which must
-            # count once.
+            # Cosmos 1 steps to a clean sample, resets the step index and takes the same step again. Count it once.
             step_index = getattr(scheduler, "step_index", None)
             if step_index is None or step_index != self._step_index:
                 self._num_taken += 1

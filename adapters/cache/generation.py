@@ -48,8 +48,7 @@ class PipelineCache:
         # By transformer: the arguments that have a sample dim, and which dim it is. Used to count samples.
         self._batched: dict[str, Mapping[str, int | None]] = {}
         self._tracker = SchedulerTracker()
-        # By transformer: this pipeline's own hook of the model call, because pipelines with other caches may share the
-        # model.
+        # By transformer: the hook of this pipeline; pipelines with other caches may share the model.
         self._callers: dict[str, ModelCallHook] = {}
         # The attributes below belong to the generation that is running.
         self._pipe: Any = None
@@ -154,8 +153,7 @@ class PipelineCache:
                 self._callers[name].run = self._around_model(name)
             caller = self._callers[name]
             if wrapper(component, "__call__", caller.key) is None:
-                # Wrap a compiled component itself and not the module inside it, so that the hook runs outside the
-                # graph.
+                # Wrap a compiled component, not the module inside it, so that the hook runs outside the graph.
                 wrap_method(component, "__call__", caller.key, caller.around, order=WrapperPriority.CACHE)
         self._pipe = pipe
         try:
@@ -183,8 +181,7 @@ class PipelineCache:
             cache = self.caches[name]
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
             batched = self._batched[name]
-            # Without the property do_classifier_free_guidance the pipeline may still use guidance, so assume two
-            # branches.
+            # A pipeline without this property may still use guidance, so assume two branches.
             guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
             tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
             cache.num_branches = 2 if guided else 1
@@ -231,8 +228,7 @@ class PipelineCache:
                     host.remember(module)
                 unwrap(module, caller.key)
         caller.free()
-        # Delete the entry last: if this function fails earlier, the next generation uses the same hook instead of
-        # adding a second one.
+        # Delete the entry last: after a failure the next generation then uses the same hook, not a second one.
         del self._callers[name]
 
     def report(self) -> CacheReport:

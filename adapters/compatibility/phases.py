@@ -167,8 +167,7 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
             refuse_unseen_attention(backends, name, mesh.sequence.ranks)
             refuse_mixed_attention(backends, name)
             refuse_attention_named_twice(backends, module, name)
-            # UNets need no check of processors: their matrix products of sharded rows are intercepted too, so any
-            # processor works.
+            # UNets need no check of processors: matrix products of sharded rows are intercepted too.
             if not model.is_unet:
                 refuse_scores_of_processor(module, name, mesh.sequence.ranks)
         if mesh.ranks > 1:
@@ -289,8 +288,7 @@ def refuse_compiled_weights_of_diffusers(module: nn.Module, name: str, called: A
         )
 
 
-# Hooks of diffusers that only move or cast weights. Their results on a part of the tokens are right, so several ranks
-# may use them.
+# Hooks of diffusers that only move or cast weights. Their results on a part of the tokens are right.
 _WEIGHT_HOOKS = (
     "GroupOffloadingHook",
     "LazyPrefetchGroupOffloadingHook",

@@ -20,8 +20,7 @@ from para_core.distributed.consistency import (
 )
 from para_core.distributed.mesh import GuidedMesh
 
-# Maximum number of characters that describe one value in a record. A longer text is cut, and a hash of the whole text
-# is appended.
+# Maximum number of characters that describe one value. The rest of a longer text is replaced by a hash.
 _MAX_CHARACTERS = 60
 
 

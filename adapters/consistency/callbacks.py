@@ -40,8 +40,7 @@ def around_callbacks(
             if not name.startswith("callback") or not callable(callback):
                 continue
             if hasattr(callback, "tensor_inputs"):
-                # Pipelines check the class of a diffusers PipelineCallback, so wrap its method instead of passing
-                # another object.
+                # Pipelines check the class of a PipelineCallback, so wrap its method instead of replacing it.
                 stack.callback(unwrap, callback, key)
                 wrap_method(callback, "__call__", key, run, order=order, plain_copies=True)
             else:

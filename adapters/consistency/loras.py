@@ -40,8 +40,7 @@ class _Weight:
 
     @classmethod
     def of(cls, owner: nn.Module, x: Tensor) -> _Weight:
-        # Leave out the addresses of a sharded weight: its values are not compared between ranks, so moving it is no
-        # change.
+        # Leave out addresses of a sharded weight: its values are not compared, so moving it is no change.
         pointers = () if isinstance(x, DTensor) else tuple(inner.data_ptr() for inner in plain_tensors(x))
         return cls(ref(owner), id(x), version_of(x), pointers)
 

@@ -17,8 +17,7 @@ ACE_STEP = Adapter(
     pipelines="ACE-Step",
     plan=Plan(
         inputs={},
-        # The masks of sliding-window attention cover all queries and keys, and sharded attention accepts such a mask,
-        # so the plan does not split it.
+        # Masks of sliding-window attention cover all queries and keys, so the plan does not split them.
         inner={"layers.0": {"hidden_states": SOUND}, "layers.*": {"position_embeddings": POSITIONS}},
         outputs={"norm_out": GATHERED},
         joint_order=("sound",),
@@ -37,8 +36,7 @@ STABLE_AUDIO = Adapter(
         inner={
             # The sequence begins with a time-step token, which is sharded as if it were a sound token.
             "transformer_blocks.0": {"hidden_states": SOUND},
-            # The attention processor pads a mask to the number of keys it receives. It receives only this rank's keys,
-            # so the mask is split too.
+            # The processor pads a mask to the number of keys that it gets, this rank's, so the mask is split too.
             "transformer_blocks.*": {"rotary_embedding": POSITIONS, "attention_mask": Split(dim=1, like="sound")},
         },
         outputs={"proj_out": GATHERED},

@@ -47,8 +47,7 @@ COGVIDEOX = Adapter(
 CONSISID = Adapter(
     transformer="ConsisIDTransformer3DModel",
     pipelines="ConsisID",
-    # Between blocks the video tokens also attend to face tokens. Every rank holds all face tokens, so the plan does not
-    # list this attention.
+    # Between blocks the video tokens also attend to face tokens, of which every rank holds all.
     plan=replace(COGVIDEOX_PLAN, batched=of_samples(*OF_SAMPLES, "id_cond", "id_vit_hidden")),
     blocks=chained("transformer_blocks", streams=TEXT_LAST, between=("id_cond",)),
     tensor=TENSOR,

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.weights.tensor_plan import COLUMNS, ROWS, Linear
 
-# The streams of a block that takes text tokens and image or video tokens as two tensors, by the order in which it
-# returns them.
+# Streams of a block that takes text and image or video tokens as two tensors, in the order of its output.
 TEXT_FIRST = ("encoder_hidden_states", "hidden_states")
 TEXT_LAST = ("hidden_states", "encoder_hidden_states")
 

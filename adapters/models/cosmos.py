@@ -9,8 +9,7 @@ VIDEO, WITH_VIDEO, POSITIONS = (
     Split(dim=1, like="video"),
     Split(dim=0, like="video"),
 )
-# The time-step embedding is [B, C], or [B, S, C] with one time step per token if the user gives some frames. Only the
-# form with 3 dims is split.
+# The time-step embedding is [B, C], or [B, S, C] if the user gives some frames. Only the latter is split.
 TIME = Split(dim=1, like="video", ndim=3)
 
 COSMOS = Adapter(

@@ -53,8 +53,7 @@ PRX = Adapter(
         },
         outputs={"final_layer": ALL_IMAGE},
         joint_order=("image",),
-        # Image tokens attend to text and image tokens. The attention processor makes a mask for the keys it receives,
-        # which are only this rank's keys.
+        # The processor makes a mask for the keys that it gets, text and image tokens of this rank.
         attention={"blocks.*.attention": (Attention(("image",), ("text", "image"), mask="keys"),)},
         batched=of_samples("attention_mask", "attention_kwargs"),
     ),
@@ -69,11 +68,9 @@ ALLEGRO = Adapter(
         inner={
             "transformer_blocks.0": {"hidden_states": VIDEO},
             "transformer_blocks.*": {
-                # image_rotary_emb is a tuple: the position tables, and for each token its indices into them. Only the
-                # indices are sharded.
+                # A tuple: the position tables, and for each token its indices into them, which are sharded.
                 "image_rotary_emb": Entries((None, Split(dim=1, like="video"))),
-                # The attention processor pads a mask to the number of keys it receives. It receives only this rank's
-                # keys, so the mask is split too.
+                # The processor pads a mask to the number of keys that it gets, this rank's, so it is split.
                 "attention_mask": Split(dim=2, like="video"),
             },
         },
@@ -100,8 +97,7 @@ HELIOS = Adapter(
             "blocks.*": {
                 "temb": Split(dim=1, like="video", ndim=4),
                 "rotary_emb": Split(dim=1, like="video"),
-                # The sequence begins with the tokens of earlier frames. Only the last original_context_length tokens
-                # attend to text.
+                # Tokens of earlier frames come first. Only the last original_context_length tokens attend to text.
                 "original_context_length": LastTokens("video"),
             },
         },
@@ -121,8 +117,7 @@ LATTE = Adapter(
         inner={
             # The tokens are [B · F, H · W, C], so dim 1 holds the image tokens of one frame.
             "pos_embed": {0: IMAGE},
-            # The temporal blocks get a time step per image token, [B · H · W, C]: along dim 0, the tokens of one sample
-            # follow those of another.
+            # The temporal blocks get a time step per image token, [B · H · W, C], one sample after the other.
             "temporal_transformer_blocks.*": {"timestep": Split(dim=0, like="image", runs=True)},
         },
         outputs={"proj_out": ALL_IMAGE},
@@ -134,8 +129,7 @@ LATTE = Adapter(
         },
         batched=of_samples("encoder_attention_mask"),
     ),
-    # Temporal blocks run between these blocks and are not cached, so they run even on a step whose other blocks are
-    # skipped.
+    # Temporal blocks run between these blocks and are not cached, so they run at every step.
     blocks=CachedBlocks((BlockGroup(("transformer_blocks",)),)),
 )
 
@@ -148,11 +142,9 @@ NUCLEUS = Adapter(
         inner={
             "pos_embed": {0: Split(dim=0, like="image")},
             "transformer_blocks.0": {"hidden_states": IMAGE},
-            # attention_kwargs holds a mask: an entry for each image token, then one for each text token. The text
-            # tokens are replicated.
+            # attention_kwargs holds a mask: an entry for each image token, then one for each text token.
             "transformer_blocks.*": {"attention_kwargs": Split(dim=1, like="image", then_replicated=True)},
-            # Each expert chooses its tokens among all image tokens, so gather the inputs, and split the output (index
-            # 0) again.
+            # Each expert chooses among all image tokens, so gather the inputs, and split the output (0) again.
             "transformer_blocks.*.img_mlp": {
                 "hidden_states": ALL_IMAGE,
                 "hidden_states_unmodulated": ALL_IMAGE,
@@ -181,7 +173,6 @@ HUNYUAN_DIT = Adapter(
         ),
         common=("image_rotary_emb",),
     ),
-    # Later blocks also get outputs of earlier blocks (long skip connections). chained=True would require the same
-    # arguments for all blocks.
+    # Later blocks also get outputs of earlier blocks. chained=True would require the same arguments for all blocks.
     blocks=CachedBlocks((BlockGroup(("blocks",)),), conditions=("encoder_hidden_states", "encoder_hidden_states_t5")),
 )

@@ -72,8 +72,7 @@ FLUX2 = Adapter(
     blocks=CachedBlocks(
         (
             BlockGroup(("transformer_blocks",), TEXT_FIRST, chained=True),
-            # The single blocks take text and image tokens as one tensor, so the cache compares and stores only that
-            # tensor.
+            # The single blocks take text and image tokens as one tensor, which alone is compared and stored.
             BlockGroup(("single_transformer_blocks",), chained=True),
         ),
         # With kv_cache each block stores its keys in the cache, so no block may be skipped.

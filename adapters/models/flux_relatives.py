@@ -26,8 +26,7 @@ def _tensor(gated: bool = False) -> TensorPlan:
             **dict.fromkeys((f"{double}.{name}.net.0.proj" for name in ("ff", "ff_context")), hidden),
             **linears(single, columns=heads),
             f"{single}.proj_mlp": hidden,
-            # proj_out reads the attention output followed by hidden units, four times as wide. Each of these two parts
-            # is sharded separately.
+            # proj_out reads attention output, then hidden units, four times as wide. Each part is sharded separately.
             f"{single}.proj_out": Linear("rowwise", (1, 4)),
         },
         heads=(f"{double}.attn", f"{single}.attn"),
@@ -41,14 +40,12 @@ RESIDUALS = ("controlnet_block_samples", "controlnet_single_block_samples")
 CHROMA = Adapter(
     transformer="ChromaTransformer2DModel",
     pipelines="Chroma",
-    # The attention mask covers all pairs of tokens, text first. Every rank makes the full mask, so the plan does not
-    # split it.
+    # Every rank makes the full attention mask, of all pairs of tokens, so the plan does not split it.
     plan=FLUX_PLAN,
     # Each block gets a different modulation. chained=True would require the same arguments for all blocks.
     blocks=CachedBlocks(
         (BlockGroup(("transformer_blocks",), TEXT_FIRST), BlockGroup(("single_transformer_blocks",))),
-        # The model adds these residuals to a block's output in place, which would overwrite tensors that the cache has
-        # stored.
+        # The model adds these residuals to a block's output in place, over tensors that the cache has stored.
         uncached=("controlnet_single_block_samples",),
     ),
     tensor=_tensor(),
@@ -91,8 +88,7 @@ BRIA_FIBO = Adapter(
     pipelines="Bria FIBO",
     plan=replace(
         FLUX_PLAN,
-        # text_encoder_layers holds one tensor [B, S, C] per block, which replaces half of the channels of the text
-        # tokens.
+        # One tensor [B, S, C] per block, which replaces half of the channels of the text tokens.
         inputs={**FLUX_PLAN.inputs, "text_encoder_layers": Split(dim=1, like="text")},
         batched=of_samples(*OF_SAMPLES, "text_encoder_layers", "joint_attention_kwargs"),
         common=IDS,

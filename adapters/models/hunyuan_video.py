@@ -9,8 +9,7 @@ from para_core.weights.tensor_plan import Linear, TensorPlan
 VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=0, like="video")
 # Text comes last and is replicated, so the masks that the model makes for the full sequence remain correct.
 JOINT = ("video", "text")
-# num_tokens is the number of tokens of the first frame. Image-to-video by token replacement modulates these tokens
-# differently.
+# The number of tokens of the first frame, which image-to-video by token replacement modulates differently.
 FIRST_FRAME: dict[str | int, ShardRule] = {"num_tokens": FirstTokens("video")}
 
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
@@ -22,8 +21,7 @@ TENSOR = TensorPlan(
             rows=["attn.to_out.0", "attn.to_add_out", "ff.net.2", "ff_context.net.2"],
         ),
         **linears("single_transformer_blocks.*", columns=["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]),
-        # proj_out reads the attention output followed by hidden units, four times as wide. Each of these two parts is
-        # sharded separately.
+        # proj_out reads attention output, then hidden units, four times as wide. Each part is sharded separately.
         "single_transformer_blocks.*.proj_out": Linear("rowwise", (1, 4)),
         **linears(
             _REFINER,

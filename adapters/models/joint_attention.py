@@ -26,8 +26,7 @@ SD3 = Adapter(
     plan=Plan(
         # ControlNet residuals: tensors [B, S, C], which the model adds to the image tokens between blocks.
         inputs={"block_controlnet_hidden_states": Split(dim=1, like="image")},
-        # Split after the position embedding and not at the first block, because a call may skip any block
-        # (skip_layers).
+        # Split after the position embedding, because a call may skip any block (skip_layers), also the first.
         inner={"pos_embed": {0: IMAGE}},
         outputs={"proj_out": ALL_IMAGE},
         joint_order=IMAGE_THEN_TEXT,
@@ -211,8 +210,7 @@ MOTIF = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Split after this layer: the model makes attention masks from the number of tokens, which must be this
-            # rank's number.
+            # Split after this layer: the model makes attention masks from this rank's number of tokens.
             "x_embedder": {0: VIDEO},
             "transformer_blocks.*": {"image_rotary_emb": VIDEO_POSITIONS},
             "single_transformer_blocks.*": {"image_rotary_emb": VIDEO_POSITIONS},
@@ -226,7 +224,6 @@ MOTIF = Adapter(
         },
     ),
     complete=_with_decoder,
-    # Only the first list of blocks is cached. The last blocks of the second list, the decoder blocks, read tokens that
-    # the cache does not store.
+    # Only the first list is cached: decoder blocks, the last of the second, read tokens that the cache does not store.
     blocks=BLOCKS,
 )

@@ -55,8 +55,7 @@ LTX2 = Adapter(
             "hidden_states": VIDEO,
             "timestep": TIMESTEP,
             "video_keyframes_mask": Split(dim=1, like="video"),
-            # This mask is [B, S, S]. It is split over keys, because the attention processor expects as many columns as
-            # this rank has keys.
+            # [B, S, S], split over keys: the attention processor expects a column for each key of this rank.
             "video_self_attention_mask": Split(dim=-1, like="video"),
         },
         inner={"rope": POSITIONS, "cross_attn_rope": POSITIONS},

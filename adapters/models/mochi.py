@@ -21,8 +21,7 @@ TENSOR = TensorPlan(
         "transformer_blocks.*.ff_context.net.0.proj": _GATED,
     },
     heads=("transformer_blocks.*.attn1",),
-    # The rotary embedding is [S, H, D / 2], with different frequencies for each head, so tensor parallelism shards it
-    # along H.
+    # The rotary embedding is [S, H, D / 2] with other frequencies for each head, so it is sharded along H.
     positions={"rope": -2},
 )
 

@@ -28,8 +28,7 @@ Z_IMAGE = Adapter(
     transformer="ZImageTransformer2DModel",
     pipelines="Z-Image",
     plan=Plan(
-        # controlnet_block_samples are ControlNet residuals. The model adds one of these tensors to the output of each
-        # block.
+        # ControlNet residuals: the model adds one of these tensors to the output of each block.
         inputs={"controlnet_block_samples": WITH_TOKENS},
         inner={
             "layers.0": {"x": TOKENS},
@@ -142,8 +141,7 @@ LUMINA2 = Adapter(
     plan=Plan(
         inputs={},
         inner={
-            # Text and image first have separate refiner blocks. Then each sample is one sequence: valid text tokens,
-            # image tokens, padding.
+            # After separate refiner blocks each sample is one sequence: valid text tokens, image tokens, padding.
             "layers.0": {"hidden_states": TOKENS},
             "layers.*": {"image_rotary_emb": WITH_TOKENS},
         },

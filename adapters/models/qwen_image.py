@@ -20,8 +20,7 @@ QWEN_IMAGE = Adapter(
                 "hidden_states": Split(dim=1, segment="image"),
                 "encoder_hidden_states": Split(dim=1, segment="text"),
             },
-            # The attention processor makes a mask from encoder_hidden_states_mask for the keys it receives, which are
-            # only this rank's keys.
+            # The processor makes a mask from encoder_hidden_states_mask for the keys that it gets, this rank's.
             "transformer_blocks.*": {
                 "encoder_hidden_states_mask": Split(dim=1, like="text"),
                 "modulate_index": Split(dim=1, like="image"),
@@ -36,16 +35,14 @@ QWEN_IMAGE = Adapter(
     empty_text=False,
 )
 
-# Rule for tensors whose dim 0 has the replicated tokens of the prompt and of input images first, then the sharded
-# tokens of the generated image.
+# Rule for tensors with the replicated tokens of prompt and input images first, then those of the generated image.
 _LAST = Split(dim=0, like="image", after_replicated=True)
 
 QWEN_IMAGE_21 = Adapter(
     transformer="QwenImage21Transformer2DModel",
     pipelines="Qwen-Image 2.1",
     plan=Plan(
-        # The last entry of img_shapes is (frames, height, width) of the generated image, which has frames × height ×
-        # width tokens.
+        # The last entry is (frames, height, width) of the generated image, in tokens.
         inputs={"img_shapes": Count("image", at=(0, -1))},
         inner={
             "transformer_blocks.0": {"hidden_states": Split(dim=1, segment="image", after_replicated=True)},

@@ -33,8 +33,7 @@ SANA = Adapter(
             "hidden_states": Split(dim=2, segment="rows"),
             "controlnet_block_samples": Split(dim=1, like="rows", per=None),
         },
-        # In some models patch_embed adds the positions of the full image, so gather its input, and split its output
-        # (index 0) again.
+        # In some models patch_embed adds the positions of the full image, so gather its input and split its output.
         inner={"patch_embed": {"latent": Gather(2, "rows", per=None), 0: Split(1, like="rows", per=None)}},
         halos={"transformer_blocks.*.ff.conv_depth": Halo(dim=2, segment="rows", size=1)},
         outputs={"": Gather(dim=2, segment="rows", per=None)},
@@ -55,8 +54,7 @@ SANA_VIDEO = Adapter(
     plan=Plan(
         inputs={
             "hidden_states": Split(dim=2, segment="frames"),
-            # The time step is [B], or [B, 1, F, H, W] with one per token if the user gives an image. Only the form with
-            # 5 dims is split.
+            # The time step is [B], or [B, 1, F, H, W] if the user gives an image. Only the latter is split.
             "timestep": Split(dim=2, like="frames", ndim=5),
             "controlnet_block_samples": Split(dim=1, like="frames", per=None),
         },

@@ -24,8 +24,7 @@ UNETS: Mapping[str, UnetAdapter] = {
     for adapter in (
         UnetAdapter("UNet2DConditionModel", "Stable Diffusion 1, 2 and Stable Diffusion XL"),
         UnetAdapter("UNetSpatioTemporalConditionModel", "Stable Video Diffusion"),
-        # The output of a ControlNet is gathered on every rank, because a pipeline may add the outputs of several
-        # ControlNets.
+        # Every rank gets the output of a ControlNet, because a pipeline may add the outputs of several.
         UnetAdapter("ControlNetModel", images=("sample", "controlnet_cond")),
     )
 }

@@ -104,8 +104,7 @@ WAN_ANIMATE = Adapter(
     plan=_plan(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
-            # The video tokens of a frame attend to the face in that frame. Gather them first, because a frame may be
-            # spread over two ranks.
+            # The video tokens of a frame, perhaps on two ranks, attend to the face in that frame, so gather them.
             "face_adapter.*": {"hidden_states": Gather(dim=1, segment="video"), 0: POSITIONS},
         },
         gathered="proj_out",
@@ -122,8 +121,7 @@ SKYREELS_V2 = Adapter(
     plan=_plan(
         inner={
             "rope": {0: POSITIONS, 1: POSITIONS},
-            # temb has one entry per token if frames have different time steps. The causal mask covers the full sequence
-            # and remains replicated.
+            # temb has one entry per token if frames have different time steps. The causal mask is replicated.
             "blocks.*": {"temb": Split(dim=2, like="video", ndim=4)},
         },
         attention={"**.attn2": TO_TEXT},
@@ -159,12 +157,10 @@ ANYFLOW_FAR = Adapter(
     uncached=_WRITES_KEYS,
     plan=_plan(
         inner={"blocks.*": {"temb": POSITIONS}},
-        # kv_cache holds keys and values of earlier chunks of the video, [2, B, H, S, D]. Each rank stores only its
-        # heads.
+        # kv_cache holds keys and values of earlier chunks, [2, B, H, S, D]. Each rank stores only its heads.
         attention={"**.attn1": replace(_BY_HEADS, caches=(("kv_cache", 2),)), "**.attn2": TO_TEXT},
     ),
-    # The adapter has no ``blocks``, so First Block Cache is refused: a skipped block would store no keys for later
-    # chunks.
+    # No ``blocks``, so First Block Cache is refused: a skipped block would store no keys for later chunks.
 )
 
 WAN_ANIMATE_2 = Adapter(
@@ -174,8 +170,7 @@ WAN_ANIMATE_2 = Adapter(
     fills=("kv_cache_mode", "extract"),
     plan=_plan(
         inner={},
-        # Gather after the head and not after the last block, because a model of ten blocks skips its last block in
-        # unconditional calls.
+        # Gather after the head: a model of ten blocks skips its last block in unconditional calls.
         gathered="head",
         # The module caches the keys of the reference image. Each rank caches only its heads.
         attention={"**.self_attn": _BY_HEADS, "**.cross_attn": TO_TEXT},

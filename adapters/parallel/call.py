@@ -149,8 +149,7 @@ class ParallelCall:
             stack.enter_context(inputs_verified(map(unet_run, self._unets.values())))
             stack.enter_context(reasons_shared(token, self._places))
             if self.fused is not None:
-                # Callbacks are not compared between ranks here: stages reach a step at different times and would wait
-                # for each other.
+                # Do not compare callbacks: stages reach a step at different times and would wait for each other.
                 stack.enter_context(self.fused.generation(pipe))
             elif not self._assume_equal:
                 checked = CheckedCallbacks(pipe, self.mesh, self._loras)
@@ -181,8 +180,7 @@ class ParallelCall:
         for name in ("scheduler", "guider"):
             part = getattr(pipe, name, None)
             if part is not None:
-                # Leave out names that begin with an underscore: diffusers keeps internal values there, some as lists in
-                # no fixed order.
+                # Leave out internal values, whose names begin with an underscore: some are lists in no fixed order.
                 config = getattr(part, "config", {})
                 settings = {key: value for key, value in config.items() if not key.startswith("_")}
                 state[f"pipe.{name}"] = {"class": type(part).__name__, **settings}
@@ -213,13 +211,11 @@ class ParallelCall:
             return call(module, *args, **kwargs)
         if self._caching is not None:
             self._caching.announce(module, args, kwargs)
-        # Every rank validates the arguments, although a single rank computes this call: if that rank alone raised, the
-        # others would wait for it.
+        # Every rank validates the arguments, although one computes this call: others would wait if it raised alone.
         self._signatures[id(uncompiled(module))].bind(module, *args, **kwargs)
         fills = self._fills.get(id(uncompiled(module)))
         if fills is not None and kwargs.get(fills[0]) == fills[1]:
-            # This call only fills the key cache. Every rank runs it, because each needs these keys for the branch it
-            # computes.
+            # This call only fills the key cache, which each rank needs for the branch that it computes.
             args, kwargs = materialize((args, kwargs))
             return call(module, *args, **kwargs)
         return self._guidance.call(module, partial(call, module), args, kwargs)

@@ -44,8 +44,7 @@ def meta_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return None
     if not _is_as_configured(module) or not all(isinstance(x, _COPYABLE) for x in leaves):
         return None
-    # Torch function modes, autocast and grad mode are per thread, so in a new thread those of the caller have no
-    # effect.
+    # Torch function modes, autocast and grad mode are per thread, so a new thread is free of the caller's.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_run_copy, module, args, kwargs).result()
 

@@ -209,8 +209,7 @@ def _require_safetensors(folder: Path, passed: set[str]) -> None:
 def _files_in(folder: Path, variant: str | None) -> list[Path]:
     """Return the safetensors files of all components: those of ``variant`` if there are any, or those without one."""
     by_variant: dict[Path, dict[str | None, list[Path]]] = {}
-    # Paths are not resolved: in the Hub's cache they are symbolic links to blobs, whose names tell neither component
-    # nor variant.
+    # Paths are not resolved: in the Hub's cache they are links to blobs, whose names tell neither part nor variant.
     for path in sorted(folder.glob("*/*.safetensors")):
         # The variant is the part after the first dot: "fp16" in
         # diffusion_pytorch_model.fp16-00001-of-00002.safetensors.
@@ -278,8 +277,7 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> set[str]:
     """Return the names of modules and weights that the class of ``module`` keeps in float32."""
     kept = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
-    # transformers applies _keep_in_fp32_modules only for float16. diffusers has no strict list and applies it for every
-    # dtype.
+    # transformers applies this list for float16 only; diffusers, which has no strict list, for every dtype.
     if dtype == torch.float16 or not hasattr(module, "_keep_in_fp32_modules_strict"):
         kept |= set(getattr(module, "_keep_in_fp32_modules", None) or ())
     return kept

@@ -165,8 +165,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
             # Restore the wrapper of ``__call__``: a second call of this function finds the session through it.
             call.wrap(pipe)
             raise
-    # On one rank, and after parallelize_transformer or parallelize_unet on a component, models are parallel without a
-    # session, so undo them here.
+    # Models that were parallelized without a session, on one rank or as single components, are undone here.
     remove_parallel_call(pipe)
     for module in transformers_of(pipe).values():
         unparallelize_transformer(module)

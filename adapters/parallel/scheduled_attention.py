@@ -67,8 +67,7 @@ class ScheduledAttention:
             require_native_attention(module, f"pipe.{name}")
             component = getattr(pipe, name)
             if wrapper(component, "__call__", _KEY) != self._around_model:
-                # Wrap a compiled component itself and not the module inside it, because the change of backend must not
-                # be traced.
+                # Wrap a compiled component, not the module inside it: the change must not be traced.
                 wrap_method(component, "__call__", _KEY, self._around_model, order=WrapperPriority.CACHE)
         with ExitStack() as stack:
             stack.callback(self._use, self._exact)

@@ -112,8 +112,7 @@ def _ranks_per_host() -> int | None:
         return on_host
     names: list[Any] = [None] * ranks
     dist.all_gather_object(names, socket.gethostname(), group=_cpu_group())
-    # Hosts may have different numbers of ranks. Groups whose size is the greatest common divisor of these numbers never
-    # span two hosts.
+    # Groups whose size divides the number of ranks of every host never span two hosts.
     return gcd(*[len(list(run)) for _, run in groupby(names)])
 
 

@@ -129,8 +129,7 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
     if tag is None:
         if workers == ranks.size:
             return x
-        # Ranks that did not compute get all elements from the first rank. The tensor is flattened, so that each element
-        # is sent as one row.
+        # The other ranks get all elements from the first rank, flattened, so that each is sent as one row.
         tag = RowTag(0, (shape.numel(),))
         x = x.reshape(-1) if ranks.index == 0 else x.new_empty(0)
     rows = RowTag(tag.dim, (*tag.layout, *[0] * (ranks.size - len(tag.layout))), tag.outer)

@@ -104,8 +104,7 @@ class UnetRun:
         dim = -1 if sample.shape[-1] > sample.shape[-2] else -2
         unet: Any = self.unet
         unit = 2 ** sum(getattr(block, "downsamplers", None) is not None for block in unet.down_blocks)
-        # With two units per rank, a rank holds two rows at the innermost level. The sharding mode could not distinguish
-        # a single row from a dim of size 1.
+        # With two units a rank holds two rows at the innermost level: one would look like a dim of size 1.
         rows, workers = self.rows.shard(sample, dim, unit, min_units=2)
         if workers.size == 1:
             compute = partial(call, **inputs)

@@ -275,8 +275,7 @@ class _VaeRun:
                 raise RuntimeError("its encode() returns a distribution object, which a graph cannot return.")
             return output
         except Exception as error:
-            # Log the reason: Dynamo's message only says that the call cannot be captured, and shows the reason last in
-            # a chain of causes.
+            # Log the reason, which Dynamo's message shows last in a chain of causes.
             logger.error("%s cannot be compiled on these ranks: %s", self.adapter.vae, error)
             raise
 

@@ -27,8 +27,7 @@ class _WithWeights(nn.Module):
         self.vae, self.compute = vae, compute
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Viewing with int sizes specializes the graph to this image size, because layouts need plain numbers and not
-        # symbols.
+        # Viewing with int sizes specializes the graph to them, because layouts need plain numbers.
         return self.compute(x.view([int(size) for size in x.shape]), *args, **kwargs)
 
 

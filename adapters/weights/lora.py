@@ -27,8 +27,7 @@ from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
 
 _KEY = "LoRA over shared weights"
-# Names of the LoRA methods of diffusers and transformers models. The LoRA methods of pipelines call these, or merge the
-# LoRA into each layer.
+# Names of the LoRA methods of models. Those of pipelines call these, or merge the LoRA into each layer.
 ADDS = ("load_lora_adapter", "add_adapter", "load_adapter")
 CHANGES = (*ADDS, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", "delete_adapter")
 
@@ -135,8 +134,7 @@ def _as_whole(module: nn.Module) -> Iterator[None]:
 
 
 def _wrap_merges(module: nn.Module) -> None:
-    # The layers of all blocks get one wrapper and so share one class, so the compiled graph of one block fits the
-    # others.
+    # The layers of all blocks share one class, so the compiled graph of one block fits the others.
     around = partial(_with_whole, module if tensor_mesh(module) is not None else None)
     layers = lora_layers(module)
     for method in ("merge", "unmerge"):

@@ -238,8 +238,7 @@ def _weights_record(modules: Mapping[str, nn.Module], *, values: bool) -> Record
     for part, module in modules.items():
         for name, x in module.named_parameters():
             record[f"{part}.{name}"] = f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-            # Leave out values of DTensors, because reading one is a collective, and of quantized weights, which may
-            # have no element to read.
+            # Reading a DTensor is a collective, and a quantized weight may have no element to read.
             if values and type(x) is nn.Parameter and not x.is_meta and x.numel() > 0:
                 record[f"{part}.{name}"] += f", first {x.detach()[(0,) * x.ndim].item()!r}"
     return record

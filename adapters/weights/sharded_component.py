@@ -32,8 +32,7 @@ METHODS: tuple[Method, ...] = ("fsdp", "tensor")
 
 KEY = "weights"
 _FUSED = "projections that are fused or taken apart now would not be"
-# Methods of diffusers and transformers that fail on sharded weights. The values complete the error message "the weights
-# are sharded, and …".
+# Methods that fail on sharded weights. The values complete the message "the weights are sharded, and …".
 _LATE = {
     **dict.fromkeys(("fuse_qkv_projections", "unfuse_qkv_projections"), _FUSED),
     "_load_ip_adapter_weights": "an IP-Adapter that is loaded now would not be",
@@ -48,8 +47,7 @@ class ShardedComponent:
     module: nn.Module
     method: Method
     mesh: DeviceMesh
-    # All ranks that load and change LoRAs together. None if they are unknown, because the user sharded the module with
-    # FSDP2 directly.
+    # All ranks that change LoRAs together. None if unknown, because the user sharded the module directly.
     ranks: GuidedMesh | SequenceMesh | None
     plan: TensorPlan | None = None
     offload_policy: OffloadPolicy | None = None
@@ -155,8 +153,7 @@ def sharded_component(module: nn.Module) -> ShardedComponent | None:
     component = getattr(wrapper(module, "to", KEY), "__self__", None)
     if isinstance(component, ShardedComponent):
         return component
-    # A sharded module without para_core's wrapper was sharded by the user's own fully_shard. Its offload policy is
-    # unknown.
+    # Otherwise the module was sharded by the user's own fully_shard. Its offload policy is unknown.
     mesh = shard_mesh(module) if is_sharded(module) else None
     return None if mesh is None else ShardedComponent(module, "fsdp", mesh, None)
 

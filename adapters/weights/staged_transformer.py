@@ -60,8 +60,7 @@ def hold_stage(
     LoRAs may be loaded, fused and unloaded before and after this call; after it, all ranks of ``mesh`` must do so
     together. ``require_equal`` is called with the named arguments of each call of the model; it raises if ranks differ.
     """
-    # Creating the stages communicates, so a rank that fails before must tell the others here, or they would wait for
-    # it.
+    # Creating the stages communicates, so a rank that fails before must tell the others here.
     with raising_on_all(mesh, "stages could not be made"):
         blocks = stack_of(module, adapter)
     stages = Stages(module, blocks, mesh.pipe, require_equal)

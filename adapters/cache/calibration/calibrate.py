@@ -264,8 +264,7 @@ class _Trial:
             streams |= {(index, row.branch) for row in rows_of_prompt}
         values = {name: metric(images, self.references) for name, metric in self.image_metrics.items()}
         differences = [row.difference for row in rows if row.difference is not None and math.isfinite(row.difference)]
-        # Ranks along the batch dim may compute different CFG branches, so combine the differences and misses of all
-        # ranks.
+        # Ranks along the batch dim may compute other CFG branches, so combine what all ranks measured.
         records = exchange(
             {
                 "values": values,
