@@ -31,8 +31,8 @@ class SchedulerTracker:
     A step is a call of ``scheduler.step`` that advances the scheduler. So a scheduler that calls the model twice per
     timestep (Heun) has twice as many steps. A pipeline may begin after the first timestep (image to image, video to
     video). Diffusion forcing pipelines step with copies of the scheduler, one for each frame
-    (:attr:`Adapter.steps_with_copies <para_core.adapters.adapter.Adapter>`); the tracker then counts the model calls of
-    each CFG branch instead.
+    (:attr:`Adapter.steps_with_copies <para_core.adapters.adapter.Adapter>`); then model calls per CFG branch are
+    counted.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,8 @@ class SchedulerTracker:
         """Make :meth:`position` available inside the ``with`` block, in which ``pipe`` runs.
 
         ``begin`` is called each time a schedule begins: some pipelines run one schedule per section of a video.
-        ``with_copies`` says whether the pipeline may step with copies of its scheduler; if it does, model calls are
-        counted.
-
-        Raises:
-            RuntimeError: If this tracker already follows a pipeline, in another thread.
+        ``with_copies`` says whether the pipeline may step with copies of its scheduler, so that model calls are
+        counted. Raises ``RuntimeError`` if this tracker already follows a pipeline, in another thread.
         """
         if self.active:
             raise RuntimeError(

@@ -60,8 +60,7 @@ class CheckedCallbacks:
     def run(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return ``callback(*args, **kwargs)``, after all ranks have run their callback with the same effect.
 
-        Raises ``ValueError`` if the effect differs between ranks, and ``RuntimeError`` if the callback raised on
-        another rank.
+        Raises ``ValueError`` if the effect differs, and ``RuntimeError`` if the callback raised on another rank.
         """
         inputs = _tensors(args)
         versions = {name: version_of(x) for name, x in inputs.items()}

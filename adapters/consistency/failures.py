@@ -1,12 +1,11 @@
 """Find out which rank does not answer, and why, when a collective times out.
 
 The time-out of a collective does not say which rank is missing. So the ranks exchange their process ids and hosts in
-advance (:func:`places_of_all`). A rank that leaves a call with an exception writes the reason into torch's store
-(:func:`leave_reason`). A rank whose collective timed out signs in at the store and names the ranks that do not
-(:func:`why_no_answer`).
+advance (:func:`places_of_all`), and a rank that leaves a call with an exception writes the reason into torch's store. A
+rank whose collective timed out signs in at the store and names the ranks that do not (:func:`why_no_answer`).
 
-The store is reached over the same network, which may have failed; its calls may then block for minutes. So they run in
-a thread that is abandoned after ``_PATIENCE`` seconds.
+The store is reached over the same network, which may have failed: its calls run in a thread that is abandoned after
+``_PATIENCE`` seconds.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ def _in_time(query: Callable[[Any], Result], default: Result, seconds: float = _
 def reasons_shared(token: str, places: Places) -> Iterator[None]:
     """Exchange the reasons for which ranks leave the call ``token``, if the ``with`` block raises.
 
-    An exception on this rank is stored for the other ranks. If a collective of this rank times out, it raises a
-    ``RuntimeError`` that says which rank stopped answering, and why. With NCCL a time-out ends the process instead
+    An exception on this rank is stored for the others. If a collective of this rank times out, it raises a
+    ``RuntimeError`` that says which rank stopped answering, and why. With NCCL a time-out ends the process
     (docs/several_nodes.md).
     """
     try:

@@ -29,8 +29,8 @@ def models_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
 class _Weight:
     """Identity and version of a weight, to see later whether it was replaced or written to.
 
-    Holds no reference to the tensor: a strong one would keep a removed LoRA in memory, and PyTorch refuses to swap the
-    content of a tensor that has weak references, which ``Module.to`` may do.
+    Holds no reference to the tensor, which would keep a removed LoRA in memory; PyTorch refuses to swap the content of
+    a tensor that has weak references, which ``Module.to`` may do.
     """
 
     owner: ref[nn.Module]

@@ -19,8 +19,7 @@ _TOKEN_BYTES = 16
 def random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[str]:
     """Set the default generators of all ranks to the state of the first rank's generators, inside the ``with`` block.
 
-    Afterwards the other ranks get their own state back. Yields a random token that identifies this call, equal on all
-    ranks.
+    Afterwards the other ranks get their own state back. Yields a random token of this call, equal on all ranks.
     """
     # Use the current accelerator and not the device of the mesh: diffusers draws on the pipeline's device, and a gloo
     # mesh of type cpu may serve a pipeline on an accelerator.

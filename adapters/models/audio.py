@@ -1,7 +1,4 @@
-"""Adapters of models for sound and music: ACE-Step, Stable Audio 1 and 3, LongCat-AudioDiT and MiniMax-Music 3.
-
-Written for diffusers 0.42.
-"""
+"""Adapters of ACE-Step, Stable Audio 1 and 3, LongCat-AudioDiT and MiniMax-Music 3. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.constructors import chained, of_samples

@@ -1,7 +1,4 @@
-"""Adapters of FLUX.1 (text-to-image, img2img, inpaint, fill, control, Kontext, ControlNet), FLUX.2 and FLUX.3.
-
-Written for diffusers 0.42.
-"""
+"""Adapters of FLUX.1 with all its pipelines, FLUX.2 and FLUX.3. Written for diffusers 0.42."""
 
 from collections.abc import Mapping
 from typing import Any

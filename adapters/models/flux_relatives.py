@@ -1,7 +1,4 @@
-"""Adapters of models that are sharded like FLUX.1: Chroma, Ovis-Image, LongCat-Image, Bria 3.2 and Bria FIBO.
-
-Written for diffusers 0.42.
-"""
+"""Adapters of models like FLUX.1: Chroma, Ovis-Image, LongCat-Image, Bria 3.2 and FIBO. Written for diffusers 0.42."""
 
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""Adapters of Qwen-Image (text-to-image, editing, inpainting, layers, ControlNet) and Qwen-Image 2.1.
-
-Written for diffusers 0.42.
-"""
+"""Adapters of Qwen-Image, also for editing and with ControlNet, and Qwen-Image 2.1. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.models.constructors import TEXT_FIRST, chained

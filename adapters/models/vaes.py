@@ -1,7 +1,4 @@
-"""Autoencoders of diffusers whose image rows can be sharded over ranks, and those whose rows cannot.
-
-Written for diffusers 0.42.
-"""
+"""Autoencoders of diffusers whose image rows can be sharded, and those whose cannot. Written for diffusers 0.42."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Adapters of Wan and models derived from it: ChronoEdit, VACE, Animate 1 and 2, SkyReels V2, AnyFlow, AnyFlow FAR.
-
-Written for diffusers 0.42.
-"""
+"""Adapters of Wan, ChronoEdit, VACE, Animate 1 and 2, SkyReels V2 and AnyFlow. Written for diffusers 0.42."""
 
 from collections.abc import Mapping
 from dataclasses import replace

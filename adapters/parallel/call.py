@@ -170,8 +170,7 @@ class ParallelCall:
     def _arguments_and_state(self, pipe: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
         """Return the arguments of a call and the state of ``pipe`` that all ranks must share, by name.
 
-        The state leaves out the VAE if the call returns latents, and text encoders, because a call may pass embeddings
-        instead of prompts.
+        The state has the VAE unless the call returns latents, but no text encoders: a call may pass embeddings instead.
         """
         bound = inspect.signature(original_class(pipe).__call__).bind(pipe, *args, **kwargs).arguments
         bound.pop("self", None)

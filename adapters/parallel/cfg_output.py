@@ -50,10 +50,7 @@ def meta_output(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _is_as_configured(module: Any) -> bool:
-    """Whether ``module`` runs its class's ``forward``, not compiled and without hooks other than FSDP2's.
-
-    :func:`_copy` checks the parameters.
-    """
+    """Whether ``module`` runs its class's ``forward``, not compiled and without hooks other than FSDP2's."""
     if uncompiled(module) is not module or has_compiled_parts(module):
         return False
     # accelerate and diffusers install hooks by setting ``forward`` on the instance, but these do not change the output.

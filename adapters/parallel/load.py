@@ -245,8 +245,7 @@ def _map_each_weight(component: nn.Module, path: Path) -> None:
 
     diffusers and transformers map each file once, so all pages read from it stay resident until the last weight of the
     file is sharded. A separate mapping, with the pages read from it, is freed with its weight. Weights that the loader
-    changed or renamed keep the mapping that they have; to find changed ones, the first and last bytes of each weight
-    are compared with the file.
+    changed, as their first and last bytes tell, or renamed keep the mapping that they have.
     """
     from safetensors import safe_open
 

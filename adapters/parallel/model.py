@@ -311,8 +311,7 @@ class ParallelOptions:
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
         """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the schedule.
 
-        ``default_method`` is the ``rotate_method`` if the user gave neither that option nor ``comm_dtype``; None stands
-        for ``"alltoall"``.
+        ``default_method`` is the ``rotate_method``, if the user gave neither that option nor ``comm_dtype``.
         """
         if self.comm_dtype is not None:
             default_method = None

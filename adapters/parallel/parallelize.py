@@ -175,11 +175,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
 
 
 def pipefusion_report(pipe: Any) -> PipeFusionReport:
-    """Return the report of the last PipeFusion generation of ``pipe`` on this rank.
-
-    Raises:
-        ValueError: If ``pipe`` runs without PipeFusion.
-    """
+    """Return the report of the last PipeFusion generation of ``pipe``. Raise ``ValueError`` without PipeFusion."""
     call = parallel_call(pipe)
     if call is None or call.fused is None:
         raise ValueError(

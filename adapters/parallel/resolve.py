@@ -217,8 +217,7 @@ def _global_ranks(mesh: GuidedMesh) -> set[int]:
 def _timeout_part(pipe: Any, mesh: GuidedMesh, timeout: timedelta | float, ranks: set[int]) -> TimeoutPart:
     """Return the part that sets ``timeout`` on all process groups that the ranks of ``mesh`` use.
 
-    These are its groups with their CPU groups, those that para_core has made among ``ranks``, and those of sharded
-    weights.
+    These are its groups with their CPU groups, those that para_core made among ``ranks``, and those of sharded weights.
     """
     of_mesh = [group for dim in mesh.dims if dim.group is not None for group in {dim.group, host_group(dim)}]
     groups = dict.fromkeys([*of_mesh, *groups_among(ranks), *weights_groups(pipe)])

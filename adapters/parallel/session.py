@@ -47,8 +47,7 @@ class Part(ABC):
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         """Call ``undo``, which :meth:`apply` returned, because a new session on ``mesh`` replaces this one.
 
-        Returns a function that makes the change again if the new session fails, except for wrappers, as in
-        :meth:`clear`.
+        Returns a function that makes the change again, except for wrappers, if the new session fails.
         """
         undo()
         return nothing

@@ -103,10 +103,9 @@ INPUTS: Mapping[str, MakeInputs] = {
 def default_guidance(pipe: Any, transformer: Any) -> str | None:
     """Return why calls of ``pipe`` with default arguments use classifier-free guidance; None if they do not.
 
-    A guider decides by the number of its conditions, else the property ``do_classifier_free_guidance``, which knows
-    distilled models. Without both, guidance is used if the default scale is above 1 and (for ``true_cfg_scale``) there
-    is a default negative prompt, or (for ``guidance_scale``) the pipeline takes a negative prompt and the model does
-    not embed the scale.
+    A guider decides by the number of its conditions, else the property ``do_classifier_free_guidance``. Without both,
+    guidance is used if the default scale is above 1 and (for ``true_cfg_scale``) there is a default negative prompt, or
+    (for ``guidance_scale``) the pipeline takes a negative prompt and the model does not embed the scale.
     """
     guider = getattr(pipe, "guider", None)
     if guider is not None:

@@ -100,45 +100,37 @@ _WAN = PublishedModel(
 PUBLISHED: Mapping[str, PublishedModel] = {
     "FLUX.1-dev": PublishedModel(
         "FluxTransformer2DModel", GenerationSizes(1024, 1024, 1, 512), 28, "AutoencoderKL", _T5,
-        config={"guidance_embeds": True}, vae_config=_KL_F8,
-        repository="black-forest-labs/FLUX.1-dev",
+        config={"guidance_embeds": True}, vae_config=_KL_F8, repository="black-forest-labs/FLUX.1-dev",
     ),
     "FLUX.2-dev": PublishedModel(
         "Flux2Transformer2DModel", GenerationSizes(1024, 1024, 1, 512), 50, "AutoencoderKLFlux2", _MISTRAL,
-        latent_channels=32,
-        repository="black-forest-labs/FLUX.2-dev",
+        latent_channels=32, repository="black-forest-labs/FLUX.2-dev",
     ),
     "HunyuanVideo": PublishedModel(
         "HunyuanVideoTransformer3DModel", GenerationSizes(720, 1280, 129, 256), 50, "AutoencoderKLHunyuanVideo",
-        _LLAMA, tiled=0.25,
-        repository="hunyuanvideo-community/HunyuanVideo",
+        _LLAMA, tiled=0.25, repository="hunyuanvideo-community/HunyuanVideo",
     ),
     "CogVideoX-5B": PublishedModel(
         "CogVideoXTransformer3DModel", GenerationSizes(480, 720, 49, 226), 50, "AutoencoderKLCogVideoX", _T5,
-        config=_COGVIDEOX, prompts=2,
-        repository="zai-org/CogVideoX-5b",
+        config=_COGVIDEOX, prompts=2, repository="zai-org/CogVideoX-5b",
     ),
     "Mochi 1": PublishedModel(
         "MochiTransformer3DModel", GenerationSizes(480, 848, 79, 256, temporal=6), 64, "AutoencoderKLMochi",
-        _T5, latent_channels=12, prompts=2,
-        repository="genmo/mochi-1-preview",
+        _T5, latent_channels=12, prompts=2, repository="genmo/mochi-1-preview",
     ),
     "Wan 2.1 1.3B": replace(
         _WAN, sizes=GenerationSizes(480, 832, 81, 512), config=_WAN_1_3B,
         repository="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     ),
     "Wan 2.1 14B": replace(_WAN, repository="Wan-AI/Wan2.1-T2V-14B-Diffusers"),
-    "Wan 2.2 A14B": replace(
-        _WAN, steps=40, transformers=2, repository="Wan-AI/Wan2.2-T2V-A14B-Diffusers"
-    ),
+    "Wan 2.2 A14B": replace(_WAN, steps=40, transformers=2, repository="Wan-AI/Wan2.2-T2V-A14B-Diffusers"),
     "Wan 2.2 TI2V 5B": replace(
         _WAN, sizes=GenerationSizes(704, 1280, 121, 512, spatial=16), config=_WAN_5B, vae_config=_WAN_5B_VAE,
         latent_channels=48, repository="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
     ),
     "Qwen-Image": PublishedModel(
         "QwenImageTransformer2DModel", GenerationSizes(1328, 1328, 1, 128), 50, "AutoencoderKLQwenImage", _QWEN,
-        branches=2, prompts=2,
-        repository="Qwen/Qwen-Image",
+        branches=2, prompts=2, repository="Qwen/Qwen-Image",
     ),
 }
 # fmt: on

@@ -50,8 +50,7 @@ class ModuleCall:
     """A call of a block, of a direct submodule of the model, or of a module outside the blocks that calls attention.
 
     ``block_list`` is the name of the container that holds the block, or None. ``began`` and ``ended`` are times,
-    counted in observed events. ``arguments``, by parameter name, and ``output`` have a :class:`TensorRecord` for each
-    tensor.
+    counted in observed events. ``arguments``, by name, and ``output`` have a :class:`TensorRecord` for each tensor.
     """
 
     name: str
@@ -79,8 +78,7 @@ class ObservedCall:
 
     ``joined_inputs`` are the arguments that the model itself, outside of submodules, combines with derived tensors, and
     ``sources`` those from which the marked ones (``streams`` of :func:`observe`) were computed. ``softmax`` has the
-    modules that compute a softmax of a tensor with 3 or more dims, as handwritten attention does, and the shape of the
-    first one.
+    modules that compute a softmax of a tensor with 3 or more dims, with its shape, as handwritten attention does.
     """
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
@@ -101,8 +99,8 @@ class ObservedCall:
 def block_lists(module: nn.Module) -> dict[str, nn.Module]:
     """Return the outermost containers of blocks in ``module``, by name.
 
-    These are module lists, and ``nn.Sequential`` of modules of one class. A list of lists is left out, because its
-    entries are never called.
+    These are module lists, except lists of lists, which are never called, and ``nn.Sequential`` of modules of one
+    class.
     """
     containers: dict[str, nn.Module] = {}
     for name, submodule in module.named_modules():

@@ -72,8 +72,7 @@ def on_rows(
 ) -> Any:
     """Return ``call(*args, **kwargs)`` under ``mode``, with this rank's rows of the arguments in ``sharded``.
 
-    ``args`` and ``kwargs`` have all rows; ``sharded`` has the dim and layout of the arguments to shard, by position or
-    name.
+    ``args`` and ``kwargs`` have all rows; ``sharded`` has dim and layout of those to shard, by position or name.
     """
     positional, named = list(args), dict(kwargs)
     for key, (dim, layout) in sharded.items():
@@ -89,12 +88,8 @@ def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Guid
     """Call ``compute`` on the first ``workers`` ranks, and return its output with all rows.
 
     All ``ranks`` must call this function; ``mesh`` has the same ranks. If there are more ranks than workers, one
-    exchange tells the others the structure of the output. ``gather="first"`` gives the output to the first rank only;
-    the others get zeros.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: The error of ``compute``, on every rank; any other class becomes a
-            ``RuntimeError``.
+    exchange tells the others the structure of the output. With ``gather="first"`` all ranks but the first get zeros. An
+    error of ``compute`` raises on every rank; a class other than TypeError and ValueError becomes a ``RuntimeError``.
     """
     works = ranks.index < workers
     record: dict[str, Any] = {}

@@ -148,8 +148,7 @@ class DecoderRows:
     def _attend(self, call: Callable[..., Any], module: Any, x: Tensor, /, block_mask: Any = None) -> Tensor:
         """Fetch the rows that the windows of this rank's rows cover, attend, and return the output of this rank's rows.
 
-        Positions are counted from the first fetched row. The result is exact, because attention depends only on
-        differences of positions.
+        Counting positions from the first fetched row is exact: attention depends on differences of positions only.
         """
         if self._dim is None or self._layout is None:
             out: Tensor = call(module, x, block_mask)

@@ -131,13 +131,7 @@ def parallelize_vae(
 
 
 def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdapter:
-    """Return the adapter of the autoencoder ``module``.
-
-    Raises:
-        TypeError: If the class is not supported.
-        ValueError: If ``method`` is ``"tiled"`` and the tiles of the class cannot be distributed.
-        RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
-    """
+    """Return the adapter of the autoencoder ``module``. Raises the errors of :func:`parallelize_vae`."""
     adapter = vae_adapter(module)
     if adapter is None:
         name = original_class(module).__name__

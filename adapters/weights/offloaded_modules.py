@@ -113,8 +113,7 @@ def execution_device(mesh: GuidedMesh) -> torch.device:
 def _remove_offload(module: nn.Module, device: torch.device, before: Mapping[nn.Module, set[str]]) -> None:
     """Remove diffusers' group offload from ``module``, and move it back to ``device``.
 
-    The attributes in ``before``, a subset of ``_LEFT_BY_HOOKS`` by submodule, were there before the offload and are
-    kept.
+    ``before`` has the attributes of ``_LEFT_BY_HOOKS`` by submodule that were there before, and are kept.
     """
     for part in module.modules():
         registry: Any = getattr(part, "_diffusers_hook", None)

@@ -148,11 +148,9 @@ def shard_components(
 ) -> list[str]:
     """Shard the weights like :func:`shard_weights`, and return the names of the sharded components.
 
-    Args:
-        keep: Whether to skip components that are already sharded with the same settings.
-        from_files: Whether the weights are memory-mapped from files. To read as little of the files as possible, ranks
-            then do not compare values, and no copy is kept for a rollback: components are not restored if sharding
-            fails.
+    ``keep`` skips components that are already sharded with the same settings. ``from_files`` says that the weights are
+    memory-mapped from files. To read as little of them as possible, ranks then do not compare values, and no copy is
+    kept for a rollback: components are not restored if sharding fails.
     """
     mesh = mesh_of(pipe) if mesh is None else mesh
     if mesh is None:
@@ -310,8 +308,7 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
 def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[[], None]:
     """Gather the weights of the components in ``names``, and return a function that shards them again.
 
-    Both are collective calls. ``names=None`` stands for all components; names that the pipeline does not have are
-    ignored.
+    Both are collective calls. ``names=None`` stands for all components; unknown names are ignored.
     """
     present = components_of(pipe)
     chosen = {name: module for name, module in present.items() if names is None or name in names}

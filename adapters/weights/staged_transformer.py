@@ -190,8 +190,7 @@ def _add_lora(
 ) -> Any:
     """Add a LoRA to all blocks, then free its weights in the blocks of other stages.
 
-    During the call zeros on this rank's device replace the weights of these blocks, because peft reads their device and
-    dtype.
+    During the call zeros on this rank's device replace these blocks' weights, because peft reads device and dtype.
     """
     with on_all_ranks(mesh):
         require_own_values(module, args, kwargs)

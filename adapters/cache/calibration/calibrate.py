@@ -233,10 +233,7 @@ class _Trial:
         self.states = [[(generator, generator.get_state()) for generator in of_call] for of_call in generators]
 
     def generate_references(self) -> None:
-        """Generate all prompts without the cache, and keep the images as references and the first rank's mean seconds.
-
-        The caller must have paused the cache.
-        """
+        """Generate all prompts while the cache is paused. Keep the images and the first rank's mean seconds."""
         # The first generation is not measured, because it may compile and allocate memory.
         self._generate(0)
         generated = [self._generate(index) for index in range(len(self.calls))]

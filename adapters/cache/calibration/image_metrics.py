@@ -24,8 +24,7 @@ def as_images(output: Any) -> Tensor:
 def psnr(images: Images, references: Images) -> float:
     """Return the peak signal-to-noise ratio in dB, from the mean squared error over all images; ``inf`` if all equal.
 
-    Errors are averaged and not the ratios of single images, because one unchanged image would make the mean of the
-    ratios infinite.
+    Ratios of single images are not averaged, because one unchanged image would make their mean infinite.
     """
     pairs = zip(images, references, strict=True)
     error = torch.cat([(x.double() - y.double()).square().mean(dim=(1, 2, 3)) for x, y in pairs]).mean().item()
