@@ -19,7 +19,7 @@ def row_groups(ranks):
     """
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("ring", "ulysses"))
     vae = parallelize_vae(TINY_VAES["KL"].make(), mesh=mesh)
-    run = wrapper(vae, "_decode", "parallel_vae").__self__
+    run = wrapper(vae, "_decode", "parallel_vae").func.__self__
     names = {id(mesh.get_group(name)): name for name in ("ring", "ulysses")}
     results = {}
     for count in (2, 3):
