@@ -1,8 +1,4 @@
-"""Find the transformers, encoders and autoencoders of a pipeline, and the blocks of transformers and encoders.
-
-Text encoders and autoencoders run once per generation, not once per step. The options ``text_encoders=`` and
-``vae_placement=`` therefore say where their weights are kept, apart from the options for the transformer's weights.
-"""
+"""Find the transformers, encoders and autoencoders of a pipeline, and the blocks of transformers and encoders."""
 
 from __future__ import annotations
 

@@ -29,16 +29,11 @@ def require_equal(
 ) -> None:
     """Raise on every rank if ``values()`` differs between ranks. The message names the values that differ.
 
-    Every rank of ``mesh`` must call this function.
-
-    Args:
-        values: Returns the arguments of a call and the state that must be equal, by name.
-        what: Name of the called object, for the message.
-        check: Called first, on each rank. Raises if this rank cannot take part in the call.
-        way_out: Advice to the user, with which the message ends.
+    Every rank of ``mesh`` must call this function, and makes the call ``what``. Before ``values``, which returns
+    arguments and state by name, ``check`` is called, which raises if this rank cannot take part.
 
     Raises:
-        ValueError: If a value differs between two ranks.
+        ValueError: If a value differs between two ranks. ``way_out`` is advice with which the message ends.
         TypeError, ValueError, RuntimeError: What ``check`` or ``values`` raised on one rank.
     """
 

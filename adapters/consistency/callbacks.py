@@ -1,8 +1,7 @@
-"""Run the callbacks of a pipeline's call, and check that they have the same effect on all ranks.
+"""Run the callbacks of a pipeline's call, and raise on all ranks if they have not the same effect on all ranks.
 
-Without the check a callback that acts differently on one rank would give a wrong image, or a wait until the time-out;
-with it, every rank raises. After each callback the ranks exchange a few numbers over the CPU. Only if a callback
-changed something on some rank, they also compare fingerprints of the returned tensors and of the LoRAs.
+After each callback the ranks exchange a few numbers over the CPU. Only if a callback changed something on some rank,
+they also compare fingerprints of the returned tensors and of the LoRAs.
 """
 
 from __future__ import annotations

@@ -39,7 +39,6 @@ from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.pipefusion import PipeFusion
 from para_core.weights.stages import stages_of
 
-_KEY = PARALLEL_PIPE
 _GUIDANCE = "guidance"
 _CALLBACK = "callback after the guidance round"
 _CHECKED_CALLBACK = "checked callback"
@@ -109,7 +108,7 @@ class ParallelCall:
 
     def wrap(self, pipe: Any) -> None:
         """Wrap ``__call__`` of ``pipe`` again after a failed undo, without recording the meshes of its models."""
-        wrap_method(pipe, "__call__", _KEY, self._run, order=WrapperPriority.PARALLEL)
+        wrap_method(pipe, "__call__", PARALLEL_PIPE, self._run, order=WrapperPriority.PARALLEL)
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.mesh.check_alive()
@@ -246,7 +245,7 @@ def _versions() -> str:
 
 def parallel_call(pipe: Any) -> ParallelCall | None:
     """Return the handler that :meth:`ParallelCall.attach` attached to ``pipe``; None if ``pipe`` is not parallel."""
-    handler = getattr(wrapper(pipe, "__call__", _KEY), "__self__", None)
+    handler = getattr(wrapper(pipe, "__call__", PARALLEL_PIPE), "__self__", None)
     return handler if isinstance(handler, ParallelCall) else None
 
 
@@ -260,4 +259,4 @@ def remove_parallel_call(pipe: Any) -> None:
         for wrapped in (getattr(pipe, name), module):
             unwrap(wrapped, _GUIDANCE)
     release_pipe(pipe)
-    unwrap(pipe, _KEY)
+    unwrap(pipe, PARALLEL_PIPE)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from para_core.distributed.consistency import raising_on_all
@@ -69,12 +69,13 @@ class Change(Part):
         return self.undo
 
 
+@dataclass(eq=False)
 class ParallelSession:
     """The parts that are applied together to one pipeline or transformer, in order, on the ranks of ``mesh``."""
 
-    def __init__(self, mesh: GuidedMesh, parts: Sequence[Part]) -> None:
-        self.mesh, self.parts = mesh, list(parts)
-        self._applied: list[tuple[Part, Undo]] = []
+    mesh: GuidedMesh
+    parts: list[Part]
+    _applied: list[tuple[Part, Undo]] = field(default_factory=list, init=False)
 
     @property
     def shards_weights(self) -> bool:

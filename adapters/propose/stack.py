@@ -27,9 +27,6 @@ from para_core.verify.virtual_ranks import fresh, with_same_weights
 
 logger = logging.getLogger(__name__)
 
-# Any positive threshold would do: two calls with equal inputs have equal residuals, so the second one skips blocks.
-_SKIP_THRESHOLD = 0.5
-
 
 def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
     """Return the block stack of the module lists in ``region``; None without one, or if an output has no parameter."""
@@ -127,7 +124,8 @@ def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, A
     with torch.no_grad():
         expected = module(**fresh(inputs))
         try:
-            apply_cache(copy, blocks, residual_diff_threshold=_SKIP_THRESHOLD)
+            # Any positive threshold would do: calls with equal inputs have equal residuals.
+            apply_cache(copy, blocks, residual_diff_threshold=0.5)
             for _ in range(2):
                 out = copy(**fresh(inputs))
             error = largest_error(out, expected)

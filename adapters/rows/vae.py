@@ -56,11 +56,6 @@ _NO_TILES_IN_GRAPHS = (
     "method='exact', and vae.disable_tiling()."
 )
 
-_NO_WINDOWS_IN_GRAPHS = (
-    "the windows of a diffusion decoder reach into rows of other ranks, and their masks cannot be made in a graph. "
-    "Call it uncompiled, or unparallelize_vae(vae)."
-)
-
 
 def parallelize_vae(
     vae: Vae,
@@ -221,7 +216,10 @@ class _VaeRun:
         """
         if self.decoder is not None:
             if torch.compiler.is_compiling():
-                raise RuntimeError(_NO_WINDOWS_IN_GRAPHS)
+                raise RuntimeError(
+                    "the windows of a diffusion decoder reach into rows of other ranks, and their masks cannot be made "
+                    "in a graph. Call it uncompiled, or unparallelize_vae(vae)."
+                )
             with self.decoder.decoding(x):
                 compute = partial(call, vae, x, *args, **kwargs)
                 return deliver(compute, self.ranks.size, self.ranks, self.mesh, self.gather)

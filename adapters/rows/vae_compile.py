@@ -1,8 +1,7 @@
 """Make a row-sharded autoencoder usable inside compiled functions.
 
-Dynamo sees the autoencoder as one opaque call, because it cannot trace tensors with tags, or sizes that also carry the
-sizes on other ranks. AOTAutograd then traces the call by running its Python code, so the sharding mode works as in
-eager mode, and the graph has plain operators with collectives in program order.
+Dynamo sees the autoencoder as one opaque call, because it cannot trace tensors with tags or sizes of other ranks.
+AOTAutograd then traces the call by running its Python code, so the sharding mode works as in eager mode.
 """
 
 from __future__ import annotations

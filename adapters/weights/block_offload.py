@@ -52,7 +52,7 @@ class OffloadedBlocks:
         stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         with ExitStack() as rollback:
             rollback.callback(self._blocks.clear)
-            for module in self.transformers.values():
+            for name, module in self.transformers.items():
                 blocks = offloaded_blocks(module, self.resident)
                 rollback.callback(module.to, next(module.parameters()).device)
                 for offloaded in blocks:
@@ -64,7 +64,7 @@ class OffloadedBlocks:
                 self._blocks |= dict(zip(blocks, module_blocks, strict=True))
                 wrap_alike(blocks, "__call__", _KEY, self._run, order=WrapperPriority.OFFLOADED_BLOCK)
                 size = sum(x.nbytes for block in blocks for x in block.parameters())
-                logger.info("%d blocks of %s, %.1f GB, are in host memory", len(blocks), _name(module), size / 1e9)
+                logger.info("%d blocks of pipe.%s, %.1f GB, are in host memory", len(blocks), name, size / 1e9)
             self._undo = rollback.pop_all()
 
     def remove(self) -> None:
@@ -153,8 +153,8 @@ def offloaded_blocks(transformer: nn.Module, resident: int) -> list[nn.Module]:
     blocks = [uncompiled(entry.block) for entry in stack_of(transformer)]
     if len(blocks) <= resident:
         raise ValueError(
-            f"resident_blocks is {resident}, and {_name(transformer)} has {len(blocks)} blocks; expected fewer than "
-            "it has, or leave offload out."
+            f"resident_blocks is {resident}, and {original_class(transformer).__name__} has {len(blocks)} blocks; "
+            "expected fewer than it has, or leave offload out."
         )
     return blocks[resident:]
 
@@ -167,7 +167,3 @@ def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device
                 child.to(device)
         for x in chain(parent.parameters(recurse=False), parent.buffers(recurse=False)):
             x.data = x.data.to(device)
-
-
-def _name(module: nn.Module) -> str:
-    return original_class(module).__name__

@@ -63,7 +63,12 @@ class EncodedPrompts:
     def _call(self, name: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
             return call(module, *args, **kwargs)
-        key = _digest((name, args, kwargs))
+        pickled, tensors = split_tensors((name, args, kwargs))
+        digest = sha256(pickled)
+        for x in tensors:
+            digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
+            digest.update(tensor_bytes(x.cpu()).numpy().tobytes())
+        key = digest.digest()
         kept = self._outputs.get(key)
         if kept is not None:
             self.hits += 1
@@ -86,12 +91,3 @@ class EncodedPrompts:
             while self.bytes > self.max_bytes:
                 self._outputs.popitem(last=False)
         return value
-
-
-def _digest(inputs: Any) -> bytes:
-    pickled, tensors = split_tensors(inputs)
-    digest = sha256(pickled)
-    for x in tensors:
-        digest.update(f"{x.dtype} {tuple(x.shape)}".encode())
-        digest.update(tensor_bytes(x.cpu()).numpy().tobytes())
-    return digest.digest()

@@ -1,8 +1,7 @@
 """Load, fuse, unfuse and remove LoRAs of models whose weights are sharded.
 
-With FSDP2, LoRA weights stay replicated, because they are small and may be added and removed. With tensor parallelism
-they are sharded like the layer that they adapt. Merging a LoRA into the model's weights gathers one layer at a time,
-and each rank keeps its part of the result.
+With FSDP2, LoRA weights stay replicated; with tensor parallelism they are sharded like the layer that they adapt.
+Merging a LoRA gathers one layer at a time, and each rank keeps its part of the result.
 """
 
 from __future__ import annotations
