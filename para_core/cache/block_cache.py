@@ -115,10 +115,8 @@ class BlockCache:
     def run(self, call: Callable[[], Any], arguments: Mapping[str, Any], step_of: Callable[[str], Step]) -> Any:
         """Run one call of the model with the cache, and return its output. The model or its blocks may be compiled.
 
-        Args:
-            call: A function without arguments that calls the model.
-            arguments: The arguments of the call by name.
-            step_of: A function that returns the position of the call in the schedule, given the name of its CFG branch.
+        ``call()`` calls the model with ``arguments``, by name. ``step_of(branch)`` returns the position of the call of
+        this CFG branch in the schedule.
 
         Raises:
             RuntimeError: The model already runs with this cache, or the user's policy function branches on values of
@@ -187,11 +185,7 @@ class BlockCache:
         return output
 
     def announce(self, arguments: Mapping[str, Any]) -> None:
-        """Identify the CFG branch of the next call of the model from its ``arguments``.
-
-        With CFG parallelism all ranks call this for every model call, also for calls that another rank will run, so
-        that the branches get the same names on all ranks.
-        """
+        """Identify the CFG branch of the next call of the model from its ``arguments``: :meth:`Branches.announce`."""
         if self.attach().branch is None:
             self._branches.announce(arguments)
 

@@ -98,11 +98,8 @@ class DecisionParams(NamedTuple):
 class BranchCounters(NamedTuple):
     """Counters of the calls of one CFG branch in a generation.
 
-    Args:
-        calls, hits: Number of calls, and of skipped calls among them.
-        hits_in_a_row: Number of skipped calls since the last computed call.
-        times: Timesteps of the last computed steps, newest first, one per residual that the options store. Zeros stand
-            for steps that do not exist yet.
+    ``times`` are the timesteps of the last computed steps, newest first, one per residual that the options store. Zeros
+    stand for steps that do not exist yet.
     """
 
     calls: Number
@@ -164,7 +161,6 @@ class DecisionInput:
         sample: ``[B, ...]``, the values of this rank's tokens that are compared, usually some channels of the
             first-block residual. Each sample of the batch is compared with its own earlier value. If one difference is
             large, the whole batch is computed, because a graph cannot skip a part of it.
-        options: The options of the cache, with its rule and policy.
         params: The numbers of the step and the options; in a graph, a tensor ``[8]`` that contains them.
         mesh: The ranks that hold parts of one sequence, which decide together; None for a single rank.
         sharing: The mesh dim along which the batch is split in equal parts, if it is split. These ranks also decide
