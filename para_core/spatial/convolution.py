@@ -198,9 +198,9 @@ def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
     return tagged(func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.layout))
 
 
-RULES: dict[str, Any] = {
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), convolution),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), conv_transpose),
-    "stft": stft,
-    **dict.fromkeys([f"{kind}_pool{spatial}d" for kind in ("avg", "max") for spatial in (1, 2, 3)], pool),
+BY_RULE: dict[Any, str] = {
+    convolution: "conv1d conv2d conv3d",
+    conv_transpose: "conv_transpose1d conv_transpose2d conv_transpose3d",
+    stft: "stft",
+    pool: "avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d",
 }

@@ -77,15 +77,13 @@ def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
 def start_fetch(
     x: Tensor, rows: RowTag, wanted: Wanted, ranks: MeshDim, *, fill: float = 0.0
 ) -> Callable[[], list[Tensor]]:
-    """Start fetching ranges of rows in one all-to-all, unless every rank holds all of its ranges.
+    """Start fetching ranges of rows in one all-to-all, unless every rank holds all of its ranges. Return a function
+    that waits for the rows, and returns one tensor for each of this rank's ranges.
 
     Args:
         x: This rank's rows, sharded as ``rows`` says. If a gradient is needed, ``RuntimeError`` is raised.
         wanted: For each rank, the ranges that it fetches, in rows of the full image (or in the units of ``rows``).
         fill: Value of rows beyond the edge of the image.
-
-    Returns:
-        A function that waits for the rows, and returns one tensor for each of this rank's ranges.
     """
     _require_no_gradient(x)
     plan = _fetch_plan(rows.layout, wanted, ranks.index)

@@ -77,13 +77,8 @@ def argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int,
 
 
 def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **parameters: Any) -> list[Any]:
-    """Return all arguments of a call of ``func`` in a fixed order, with defaults for those that were not passed.
-
-    Args:
-        parameters: Names of the parameters of ``func`` in order, each with its default.
-
-    Raises:
-        TypeError: If the call has an argument that is not in ``parameters``.
+    """Return all arguments of a call of ``func`` in the order of ``parameters``, its parameters with their defaults.
+    Raise ``TypeError`` for an argument that is not among them.
     """
     unexpected = [*kwargs.keys() - parameters.keys(), *args[len(parameters) :]]
     if unexpected:
@@ -133,12 +128,9 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 
 
 def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
-    """Return this rank's part of ``x``, which may be replicated or sharded, in the layout of ``rows``.
-
-    The rows are along the negative dim ``dim_from_end``. ``x`` is returned unchanged if it broadcasts along this dim.
-
-    Raises:
-        MixesRows: If ``x`` has another number of rows.
+    """Return this rank's part of ``x``, which may be replicated or sharded, in the layout of ``rows``, which are along
+    the negative dim ``dim_from_end``; ``x`` itself if it broadcasts along this dim. Raise :class:`MixesRows` if ``x``
+    has another number of rows.
     """
     own = rows_of(x)
     if own is not None and own.dim - x.ndim != dim_from_end:
@@ -158,10 +150,8 @@ def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_en
 
 
 def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """Run a function that works along one dim, such as softmax or layer norm, on this rank's rows.
-
-    Raises:
-        MixesRows: If ``func`` works along the sharded dim.
+    """Run a function that works along one dim, such as softmax or layer norm, on this rank's rows. Raise
+    :class:`MixesRows` if it works along the sharded dim.
     """
     x, rows = only_first(func, args, kwargs)
     position, default = ALONG[name_of(func)]
@@ -176,10 +166,8 @@ def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
 
 
 def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a reduction such as ``mean``, ``sum`` or ``argmax``.
-
-    If the sharded dim is reduced, which ``sum``, ``mean``, ``amax`` and ``amin`` support, all ranks combine their
-    results.
+    """Run a reduction such as ``mean``, ``sum`` or ``argmax``. If the sharded dim is reduced, which ``sum``, ``mean``,
+    ``amax`` and ``amin`` support, all ranks combine their results.
     """
     name = name_of(func)
     if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
@@ -295,11 +283,7 @@ def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
 
 
 def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, RowTag]:
-    """Return the first argument of a call of ``func``, and the tag of that tensor.
-
-    Raises:
-        MixesRows: If the first argument is not sharded.
-    """
+    """Return the first argument of a call of ``func``, and its tag. Raise :class:`MixesRows` if it is not sharded."""
     x = args[0] if args else kwargs["input"]
     rows = rows_of(x)
     if rows is None:
@@ -319,7 +303,7 @@ def tag_all(out: Any, rows: RowTag) -> Any:
     return out
 
 
-_BY_RULE: dict[Any, str] = {
+BY_RULE: dict[Any, str] = {
     # Functions that read properties of a tensor other than its values and shape. Byte counts and strides are those of
     # this rank's part of the rows.
     metadata: """
@@ -354,7 +338,6 @@ _BY_RULE: dict[Any, str] = {
     dropout: "dropout dropout2d dropout3d alpha_dropout feature_dropout",
     filled: "new_zeros new_ones new_empty new_full",
 }
-RULES: dict[str, Any] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
 
 # Rules for calls in which one of the sizes is a ShardedSize and no tensor is sharded.
 FACTORIES: dict[str, Any] = {

@@ -31,12 +31,10 @@ from para_core.torch_internals import (
 
 # The rule for each function name. The mode raises for a function that is not in here, if one of its tensors is sharded.
 RULES: dict[str, Any] = {
-    **local.RULES,
-    **views.RULES,
-    **convolution.RULES,
-    **norm.RULES,
-    **products.RULES,
-    **resample.RULES,
+    name: rule
+    for rules in (local, views, convolution, norm, products, resample)
+    for rule, names in rules.BY_RULE.items()
+    for name in names.split()
 }
 
 

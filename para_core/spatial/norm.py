@@ -52,7 +52,7 @@ def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     return tagged(func(*args, **kwargs), rows)
 
 
-RULES: dict[str, Any] = {"group_norm": group_norm, "batch_norm": batch_norm}
+BY_RULE: dict[Any, str] = {group_norm: "group_norm", batch_norm: "batch_norm"}
 
 
 def moments_on_gpu(x: Tensor, groups: int) -> Tensor:

@@ -159,9 +159,9 @@ def _fits(mask: Tensor, own: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:
     return bool(all_ranks(of_rank.to(torch.uint8), ranks).all())
 
 
-RULES: dict[str, Any] = {
-    "linear": linear,
-    **dict.fromkeys(("matmul", "bmm", "mm", "rmatmul"), matmul),
-    "baddbmm": baddbmm,
-    "scaled_dot_product_attention": attention,
+BY_RULE: dict[Any, str] = {
+    linear: "linear",
+    matmul: "matmul bmm mm rmatmul",
+    baddbmm: "baddbmm",
+    attention: "scaled_dot_product_attention",
 }

@@ -213,9 +213,4 @@ def _each(value: Any, spatial: int) -> list[Any] | None:
     return [value] * spatial if isinstance(value, (int, float)) else list(value)
 
 
-RULES: dict[str, Any] = {
-    "pad": pad,
-    "pixel_shuffle": pixel_shuffle,
-    "pixel_unshuffle": pixel_shuffle,
-    "interpolate": interpolate,
-}
+BY_RULE: dict[Any, str] = {pad: "pad", pixel_shuffle: "pixel_shuffle pixel_unshuffle", interpolate: "interpolate"}

@@ -234,7 +234,7 @@ def _checked(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim) -> Tenso
     return tagged(out, rows)
 
 
-_BY_RULE: dict[Any, str] = {
+BY_RULE: dict[Any, str] = {
     reorder: "transpose swapaxes swapdims permute movedim moveaxis squeeze unsqueeze t T.__get__ mT.__get__ adjoint",
     reshape: "view reshape flatten unflatten ravel",
     split: "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split unbind select narrow index_select",
@@ -246,4 +246,3 @@ _BY_RULE: dict[Any, str] = {
     view_as_real: "view_as_real",
     expand_as: "expand_as view_as",
 }
-RULES: dict[str, Any] = {name: rule for rule, names in _BY_RULE.items() for name in names.split()}
