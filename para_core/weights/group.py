@@ -22,11 +22,7 @@ from para_core.torch_internals import group_timeout, set_group_timeout
 
 def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
     """Return the timeout of the first process group of ``mesh``; None for a mesh of one rank, which has no group."""
-    group: Any = next((dim.group for dim in mesh.dims if dim.group is not None), None)
-    if group is None:
-        return None
-    timeout: timedelta = group_timeout(group)
-    return timeout
+    return next((group_timeout(dim.group) for dim in mesh.dims if dim.group is not None), None)
 
 
 def as_ranks(mesh: DeviceMesh) -> SequenceMesh:

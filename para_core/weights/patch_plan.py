@@ -113,9 +113,16 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
         or gathers[0].then_replicated
     ):
         return "what it returns are not the tokens of one image or video"
-    reason = _why_not(plan)
-    if reason is not None:
-        return reason
+    rules = plan.shard_rules
+    if plan.halos or not all(isinstance(rule, (Split, Replicate, FirstTokens, LastTokens, Entries)) for rule in rules):
+        return "some of its modules need the tokens of other patches"
+    if any(isinstance(rule, Split) and (rule.then_replicated or rule.after_replicated) for rule in rules):
+        return "its tokens share a tensor with others"
+    attention = plan.attention.values()
+    if any(isinstance(calls, AttentionByHeads) for calls in attention):
+        return "its attention needs the tokens of all patches at once"
+    if not all(isinstance(calls, tuple) and all(call.mask != "pairs" for call in calls) for calls in attention):
+        return "it attends to sums, to lists, or by a mask of pairs of tokens"
     rule, segment = plan.inputs.get("hidden_states"), gathers[0].segment
     # The scheduler adds the model's output to hidden_states, so both hold tokens, or both hold latents.
     takes_tokens = "" in plan.outputs or (isinstance(rule, Split) and rule.segment == segment)
@@ -129,20 +136,6 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
     entry = None if frames.together is None else config[frames.together]
     together = int((entry[0] if isinstance(entry, (tuple, list)) else entry) or 1)
     return PatchPlan(plan, segment, frames.dim, together, ndim=5)
-
-
-def _why_not(plan: Plan) -> str | None:
-    rules = plan.shard_rules
-    if plan.halos or not all(isinstance(rule, (Split, Replicate, FirstTokens, LastTokens, Entries)) for rule in rules):
-        return "some of its modules need the tokens of other patches"
-    if any(isinstance(rule, Split) and (rule.then_replicated or rule.after_replicated) for rule in rules):
-        return "its tokens share a tensor with others"
-    attention = plan.attention.values()
-    if any(isinstance(calls, AttentionByHeads) for calls in attention):
-        return "its attention needs the tokens of all patches at once"
-    if not all(isinstance(calls, tuple) and all(call.mask != "pairs" for call in calls) for calls in attention):
-        return "it attends to sums, to lists, or by a mask of pairs of tokens"
-    return None
 
 
 def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
