@@ -20,9 +20,8 @@ from para_core.adapters.consistency.loras import lora_layers, lora_weights
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
-from para_core.weights import fsdp, tensor
 from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
-from para_core.weights.parameters import stand_ins, weights_of
+from para_core.weights.parameters import forget_gradients, stand_ins, weights_of
 from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
 
 _KEY = "LoRA over shared weights"
@@ -66,8 +65,7 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: Any, /, 
             require_own_values(module, args, kwargs)
             with _as_whole(module):
                 added = call(module, *args, **kwargs)
-            for weights in (fsdp, tensor):
-                weights.forget_gradients(module)
+            forget_gradients(module)
             return added
         finally:
             present = {id(layer) for layer in lora_layers(module)}

@@ -19,14 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from para_core.instance_patching import unwrapped, unwrapped_class
 from para_core.torch_internals import parameter_slots, remove_fsdp
-from para_core.weights.parameters import Gradients, consists_of_tensors, is_float8
+from para_core.weights.parameters import GRADIENTS, Gradients, consists_of_tensors, is_float8
 from para_core.weights.tensor import write_part
 
 # Parameters outside of the blocks with fewer elements than this stay on every rank. Such small parameters are not worth
 # a collective, and pipelines read some of them directly, such as the last norm of CLIP.
 LARGE = 2**20
-# Name of the module attribute with the Gradients record.
-_GRADIENTS = "_para_core_fsdp_gradients"
 
 
 def shard_blocks(
@@ -56,9 +54,8 @@ def shard_blocks(
     policy, kept = offload_policy or OffloadPolicy(), set(replicated)
     # Turn gradients off, because FSDP2 requires one dtype for all parameters that take gradients, and diffusers keeps
     # some parameters in float32.
-    gradients = Gradients()
+    gradients = module.__dict__[GRADIENTS] = Gradients()
     gradients.stop(module)
-    module.__dict__[_GRADIENTS] = gradients
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < LARGE} | kept
     with unwrapped([module, *blocks]):
@@ -184,14 +181,8 @@ def discard_shards(module: nn.Module) -> Gradients | None:
         for part in parts:
             remove_fsdp(part)
             part.__class__ = unwrapped_class(part)
-    gradients: Gradients | None = module.__dict__.pop(_GRADIENTS, None)
+    gradients: Gradients | None = module.__dict__.pop(GRADIENTS, None)
     return gradients
-
-
-def forget_gradients(module: nn.Module) -> None:
-    """Make :func:`gather_blocks` leave ``requires_grad`` off for all parameters of ``module``."""
-    if _GRADIENTS in module.__dict__:
-        module.__dict__[_GRADIENTS].forget()
 
 
 # The sharded parameters, by (id of the module, name of the parameter). A separate record is needed, because FSDP2

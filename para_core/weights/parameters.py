@@ -99,6 +99,16 @@ def stand_ins(
                     tensors[name] = weight
 
 
+# Name of the attribute of a module with sharded weights that holds its Gradients.
+GRADIENTS = "_para_core_gradients"
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Make gathering the sharded weights of ``module`` leave ``requires_grad`` off for all parameters."""
+    if GRADIENTS in module.__dict__:
+        module.__dict__[GRADIENTS].forget()
+
+
 class Gradients:
     """A record of the parameters of a model whose ``requires_grad`` was turned off, to turn it on again.
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from para_core.instance_patching import Around, WrapperPriority, unwrap, unwrapped_class, wrap_alike, wrap_method
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import parameter_slots
-from para_core.weights.parameters import Gradients, consists_of_tensors, map_plain_tensors, plain_tensors
+from para_core.weights.parameters import GRADIENTS, Gradients, consists_of_tensors, map_plain_tensors, plain_tensors
 from para_core.weights.tensor_plan import (
     Linear,
     TensorPlan,
@@ -69,7 +69,6 @@ class _Record:
 
     mesh: DeviceMesh
     plan: TensorPlan
-    gradients: Gradients = field(default_factory=Gradients)
     # One entry per sharded parameter: (module, name, sharded dim, sizes of the parts concatenated along this dim).
     shards: list[tuple[nn.Module, str, int, tuple[int, ...]]] = field(default_factory=list)
     # For each module attribute (such as the number of heads) that was divided: (module, attribute, value before).
@@ -93,7 +92,8 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
     layers = planned_linears(module, plan).values()
     # Store the record before the first change, so that discard_tensors can undo a failure.
     record = module.__dict__[_RECORD] = _Record(mesh, plan)
-    record.gradients.stop(module)
+    gradients = module.__dict__[GRADIENTS] = Gradients()
+    gradients.stop(module)
     for layer, style in layers:
         _shard_linear(base_linear(layer), style, record)
         _shard_lora(layer, style, record)
@@ -155,7 +155,7 @@ def gather_tensors(module: nn.Module) -> None:
     for owner, name, whole in whole_weights:
         _replace(owner, name, whole)
     del module.__dict__[_RECORD]
-    record.gradients.restore()
+    module.__dict__.pop(GRADIENTS).restore()
 
 
 def _whole(part: Any) -> Tensor:
@@ -173,6 +173,7 @@ def discard_tensors(module: nn.Module) -> None:
     sharded, so the caller must put the whole ones back.
     """
     record: _Record | None = module.__dict__.pop(_RECORD, None)
+    module.__dict__.pop(GRADIENTS, None)
     if record is not None:
         _compute_whole(record)
 
@@ -187,12 +188,6 @@ def _compute_whole(record: _Record) -> None:
         forward.remove()
 
 
-def forget_gradients(module: nn.Module) -> None:
-    """Make :func:`gather_tensors` leave ``requires_grad`` off for all parameters of ``module``."""
-    if _RECORD in module.__dict__:
-        module.__dict__[_RECORD].gradients.forget()
-
-
 def shard_new_loras(module: nn.Module) -> None:
     """Shard the LoRAs added since :func:`shard_tensors`, and drop the state of removed ones. Every rank must call this.
     Raise ``ValueError`` if an added adapter is not a plain LoRA. The module is then unchanged.
@@ -201,7 +196,7 @@ def shard_new_loras(module: nn.Module) -> None:
     layers = planned_linears(module, record.plan)
     for name, (layer, _) in layers.items():
         require_plain_lora(name, layer, unwrapped_class(module).__name__)
-    record.gradients.stop(module)
+    module.__dict__[GRADIENTS].stop(module)
     _forget_removed(module, record)
     for layer, style in layers.values():
         _shard_lora(layer, style, record)
