@@ -180,7 +180,16 @@ class CacheOptions:
                 self._require(name, int, at_least=0)
         self._require("first_blocks", int, at_least=1)
         self._require("last_blocks", int, at_least=0)
-        self._require_forecast()
+        if self.forecast_order is not None:
+            self._require("forecast_order", int, at_least=0, at_most=2)
+        if self.forecast is not None:
+            chosen = _named("forecast", self.forecast, Forecast, FORECASTS, ", or None: forecast_order=1")
+            object.__setattr__(self, "forecast", chosen)
+            if self.forecast_order is not None:
+                raise ValueError(
+                    f"forecast_order={self.forecast_order} and forecast={chosen.name} were given; leave one of "
+                    "them out."
+                )
         if self.compute_steps is not None:
             object.__setattr__(self, "compute_steps", self._require_steps())
         self._require("downsample", int, at_least=1)
@@ -201,18 +210,6 @@ class CacheOptions:
         if not at_least <= value <= at_most:
             upper = "" if at_most == math.inf else f" and at most {at_most}"
             raise ValueError(f"{name} is {value}; expected at least {at_least}{upper}.")
-
-    def _require_forecast(self) -> None:
-        if self.forecast_order is not None:
-            self._require("forecast_order", int, at_least=0, at_most=2)
-        if self.forecast is None:
-            return
-        chosen = _named("forecast", self.forecast, Forecast, FORECASTS, ", or None: forecast_order=1")
-        object.__setattr__(self, "forecast", chosen)
-        if self.forecast_order is not None:
-            raise ValueError(
-                f"forecast_order={self.forecast_order} and forecast={chosen.name} were given; leave one of them out."
-            )
 
     def _require_steps(self) -> tuple[int | bool, ...]:
         value: Any = self.compute_steps
