@@ -2,10 +2,10 @@
 
 Queries are sent along rows of the grid, keys and values along columns. Each rank computes attention of the queries of
 its row to the keys of its column. Partial results return along the row to the ranks that own the queries, which merge
-them by lse. Let the grid of the R ring ranks be r × c (:func:`~para_core.attention.ring_plan.choose_grid`), let ring
-rank i hold S_i queries (including replicated ones) and T_i sharded keys, let e be the bytes per element, and let Σ_row
-and Σ_column sum over the other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls over the
-ring's group,
+them by lse. Let the grid of the R ring ranks be r × c (:func:`~para_core.attention.attention_plan.choose_grid`), let
+ring rank i hold S_i queries (including replicated ones) and T_i sharded keys, let e be the bytes per element, and let
+Σ_row and Σ_column sum over the other ranks j of rank i's row or column. Rank i then sends, in three all-to-alls over
+the ring's group,
 
     queries:          B · e · H · D · S_i · (c - 1)             bytes
     keys and values:  B · e · H_kv · (D + D_v) · T_i · (r - 1)  bytes
@@ -42,10 +42,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from para_core.attention.attention_plan import GridPlan
 from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, Saved
 from para_core.attention.local import add_autograd_dependency, lse_dtype
 from para_core.attention.merge import Merged
-from para_core.attention.ring_plan import GridPlan
 from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_to_all, wait
 from para_core.distributed.layout import Run

@@ -5,12 +5,190 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from para_core.attention.ring_plan import GridPlan, RingPlan, choose_grid
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.tiles import join_neighbours
+from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded_runs
 from para_core.attention.ulysses import Heads, UlyssesPlan
 from para_core.distributed.cached_property import cached_property
+from para_core.distributed.layout import Run
+from para_core.distributed.mesh import MeshDim
+
+
+class Hop(NamedTuple):
+    """One step of the ring, in which this rank gets the keys and values (the block) of ring rank ``source``.
+
+    ``source`` is ``step`` positions before this rank. With a block mask, blocks are only sent to ranks that see any of
+    their keys: ``sends`` tells whether this rank sends its own block to the rank ``step`` positions after it, and
+    ``receives`` whether it receives the block of ``source``.
+    """
+
+    step: int
+    source: int
+    sends: bool = True
+    receives: bool = True
+
+
+# In this first step a rank computes with its own block and receives nothing.
+OWN = Hop(0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class RingPlan:
+    """The plan of ring attention: which keys and values (a *block*) each rank sends and computes with at each step."""
+
+    spec: AttentionSpec
+
+    @cached_property
+    def dim(self) -> MeshDim:
+        """The mesh dim along which blocks are sent."""
+        return self.spec.mesh.ring
+
+    @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """The number of keys that each ring rank sends: the sharded tokens of its Ulysses group."""
+        layout, width = self.spec.key_layout, self.spec.mesh.ulysses.size
+        return tuple(
+            [
+                sum([layout.sharded_size(rank) for rank in range(index * width, (index + 1) * width)])
+                for index in range(self.spec.mesh.ring.size)
+            ]
+        )
+
+    @property
+    def rotates(self) -> bool:
+        """Whether any block of keys and values has to be sent."""
+        return self.spec.mesh.ring.size > 1 and bool(self.spec.key_layout.sharded)
+
+    def source(self, step: int) -> int:
+        """Return the index of the ring rank whose block this rank has at ``step``."""
+        return (self.spec.mesh.ring.index - step) % self.spec.mesh.ring.size
+
+    @cached_property
+    def hops(self) -> list[Hop]:
+        """The steps of the ring in which any rank sends a block, without the first step, :data:`OWN`."""
+        spec, size, index = self.spec, self.spec.mesh.ring.size, self.spec.mesh.ring.index
+        blocks = spec.options.block_mask
+        steps = range(1, size if self.rotates else 1)
+        if blocks is None:
+            return [Hop(step, self.source(step)) for step in steps]
+        queries = [own_runs(spec.query_layout, spec.mesh, rank) for rank in range(size)]
+        keys = [sharded_runs(spec.key_layout, spec.mesh, rank) for rank in range(size)]
+        sees = [
+            [blocks.sees_any(queries[rank], keys[(rank - step) % size]) for rank in range(size)] for step in range(size)
+        ]
+        return [
+            Hop(step, self.source(step), sends=sees[step][(index + step) % size], receives=sees[step][index])
+            for step in steps
+            if any(sees[step])
+        ]
+
+    @cached_property
+    def has_replicated_keys(self) -> bool:
+        """Whether this rank's block contains replicated keys, which are not sent."""
+        return bool(self.spec.key_layout.replicated)
+
+    @cached_property
+    def travels(self) -> list[Run]:
+        """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``."""
+        layout, mesh = self.spec.key_layout, self.spec.mesh
+        if mesh.ulysses.size > 1:
+            return [(0, self.block_sizes[mesh.ring.index])]
+        sizes = [segment.size(mesh.rank, layout.ranks) for segment in layout.segments]
+        runs = [(sum(sizes[:i]), size) for i, size in enumerate(sizes) if not layout.segments[i].replicated]
+        return join_neighbours(runs) or [(0, 0)]
+
+    @cached_property
+    def query_runs(self) -> list[Run]:
+        """The positions of this rank's queries, as runs ``(start, length)`` in the order of the query tensor."""
+        return own_runs(self.spec.query_layout, self.spec.mesh)
+
+    def key_runs(self, step: int) -> list[Run]:
+        """Return the positions of the keys that this rank has at ``step``, as runs ``(start, length)``."""
+        if step == 0:
+            return own_runs(self.spec.key_layout, self.spec.mesh)
+        return sharded_runs(self.spec.key_layout, self.spec.mesh, self.source(step))
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        steps = self.spec.mesh.ring.size if self.rotates else 1
+        runs = [self.key_runs(step) for step in range(steps)]
+        return Tiling(self.query_runs, runs, is_causal=self.spec.is_causal, visible=self.spec.options.block_mask)
+
+
+def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """Return ``(rows, columns)`` of the grid of ``ranks`` ring ranks in which the fewest bytes are sent.
+
+    The function assumes as many keys as queries. Queries and their results are sent along a row, keys and values along
+    a column: 2 · H · (columns - 1) + 2 · H_kv · (rows - 1) vectors per token. If two grids send equally many, the one
+    with fewer columns is returned, because results are sent with their lse, which is not counted here. A prime number
+    of ranks forms one column: every rank gets all keys and values, and no query is sent.
+
+    >>> choose_grid(4, 8, 8), choose_grid(6, 8, 8), choose_grid(5, 8, 8)
+    ((2, 2), (3, 2), (5, 1))
+    >>> choose_grid(4, 8, 2)
+    (4, 1)
+    """
+    shapes = [(ranks // columns, columns) for columns in range(1, ranks + 1) if ranks % columns == 0]
+    return min(shapes, key=lambda shape: (shape[1] - 1) * num_heads + (shape[0] - 1) * num_kv_heads)
+
+
+@dataclass(frozen=True, eq=False)
+class GridPlan:
+    """The plan of Attention2D for this rank, in a grid of ``shape`` ``(rows, columns)`` of ring ranks.
+
+    Ring rank i is in row i // columns and column i % columns. This rank computes attention of the queries of its row to
+    the sharded keys of its column, and of its own queries to replicated keys.
+    """
+
+    ring: RingPlan
+    shape: tuple[int, int]
+
+    @cached_property
+    def row(self) -> list[int]:
+        """The ring indices of the other ranks in this rank's row."""
+        index, columns = self.ring.dim.index, self.shape[1]
+        first = index - index % columns
+        return [rank for rank in range(first, first + columns) if rank != index]
+
+    @cached_property
+    def column(self) -> list[int]:
+        """The ring indices of the other ranks in this rank's column."""
+        index, columns = self.ring.dim.index, self.shape[1]
+        return [rank for rank in range(index % columns, self.ring.dim.size, columns) if rank != index]
+
+    @cached_property
+    def row_runs(self) -> list[list[Run]]:
+        """For each other rank of the row, the positions of its queries, as runs ``(start, length)``."""
+        return [own_runs(self.ring.spec.query_layout, self.ring.spec.mesh, rank) for rank in self.row]
+
+    @cached_property
+    def column_runs(self) -> list[list[Run]]:
+        """For each other rank of the column, the positions of its sharded keys, as runs ``(start, length)``."""
+        return [sharded_runs(self.ring.spec.key_layout, self.ring.spec.mesh, rank) for rank in self.column]
+
+    @cached_property
+    def row_sizes(self) -> list[int]:
+        return [sum([length for _, length in runs]) for runs in self.row_runs]
+
+    @cached_property
+    def column_sizes(self) -> list[int]:
+        return [sum([length for _, length in runs]) for runs in self.column_runs]
+
+    @cached_property
+    def own_tiling(self) -> Tiling:
+        """The keys that this rank's queries see: at step 0 its own, at step 1 those of its column's other ranks."""
+        return self._tiling(self.ring.query_runs, self.ring.key_runs(0))
+
+    @cached_property
+    def row_tiling(self) -> Tiling:
+        """The keys that the queries of the row's other ranks see: this rank's, then those of the rest of its column."""
+        own = sharded_runs(self.ring.spec.key_layout, self.ring.spec.mesh, self.ring.dim.index)
+        return self._tiling([run for runs in self.row_runs for run in runs], own)
+
+    def _tiling(self, queries: Sequence[Run], own_keys: Sequence[Run]) -> Tiling:
+        keys = [own_keys, [run for runs in self.column_runs for run in runs]]
+        return Tiling(queries, keys, is_causal=self.ring.spec.is_causal, visible=None)
 
 
 @dataclass(frozen=True, eq=False)

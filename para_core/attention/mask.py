@@ -16,8 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.ring_plan import GridPlan
+from para_core.attention.attention_plan import AttentionPlan, GridPlan
 from para_core.attention.tiles import own_runs
 from para_core.attention.ulysses import split_by_kind
 from para_core.distributed.collectives import all_to_all, gather_tokens

@@ -28,6 +28,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from para_core.attention.attention_plan import OWN, Hop, RingPlan
 from para_core.attention.blocks import (
     Block,
     BlockAttention,
@@ -37,7 +38,6 @@ from para_core.attention.blocks import (
 )
 from para_core.attention.local import add_autograd_dependency
 from para_core.attention.pack_ops import as_numbers
-from para_core.attention.ring_plan import OWN, Hop, RingPlan
 from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.kernels.exchange_reference import SCALE_BYTES, CopyRegion

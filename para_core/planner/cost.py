@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from para_core.attention.ring_plan import choose_grid
+from para_core.attention.attention_plan import choose_grid
 from para_core.planner.hardware import Device, Host, Topology
 from para_core.planner.traffic import (
     AttentionBytes,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from para_core.attention.ring_plan import choose_grid
+from para_core.attention.attention_plan import choose_grid
 from para_core.planner.cost import (
     Machine,
     Seconds,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.ring_plan import choose_grid
+from para_core.attention.attention_plan import choose_grid
 from para_core.planner.traffic import CountedAttention, MeshShape, Tokens, bytes_of_attention
 from tests.attention import test_exactness, test_gradients
 from tests.attention.cases import BALANCED, IMAGE_FIRST, TEXT_FIRST, Case, Mask
@@ -153,7 +153,7 @@ def test_prime_number_of_ranks_gathers_keys(rank_pool, ring, heads, kv_heads):
 
 
 def test_grid_is_the_one_with_fewest_bytes():
-    assert doctest.testmod(import_module("para_core.attention.ring_plan")).failed == 0
+    assert doctest.testmod(import_module("para_core.attention.attention_plan")).failed == 0
     assert [choose_grid(ranks, 4, 4) for ranks in (1, 2, 9, 12, 64, 512)] == [
         (1, 1),
         (2, 1),
