@@ -86,15 +86,10 @@ class Config:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """Key of a row of the table.
+    """Key of a row of the table: one of ``ARCHS`` (90 for compute capability 9.0), one of ``HEAD_DIMS``, whether
+    attention is causal, and whether the call has more than ``SHORT`` queries.
 
-    Args:
-        arch (`int`): Compute capability, such as 90 for 9.0; one of ``ARCHS``.
-        head_dim (`int`): One of ``HEAD_DIMS``.
-        is_causal (`bool`): Whether attention is causal.
-        length (`"long"` or `"short"`): Whether the call has more than ``SHORT`` queries.
-        tier (`"portable"` or `"hopper"`): Which kernel: :mod:`para_core.kernels.attention`, or
-            :mod:`para_core.kernels.attention_hopper`.
+    ``tier`` is the kernel: :mod:`para_core.kernels.attention`, or :mod:`para_core.kernels.attention_hopper`.
     """
 
     arch: int

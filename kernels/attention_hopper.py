@@ -12,7 +12,6 @@ at most one key range per sample, causal or not, from scratch or continuing a pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
 
@@ -173,12 +172,12 @@ def launch(config: Config, call: KernelCall, *, out: Tensor, lse: Tensor) -> Non
         CONTINUES=out_so_far is not None, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         SPECIALIZED=config.specialized, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+
+    def run_with_allocator() -> None:
+        # The descriptors of the copy engine need memory.
+        triton.set_allocator(lambda size, alignment, stream: query.new_empty(size, dtype=torch.int8))
+        run()
+
     with torch.cuda.device_of(query):
         # Run in a copy of the context, so that the Triton allocator that the user may have set stays as it is.
-        copy_context().run(_with_allocator, partial(query.new_empty, dtype=torch.int8), run)
-
-
-def _with_allocator(new_empty: Callable[[int], Tensor], run: Callable[[], object]) -> None:
-    """Run a kernel launch with ``new_empty`` as Triton's allocator, for the descriptors of the copy engine."""
-    triton.set_allocator(lambda size, alignment, stream: new_empty(size))
-    run()
+        copy_context().run(run_with_allocator)

@@ -20,16 +20,9 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 class CopyRegion(NamedTuple):
     """Some heads of some tokens of a tensor ``[B, H, S, D]``, and their position in a flat buffer.
 
-    The buffer holds the region as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample. Rows begin
-    ``step`` elements apart, which may leave space for other regions. If rounded to 8 bits, a head takes D + 4 bytes.
-
-    Args:
-        tensor (`int`): Index of the tensor.
-        token, tokens (`int`): First token, and number of tokens.
-        head, heads (`int`): First head, and number of heads.
-        offset (`int`): Position of the first row in the buffer, in elements.
-        step (`int`): Distance between rows in the buffer, in elements: at least heads · D, or heads · (D + 4) if
-            rounded.
+    The buffer holds the region as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample. The first row
+    is at ``offset``, and rows begin ``step`` elements apart, which may leave space for other regions. If rounded to 8
+    bits, a head takes D + 4 bytes. ``tensor`` is an index; ``token`` and ``head`` are the first ones.
     """
 
     tensor: int

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from typing import Literal, TypedDict, get_args
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
@@ -143,37 +143,29 @@ class AttnOptions:
         comm_dtype = next((name for name, dtype in COMM_DTYPES.items() if dtype == self.comm_dtype), None)
         blocks = None if self.block_mask is None else self.block_mask.fields
         kept = None if self.kept_keys is None else self.kept_keys.fields
+        # This is in the order of the fields.
         text: str = _to_json(self.ulysses_chunks, self.rotate_method, comm_dtype, blocks, kept, self.backend)
         return text
 
     @staticmethod
     def read(text: str) -> AttnOptions:
         """Return the options whose JSON form :meth:`as_text` wrote."""
-        fields = json.loads(text)
-        blocks, kept, comm_dtype = fields["block_mask"], fields["kept_keys"], fields["comm_dtype"]
+        ulysses_chunks, rotate_method, comm_dtype, blocks, kept, backend = json.loads(text).values()
         return AttnOptions(
-            fields["ulysses_chunks"],
-            fields["rotate_method"],
+            ulysses_chunks,
+            rotate_method,
             None if comm_dtype is None else COMM_DTYPES[comm_dtype],
             None if blocks is None else BlockMask(*blocks),
             None if kept is None else KeptKeys(*kept),
-            fields["backend"],
+            backend,
         )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _to_json(
-    ulysses_chunks: int,
-    rotate_method: str,
-    comm_dtype: str | None,
-    block_mask: tuple[int | str, ...] | None,
-    kept_keys: tuple[float, ...] | None,
-    backend: str | None,
-) -> str:
+def _to_json(*values: Any) -> str:
     # Dynamo cannot trace the JSON encoder, so it calls this function while tracing and treats the result as a constant.
     # This is correct because the options of a graph never change.
-    fields = {"ulysses_chunks": ulysses_chunks, "rotate_method": rotate_method, "comm_dtype": comm_dtype}
-    return json.dumps({**fields, "block_mask": block_mask, "kept_keys": kept_keys, "backend": backend})
+    return json.dumps(dict(zip([field.name for field in fields(AttnOptions)], values, strict=True)))
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,11 @@ from para_core.torch_internals import FORWARD_AD_LEVEL, TransformType, forward_a
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """The lengths that a FlashAttention call requires of the whole sequences of queries and keys.
+    """The lengths that a FlashAttention call requires of the whole sequences, checked when their layouts are known.
 
-    The lengths are checked later than the other arguments, when the layouts of queries and keys are known.
-
-    Args:
-        name: Name of the calling function, for error messages.
-        lower_right: Whether the call is causal and aligns its mask with the last query and the last key, as
-            FlashAttention does. Over several ranks only SDPA's alignment with the first ones is supported, so both
-            lengths must then be equal.
-        num_queries, num_keys: The lengths that the call passes (``cu_seqlens``), or None if it passes none.
+    ``name`` is that of the calling function, for error messages. With ``lower_right`` the call is causal and aligns its
+    mask with the last query and key, as FlashAttention does; over several ranks both lengths must then be equal.
+    ``num_queries`` and ``num_keys`` are the lengths that the call passes (``cu_seqlens``), or None.
     """
 
     name: str
@@ -51,18 +46,13 @@ class LengthCheck:
 
 
 class SdpaCall(NamedTuple):
-    """The arguments of one call of ``scaled_dot_product_attention``.
+    """The arguments of one call of ``scaled_dot_product_attention``, and conditions on lengths of FlashAttention's
+    operators.
 
     ``SdpaCall(*args, **kwargs)`` binds the arguments of an intercepted call like SDPA's signature. The class is a named
-    tuple because Dynamo can trace its construction, which takes only a microsecond in eager code.
-
-    Args:
-        query: ``[..., H, S_q, D]``.
-        key, value: ``[..., H_kv, S_k, D]`` and ``[..., H_kv, S_k, D_v]``.
-        attn_mask: Bool or float, broadcastable to ``[..., H, S_q, S_k]``.
-        dropout_p, is_causal, scale, enable_gqa: The other arguments of SDPA.
-        lengths: Conditions that the lengths of the whole sequences must satisfy, for calls of FlashAttention's
-            operators. SDPA has no such argument.
+    tuple because Dynamo can trace its construction, which takes only a microsecond in eager code. ``query`` is ``[...,
+    H, S_q, D]``, ``key`` and ``value`` are ``[..., H_kv, S_k, D]`` and ``[..., H_kv, S_k, D_v]``, and ``attn_mask`` is
+    bool or float, broadcastable to ``[..., H, S_q, S_k]``.
     """
 
     query: Tensor

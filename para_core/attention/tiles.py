@@ -245,22 +245,19 @@ class Tiling:
 
     def tiles(self, step: int) -> list[tuple[int, Tile]]:
         """Return ``(index of the piece, tile)`` for all tiles of the keys that the rank has at ``step``, by piece."""
-        if step not in self._tiles:
-            keys = self.keys[step]
-            self._tiles[step] = [
-                (number, tile) for number, piece in enumerate(self.pieces) for tile in self._tiles_of(piece, keys)
-            ]
-        return self._tiles[step]
-
-    def _tiles_of(self, queries: Run, keys: TokenOrder) -> list[Tile]:
-        if not self.by_position:
-            runs = ((0, sum([length for _, length in keys.positions])),)
-            return [Tile(runs, tuple(join_neighbours(keys.positions)), diagonal=False)]
-        if not queries[1]:
-            return []
-        blocks = self._visible
-        shown = None if blocks is None else blocks.runs_seen(queries[0] // blocks.query_block)
-        return visible_tiles(queries, keys.positions, is_causal=self._is_causal, shown=shown)
+        if step in self._tiles:
+            return self._tiles[step]
+        keys, blocks = self.keys[step].positions, self._visible
+        self._tiles[step] = tiles = []
+        for number, queries in enumerate(self.pieces):
+            if not self.by_position:
+                runs = ((0, sum([length for _, length in keys])),)
+                tiles.append((number, Tile(runs, tuple(join_neighbours(keys)), diagonal=False)))
+            elif queries[1]:
+                shown = None if blocks is None else blocks.runs_seen(queries[0] // blocks.query_block)
+                of_piece = visible_tiles(queries, keys, is_causal=self._is_causal, shown=shown)
+                tiles += [(number, tile) for tile in of_piece]
+        return tiles
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Split ``x`` along its queries, dim 2, into one tensor per piece; ``x`` itself if dim 2 has size 1."""

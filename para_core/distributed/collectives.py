@@ -106,14 +106,11 @@ LIBRARY = torch.library.Library("para_core", "FRAGMENT")
 
 
 def define_operator(signature: str) -> None:
-    """Define an operator of the namespace ``para_core`` without an implementation, for use in compiled graphs.
+    """Define an operator of the namespace ``para_core`` by its schema, such as ``"name(Tensor x) -> Tensor"``.
 
     The operator is tagged as not capturable by a CUDA graph, because collectives wait for other ranks, and packing
     caches tables that must not be in the memory pool of a CUDA graph. Inductor then splits its CUDA graphs at the
     operator or, without graph partitioning, creates none.
-
-    Args:
-        signature: The schema of the operator, such as ``"name(Tensor x) -> Tensor"``.
     """
     LIBRARY.define(signature, tags=(torch.Tag.cudagraph_unsafe,))
 

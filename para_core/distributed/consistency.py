@@ -14,18 +14,8 @@ decision to raise.
    either all ranks reach this step or none. Every rank then raises the same error, or finds that only the JSON differs
    (1 and 1.0), but not the values, and continues.
 
-A :class:`Signature` is a record with its digest. Code that sends the same record repeatedly caches the signature::
-
-    @lru_cache
-    def _signature(shape: tuple[int, ...], dtype: torch.dtype) -> Signature:
-        return signature({"shape": shape, "dtype": str(dtype)})
-
-    try:
-        validate(x)
-    except ValueError as error:
-        check_consistent(error, mesh)  # raises on every rank
-        raise
-    check_consistent(_signature(x.shape, x.dtype), mesh)
+A :class:`Signature` is a record with its digest. Code that sends the same record repeatedly caches the signature. A
+rank whose input is invalid passes its exception to :func:`check_consistent`, which then raises on every rank.
 """
 
 from __future__ import annotations

@@ -20,21 +20,16 @@ from para_core.distributed.mesh import groups_among
 from para_core.torch_internals import group_timeout, is_registered, set_group_timeout
 
 
-@dataclass(eq=False)
-class _Override:
-    timeout: timedelta
-
-
 @dataclass
 class _Overrides:
     """The timeouts set on one group and not undone yet, the latest last, and the one before them (``initial``)."""
 
     initial: timedelta
-    active: list[_Override] = field(default_factory=list)
+    active: dict[object, timedelta] = field(default_factory=dict)  # By the call that set the timeout.
 
     @property
     def timeout(self) -> timedelta:
-        return self.active[-1].timeout if self.active else self.initial
+        return [self.initial, *self.active.values()][-1]
 
 
 # The overrides of each group are stored here, because attributes cannot be set on a process group. An entry exists as
@@ -67,7 +62,7 @@ def override_timeouts(
     Groups that this package creates among ``ranks``, those of the mesh, in the meantime inherit the timeout. Undoing
     gives them the timeout that the first of ``groups`` has afterwards.
     """
-    override = _Override(timeout)
+    override = object()
     own: list[ProcessGroup] = []
 
     def undo() -> None:
@@ -77,11 +72,12 @@ def override_timeouts(
             if override not in overrides.active:
                 # An earlier call of undo() has restored this group, but failed at a later group.
                 continue
-            remaining = _Overrides(overrides.initial, [other for other in overrides.active if other is not override])
+            others = {other: value for other, value in overrides.active.items() if other is not override}
+            remaining = _Overrides(overrides.initial, others)
             if group_timeout(group) == overrides.timeout:
                 set_group_timeout(group, remaining.timeout)
             # Remove the override only now, so that a second call of undo() repeats a step that failed.
-            overrides.active.remove(override)
+            del overrides.active[override]
             if not overrides.active:
                 del _OVERRIDES[group]
         for group in groups_among(ranks) if alive else []:
@@ -93,7 +89,7 @@ def override_timeouts(
             initial = group_timeout(group)
             set_group_timeout(group, timeout)
             own.append(group)
-            _OVERRIDES.setdefault(group, _Overrides(initial)).active.append(override)
+            _OVERRIDES.setdefault(group, _Overrides(initial)).active[override] = timeout
     except BaseException:
         undo()
         raise
