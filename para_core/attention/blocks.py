@@ -231,7 +231,7 @@ class BlockGradients:
         ]
 
     def add(self, block: Block, step: int) -> list[Tensor]:
-        """Return the gradients of the keys and values of block ``step`` in the dtype of lse. Sum up the others."""
+        """Return the gradients of a block's keys and values in the dtype of lse; accumulate those of query and mask."""
         order = self._tiling.keys[step]
         key, value = (order.arrange(x) for x in block)
         grads = [x.new_zeros(x.shape, dtype=self._pieces[0].lse.dtype) for x in (key, value)]
