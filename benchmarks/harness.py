@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -129,6 +130,10 @@ def largest_over_ranks(value: float) -> float:
     return values.item()
 
 
+def true_on_all_ranks(flag: bool) -> bool:
+    return largest_over_ranks(float(not flag)) == 0
+
+
 def in_turns(
     ways: Mapping[str, Callable[[], Any]],
     rounds: int,
@@ -191,14 +196,14 @@ class TrafficCounter(TorchDispatchMode):
 
 def _sent(func: Any, args: Sequence[Any]) -> int | None:
     """Return the bytes that a collective sends to other ranks; None if ``func`` is no collective."""
-    if func is torch.ops.c10d.alltoall_base_.default:
-        _, x, group, _, sizes, *_ = args
-        group = dist.ProcessGroup.unbox(group)
-        sizes = sizes or [len(x) // group.size()] * group.size()
-        return (sum(sizes) - sizes[group.rank()]) * x.element_size() * (x.numel() // max(1, len(x)))
-    if func is torch.ops.para_core.all_to_all.default:
-        x, sizes, _, name, *_ = args
-        group = dist.distributed_c10d._resolve_process_group(name)
+    if func in (torch.ops.c10d.alltoall_base_.default, torch.ops.para_core.all_to_all.default):
+        if func is torch.ops.para_core.all_to_all.default:
+            x, sizes, _, name, *_ = args
+            group = dist.distributed_c10d._resolve_process_group(name)
+        else:
+            _, x, boxed, _, sizes, *_ = args
+            group = dist.ProcessGroup.unbox(boxed)
+            sizes = sizes or [len(x) // group.size()] * group.size()
         return (sum(sizes) - sizes[group.rank()]) * x.element_size() * (x.numel() // max(1, len(x)))
     # Records by which ranks agree are bytes; what is gathered of an image's statistics is not.
     if func is torch.ops.c10d._allgather_base_.default and args[1].dtype != torch.uint8:
@@ -240,10 +245,9 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        inputs = {x.untyped_storage()._cdata for x in _flat([*args, *(kwargs or {}).values()])}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves([args, kwargs]) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
-        for x in _flat([out]):
-            storage = x.untyped_storage()
+        for storage in (x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)):
             if storage._cdata not in self._known and storage._cdata not in inputs:
                 self._known[storage._cdata] = weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
                 self.now += storage.nbytes()
@@ -253,16 +257,6 @@ class PeakMemory(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._known.pop(key, None)
         self.now -= size
-
-
-def _flat(values: Sequence[Any]) -> list[Tensor]:
-    tensors = []
-    for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, (list, tuple)):
-            tensors += _flat(value)
-    return tensors
 
 
 # -- tables

@@ -1,7 +1,7 @@
 """para_core beside diffusers' own context parallelism, on each model that both take: is it exact, and how long is a
 step?
 
-    python -m benchmarks.pipelines.beside_diffusers [--rounds 7] [--models wan flux]
+    python -m benchmarks.pipelines.beside_diffusers
 
 Two ranks of one thread. First the models of `zoo.tiny.transformers.registry` with four heads, once with tokens and text
 of even numbers, which diffusers asks for, and once with odd ones (there with its `ulysses_anything`): who takes what,
@@ -25,7 +25,15 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from torch import Tensor, nn
 
-from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, relative_error, write_results
+from benchmarks.harness import (
+    markdown_table,
+    measure_on_ranks,
+    parser_of,
+    read_results,
+    relative_error,
+    true_on_all_ranks,
+    write_results,
+)
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
 from zoo.tiny.transformers.registry import MODELS
@@ -58,6 +66,7 @@ LARGE_CONFIG: dict[str, dict[str, Any]] = {
     "qwen-image, masked": {"axes_dims_rope": (16, 56, 56)},
     "minimax-h3": {"hidden_size": 512, "ffn_dim": 2048, "rope_freq_dim": 16},
 }
+ROUNDS = 7
 Build = Callable[[], nn.Module]
 # Largest relative error of what counts as exact.
 EXACT = 1e-5
@@ -139,7 +148,6 @@ def applied(
     """Return the transformer of each way, unless a rank failed, and its error or its message."""
     transformers, outcomes = {}, {}
     for way in ways:
-        failed = torch.zeros(1)
         try:
             transformer = WAYS[way](build(), uneven=uneven)
             out = transformer(**inputs)[0]
@@ -147,9 +155,7 @@ def applied(
             transformers[way] = transformer
         except Exception as error:  # whatever it is: the table says it
             outcomes[way] = {"refused": str(error).strip().split("\n")[0][:160]}
-            failed += 1
-        dist.all_reduce(failed)
-        if failed:
+        if not true_on_all_ranks(way in transformers):
             transformers.pop(way, None)
     return transformers, outcomes
 
@@ -185,10 +191,14 @@ def timed(transformer: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]
     return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
-def ratio(numerators: list[float], denominators: list[float]) -> str:
-    """Return the median of the rounds' ratios, and the lowest and highest of them."""
-    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f})"
+def ratios(seconds: dict[str, list[float]], way: str, beside: str) -> list[float]:
+    """Return the rounds' seconds of ``way`` divided by those of ``beside``."""
+    return [a / b for a, b in zip(seconds[way], seconds[beside], strict=True)]
+
+
+def spread(values: list[float]) -> str:
+    """Return the median, and the lowest and highest value."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} – {max(values):.2f})"
 
 
 # Whose limit a message tells of, where it is not that of diffusers' own code. Each is explained on the page.
@@ -220,17 +230,13 @@ def outcome(tiny_rows: list[dict[str, Any]]) -> list[str]:
 
 def conclusion(rows: list[dict[str, Any]]) -> str:
     """Return the medians over the rows of the second table, as a sentence."""
-    medians = {}
-    for kind in ("seconds", "CPU seconds"):
-        of_rows = [
-            statistics.median(a / b for a, b in zip(row[kind]["diffusers"], row[kind]["para_core"], strict=True))
-            for row in rows
-        ]
-        medians[kind] = f"{statistics.median(of_rows):.2f} ({min(of_rows):.2f} – {max(of_rows):.2f})"
+    seconds, on_a_core = (
+        spread([statistics.median(ratios(row[kind], "diffusers", "para_core")) for row in rows])
+        for kind in ("seconds", "CPU seconds")
+    )
     return (
-        f"Over these {len(rows)} models the median ratio of seconds is {medians['seconds']}, of CPU seconds "
-        f"{medians['CPU seconds']}: with Ulysses on two CPU ranks both take the same time, within what rounds differ "
-        "by."
+        f"Over these {len(rows)} models the median ratio of seconds is {seconds}, of CPU seconds {on_a_core}: "
+        "with Ulysses on two CPU ranks both take the same time, within what rounds differ by."
     )
 
 
@@ -241,10 +247,10 @@ def speed_row(row: dict[str, Any]) -> list[str]:
     for way in ("para_core", "diffusers", "para_core, ring"):
         cell = verdict(row["found"][way])
         if way in seconds:
-            speed_up = statistics.median(a / b for a, b in zip(seconds["1 rank"], seconds[way], strict=True))
+            speed_up = statistics.median(ratios(seconds, "1 rank", way))
             cell = f"{statistics.median(seconds[way]):.2f} ({speed_up:.2f} ×)"
         cells.append(cell)
-    return [*cells, ratio(seconds["diffusers"], seconds["para_core"])]
+    return [*cells, spread(ratios(seconds, "diffusers", "para_core"))]
 
 
 def flux_table(row: dict[str, Any]) -> list[str]:
@@ -254,7 +260,9 @@ def flux_table(row: dict[str, Any]) -> list[str]:
         is_parallel = way != "1 rank"
         name = f"{way}, Ulysses" if is_parallel and "ring" not in way else way
         cells = [name, f"{statistics.median(of_rounds):.2f}"]
-        cells += [ratio(seconds["1 rank"], of_rounds), f"{row['found'][way]['error']:.1e}"] if is_parallel else ["", ""]
+        cells += (
+            [spread(ratios(seconds, "1 rank", way)), f"{row['found'][way]['error']:.1e}"] if is_parallel else ["", ""]
+        )
         rows.append(cells)
     return markdown_table(["", "seconds per step", "speed-up over 1 rank", "relative difference"], rows)
 
@@ -283,10 +291,8 @@ def measure(names: list[str], rounds: int) -> dict[str, Any]:
                 outcomes = applied(build, inputs, build()(**inputs)[0], list(WAYS), uneven=size == "odd")[1]
                 tiny_rows.append({"model": name, "tokens": size, **outcomes})
         for row in tiny_rows:
-            exact = torch.tensor([is_exact(row[way]) for way in WAYS])
             # A way may have failed on one rank alone.
-            dist.all_reduce(exact, op=dist.ReduceOp.BAND)
-            ways = [way for way, taken in zip(WAYS, exact.tolist(), strict=True) if taken]
+            ways = [way for way in WAYS if true_on_all_ranks(is_exact(row[way]))]
             if not {"para_core", "para_core, ring", "diffusers"} <= {*ways}:
                 continue
             name, size = row["model"], row["tokens"]
@@ -295,17 +301,13 @@ def measure(names: list[str], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure on two ranks; write if all models were measured."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--models", nargs="+", choices=NAMES, default=NAMES, help="only these; then nothing is written")
-    options = parser.parse_args()
+    """Measure on two ranks and write."""
+    parser_of(__doc__).parse_args()
     # Short, because a way may fail on one rank alone.
-    results = measure_on_ranks(measure, 2, options.models, options.rounds, timeout=60.0)
+    results = measure_on_ranks(measure, 2, NAMES, ROUNDS, timeout=60.0)
     for row in results["large"]:
         print(speed_row(row))
-    if options.models == NAMES:
-        print(write_results("beside_diffusers", results, "diffusers"))
+    print(write_results("beside_diffusers", results, "diffusers"))
 
 
 if __name__ == "__main__":

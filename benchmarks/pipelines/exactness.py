@@ -13,9 +13,8 @@ rank's.
   no larger than that of the unmodified pipeline in bfloat16.
 - models: every transformer on two ranks, and cached: a second call with other inputs that takes the stored residuals.
 - modular: every modular pipeline on two ranks, cached with threshold 0, and undone: the latter two bit by bit.
-- weights: sharded weights, against the same mesh on replicated weights (fsdp) or one device (tensor), and the bytes
-  that a rank holds.
-- vaes: every autoencoder: error, bytes sent, bfloat16, and memory.
+- weights: sharded weights, against the same mesh on replicated weights (fsdp) or one device (tensor).
+- vaes: every autoencoder: error, bfloat16, and memory.
 - stages: pipeline stages, against the same mesh without stages, bit by bit.
 """
 
@@ -64,7 +63,6 @@ class Check:
                 ordered = {row_name: rows[row_name] for row_name in self.names if row_name in rows}
                 rows.clear()
                 rows.update(ordered)
-                results.pop("environment")
                 write_results(self.results, results, "diffusers")
                 print(f"{self.results}, {count} ranks, {name}: {row}", flush=True)
         return self.problems(read_results(self.results)[self.key])

@@ -106,12 +106,8 @@ def observed(model: nn.Module, batch: int = 1) -> Iterator[list[ModelCall]]:
     plan = plan_for(model)
     if plan is None:
         raise TypeError(f"there is no plan for {type(model).__name__}.")
-    with observe.observed(model, plan, batch, is_foreseen=_is_foreseen) as calls:
+    with observe.observed(model, plan, batch, is_foreseen=lambda *call: meta_output(*call) is not None) as calls:
         yield calls
-
-
-def _is_foreseen(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return meta_output(model, args, kwargs) is not None
 
 
 def takes_turns(pipe: Any) -> bool:
@@ -153,7 +149,8 @@ def observe_pipeline(pipe: Any, generate: Callable[[], Any], batch: int = 1) -> 
 
 # (batch, ring, ulysses) by the heading of the table's column.
 MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1), "3 Ulysses": (1, 1, 3), "2 × 2": (1, 2, 2)}
-MESHES_OF_16_BITS = ("2 Ulysses", "2 ring")
+TWO_RANKS = ("2 Ulysses", "2 ring", "2 batch")
+MESHES_OF_16_BITS = TWO_RANKS[:2]
 
 
 _FLUX_SIZE = {"height": 48, "width": 80, "max_sequence_length": 13}
@@ -203,16 +200,14 @@ def measure_mesh(
     foretold = [sent_in_rounds(rounds, shape, rank, apart=takes_turns(pipe)) for rank in range(mesh.size())]
     return {
         "error": error,
-        "steps": len(rounds),
         "bytes of each rank": counted,
         "by the formula": foretold,
-        "collectives per step": round(traffic.collectives / len(rounds), 1),
     }
 
 
 def measure(names: list[str]) -> dict[str, Any]:
     """Return the cells of pipelines on all meshes that have as many ranks as there are."""
-    meshes = _meshes(label for label, shape in MESHES.items() if prod(shape) == dist.get_world_size())
+    meshes = device_meshes(label for label, shape in MESHES.items() if prod(shape) == dist.get_world_size())
     rows = {}
     for name in names:
         pipe = PIPELINES[name].build()
@@ -229,7 +224,7 @@ def measure(names: list[str]) -> dict[str, Any]:
 
 def measure_bfloat16(names: list[str]) -> dict[str, Any]:
     """Return the errors from float32 of pipelines in bfloat16, of the unmodified one and on each mesh."""
-    meshes, rows = _meshes(MESHES_OF_16_BITS), {}
+    meshes, rows = device_meshes(MESHES_OF_16_BITS), {}
     for name in names:
         pipe = PIPELINES[name].build()
         exact = generate(pipe, name)
@@ -246,7 +241,7 @@ def measure_bfloat16(names: list[str]) -> dict[str, Any]:
     return rows
 
 
-def _meshes(labels: Iterable[str]) -> dict[str, DeviceMesh]:
+def device_meshes(labels: Iterable[str]) -> dict[str, DeviceMesh]:
     names = ("batch", "ring", "ulysses")
     return {label: init_device_mesh("cpu", MESHES[label], mesh_dim_names=names) for label in labels}
 

@@ -5,14 +5,13 @@ with each feature: quantized weights (docs/weights.md), attention in 8 bits in t
 (docs/measured/cache_quality.md), PipeFusion beside First Block Cache (docs/stages.md), First Block Cache on videos
 (zoo/video/README.md). PSNR and SSIM are those relative to the unmodified pipeline; a checker finds the share of
 captions of which everything is right. Writes lossy.json. It may be stopped at any time: finished settings stay in
-``--work``.
+build/lossy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from zoo.video import scenes as video_scenes
 
 STEPS = {"FLUX": 28, "Wan": 20}
 GUIDANCE = 2.0  # of Wan
-CAPTIONS = 64
+CAPTIONS, WORK = 64, ROOT / "build/lossy"
 SCHEMES = ("exact", "int8", "fp8", "int8-dynamic")
 # Exact first and last steps of a schedule.
 EXACT_STEPS = (0, 2, 4, 8)
@@ -53,39 +52,27 @@ THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
 # -- the settings
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A feature with its options.
-
-    Args:
-        apply: puts the feature on a pipeline.
-        ranks: number of processes.
-    """
-
-    apply: Callable[[Any], Any]
-    ranks: int = 1
-
-
-def settings_of(model: str) -> dict[str, Setting]:
-    """Return the settings of ``model`` by name. The first one is the unmodified pipeline."""
-    settings = {"alone, exact": Setting(lambda pipe: pipe)}
+def settings_of(model: str) -> dict[str, Callable[[Any], Any]]:
+    """Return by name what puts each setting on a pipeline of ``model``. The first one is the unmodified pipeline."""
+    settings: dict[str, Callable[[Any], Any]] = {"alone, exact": lambda pipe: pipe}
     for scheme in SCHEMES:
-        settings[f"alone, {scheme}"] = Setting(partial(_quantize, scheme=scheme))
-        settings[f"cached, {scheme}"] = Setting(partial(_quantize, scheme=scheme, cached=True))
-        settings[f"two ranks, {scheme}"] = Setting(partial(_quantize, scheme=scheme, parallel=True), ranks=2)
+        settings[f"alone, {scheme}"] = partial(_quantize, scheme=scheme)
+        settings[f"cached, {scheme}"] = partial(_quantize, scheme=scheme, cached=True)
+        settings[f"two ranks, {scheme}"] = partial(_quantize, scheme=scheme, parallel=True)
     for exact in EXACT_STEPS:
         schedule = AttentionSchedule("triton-int8", first=exact, last=exact)
-        settings[f"schedule, {exact}"] = Setting(partial(parallelize_pipe, backend=schedule))
+        settings[f"schedule, {exact}"] = partial(parallelize_pipe, backend=schedule)
     for patches in PATCHES[model]:
-        settings[f"PipeFusion{patches}"] = Setting(partial(parallelize_pipe, pipefusion=PipeFusion(*patches)))
+        settings[f"PipeFusion{patches}"] = partial(parallelize_pipe, pipefusion=PipeFusion(*patches))
     half = STEPS[model] // 2
     steps = sorted({round(index * (STEPS[model] - 1) / (half - 1)) for index in range(half)})
-    settings["half of the steps"] = Setting(partial(apply_cache_on_pipe, compute_steps=steps))
+    settings["half of the steps"] = partial(apply_cache_on_pipe, compute_steps=steps)
     if model == "Wan":
         for order in (0, 1):
             for threshold in THRESHOLDS:
-                options = {"residual_diff_threshold": threshold, "forecast_order": order}
-                settings[f"cache, {threshold}, {order}"] = Setting(partial(apply_cache_on_pipe, **options))  # type: ignore[arg-type]
+                settings[f"cache, {threshold}, {order}"] = partial(
+                    apply_cache_on_pipe, residual_diff_threshold=threshold, forecast_order=order
+                )
     return settings
 
 
@@ -116,43 +103,43 @@ def int8_by_reference() -> Iterator[None]:
 # -- generations
 
 
-def path_of(folder: str, model: str, name: str, count: int) -> Path:
+def path_of(model: str, name: str) -> Path:
     """Return the file of one setting."""
-    return Path(folder) / f"{model}, {name}, {count}.npz"
+    return WORK / f"{model}, {name}, {CAPTIONS}.npz"
 
 
-def generate_setting(model: str, name: str, count: int, folder: str) -> None:
-    """Write the outputs of ``count`` captions, one call each, the computed steps and the bytes of the transformer.
-    Every rank calls this function, and the first one writes.
+def generate_setting(model: str, name: str) -> None:
+    """Write the outputs of all captions, one call each, the computed steps and the bytes of the transformer. Every rank
+    calls this function, and the first one writes.
     """
     pipe = load() if model == "FLUX" else load_wan()
-    settings_of(model)[name].apply(pipe)
+    settings_of(model)[name](pipe)
     size = sum(part.nbytes for x in pipe.transformer.parameters() for part in plain_tensors(x.detach()))
     outputs, computed = [], []
     with torch.no_grad(), int8_by_reference():
-        for output in (_images if model == "FLUX" else _videos)(pipe, count):
+        for output in (_images if model == "FLUX" else _videos)(pipe):
             outputs.append(output)
             if name.startswith("cache, "):
                 report = cache_report(pipe)
                 computed.append(STEPS[model] * report.computed / len(report.rows))  # two branches in each step
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        path = path_of(folder, model, name, count)
+        path = path_of(model, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial_path = path.with_suffix(".partial.npz")
         np.savez_compressed(partial_path, outputs=np.stack(outputs), computed=np.array(computed), bytes=size)
         partial_path.rename(path)
 
 
-def _images(pipe: Any, count: int) -> Iterator[np.ndarray]:
+def _images(pipe: Any) -> Iterator[np.ndarray]:
     """Yield images ``[128, 128, 3]`` uint8."""
-    for index, scene in enumerate(scenes_of(count), (SEED + THINGS) * 100_000):
+    for index, scene in enumerate(scenes_of(CAPTIONS), (SEED + THINGS) * 100_000):
         latents = generate(pipe, grammar.caption(scene), steps=STEPS["FLUX"], seed=index)
         yield (decode(pipe, latents)[0] * 255).round().astype(np.uint8)
 
 
-def _videos(pipe: Any, count: int) -> Iterator[np.ndarray]:
+def _videos(pipe: Any) -> Iterator[np.ndarray]:
     """Yield videos ``[17, 64, 64, 3]`` uint8."""
-    captions = [video_scenes.caption(scene) for scene in evaluate.held_out_videos(0, count)]
+    captions = [video_scenes.caption(scene) for scene in evaluate.held_out_videos(0, CAPTIONS)]
     options = {"guidance_scale": GUIDANCE, "negative_prompt": ""}
     for _, output in evaluate.generate(pipe, captions, steps=STEPS["Wan"], seed=0, batch=1, **options):
         yield output
@@ -161,16 +148,16 @@ def _videos(pipe: Any, count: int) -> Iterator[np.ndarray]:
 # -- judgement
 
 
-def row_of(model: str, name: str, count: int, folder: str) -> dict[str, Any]:
+def row_of(model: str, name: str) -> dict[str, Any]:
     """Return the figures of one setting."""
-    with np.load(path_of(folder, model, name, count)) as file:
+    with np.load(path_of(model, name)) as file:
         outputs, computed, size = file["outputs"], file["computed"], int(file["bytes"])
-    with np.load(path_of(folder, model, "alone, exact", count)) as file:
+    with np.load(path_of(model, "alone, exact")) as file:
         expected = file["outputs"]
     row = {"model": model, "setting": name, "right": right(model, outputs), "bytes": size}
     if len(computed):
         row["computed steps"] = round(float(computed.mean()), 2)
-    errors = np.square(outputs.astype(float) - expected).reshape(count, -1).mean(axis=1)
+    errors = np.square(outputs.astype(float) - expected).reshape(CAPTIONS, -1).mean(axis=1)
     # Equal outputs have no PSNR.
     if errors.any():
         row |= {"psnr": _psnr(errors.mean()), "least psnr": _psnr(errors.max())}
@@ -260,18 +247,15 @@ def _video_caches(rows: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Generate what is missing, judge, write."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--count", type=int, default=CAPTIONS, help="captions")
-    parser.add_argument("--work", type=Path, default=ROOT / "build" / "lossy", help="what was generated so far")
-    args = parser.parse_args()
-    rows, folder = [], str(args.work.resolve())
+    parser_of(__doc__).parse_args()
+    rows = []
     for model in STEPS:
-        for name, setting in settings_of(model).items():
-            if not path_of(folder, model, name, args.count).exists():
-                measure_on_ranks(generate_setting, setting.ranks, model, name, args.count, folder)
-            rows.append(row_of(model, name, args.count, folder))
+        for name in settings_of(model):
+            if not path_of(model, name).exists():
+                measure_on_ranks(generate_setting, 2 if name.startswith("two ranks") else 1, model, name)
+            rows.append(row_of(model, name))
             print(rows[-1], flush=True)
-    results = {"captions": args.count, "steps": STEPS, "guidance of Wan": GUIDANCE, "rows": rows}
+    results = {"captions": CAPTIONS, "steps": STEPS, "guidance of Wan": GUIDANCE, "rows": rows}
     print(write_results("lossy", results, "diffusers", "torchao", "scikit-image"))
 
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
+from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error, true_on_all_ranks
+from benchmarks.pipelines.latents import TWO_RANKS, device_meshes
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
 from para_core.adapters.registry import transformers_of, unets_of
-from zoo.tiny.pipelines.modular import MODULAR
+from zoo.tiny.pipelines.modular import MODULAR, TinyModular
 
-# batch × ring × ulysses
-MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1)}
 _LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 LIMIT = 1e-5
 # A rank that computed the pipeline alone would have a share of 1. HunyuanVideo 1.5 replicates 729 tokens of an image.
@@ -28,32 +27,27 @@ LARGEST_SHARE = 0.98
 
 def measure(names: list[str]) -> dict[str, Any]:
     """Return a row for each pipeline, of the worst rank."""
-    return {
-        name: {
-            "transformers": _classes(name),
-            "meshes": {mesh: _measure(name, mesh) for mesh in MESHES if MODULAR[name].guided or mesh != "2 batch"},
-        }
-        for name in names
-    }
+    meshes, rows = device_meshes(TWO_RANKS), {}
+    for name in names:
+        tiny = MODULAR[name]
+        classes = [type(module).__name__ for module in denoisers(tiny.build())]
+        cells = {x: _measure(tiny, mesh) for x, mesh in meshes.items() if tiny.guided or x != "2 batch"}
+        rows[name] = {"transformers": list(dict.fromkeys(classes)), "meshes": cells}
+    return rows
 
 
 def denoisers(pipe: Any) -> list[nn.Module]:
     return list((transformers_of(pipe) or unets_of(pipe)).values())
 
 
-def _classes(name: str) -> list[str]:
-    return list(dict.fromkeys(type(module).__name__ for module in denoisers(MODULAR[name].build())))
-
-
-def _measure(name: str, mesh: str) -> dict[str, Any]:
+def _measure(tiny: TinyModular, mesh: DeviceMesh) -> dict[str, Any]:
     """Return the error, the share of the computation, and whether the cached and the undone pipeline give equal bits.
 
     ``cached`` is the reason if the pipeline cannot be cached. The share of a UNet is None: layers see global shapes.
     """
-    tiny = MODULAR[name]
     pipe = tiny.build()
     before, total = counted(pipe, tiny.generate)
-    parallelize_pipe(pipe, mesh=init_device_mesh("cpu", MESHES[mesh], mesh_dim_names=("batch", "ring", "ulysses")))
+    parallelize_pipe(pipe, mesh=mesh)
     out, own = counted(pipe, tiny.generate)
     try:
         # With this threshold no step skips its blocks.
@@ -61,14 +55,14 @@ def _measure(name: str, mesh: str) -> dict[str, Any]:
     except TypeError as error:
         cached: bool | str = str(error).split(": ", 3)[-1].split(". ")[0]
     else:
-        cached = _on_all(torch.equal(tiny.generate(pipe), out))
+        cached = true_on_all_ranks(torch.equal(tiny.generate(pipe), out))
         remove_cache_from_pipe(pipe)
     unparallelize_pipe(pipe)
     return {
         "error": largest_over_ranks(relative_error(out, before)),
         "share": largest_over_ranks(own / total) if transformers_of(pipe) else None,
         "cached": cached,
-        "undone": _on_all(torch.equal(tiny.generate(pipe), before)),
+        "undone": true_on_all_ranks(torch.equal(tiny.generate(pipe), before)),
     }
 
 
@@ -86,10 +80,6 @@ def counted(pipe: Any, generate: Callable[[Any], Tensor]) -> tuple[Tensor, int]:
     for hook in hooks:
         hook.remove()
     return out, elements[0]
-
-
-def _on_all(same: bool) -> bool:
-    return largest_over_ranks(float(not same)) == 0.0
 
 
 def problems(rows: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Pipeline stages and PipeFusion: exactness, bytes held and sent, and the share of time that a stage waits.
+"""Pipeline stages and PipeFusion: exactness, bytes sent, and the share of time that a stage waits.
 
     python -m benchmarks.pipelines.exactness stages  # tiny transformers, bit by bit, without stages too
-    python -m benchmarks.pipelines.stages             # times and bytes of the FLUX that was trained here, on 2 stages
+    python -m benchmarks.pipelines.stages             # times of the FLUX that was trained here, on 2 stages
 
 Both write benchmarks/results/stages.json (docs/stages.md). How PipeFusion changes images is in
 `benchmarks.pipelines.lossy`.
@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.cache.ways import TEXT_TOKENS, load
-from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, write_results
+from benchmarks.harness import (
+    markdown_table,
+    measure_on_ranks,
+    parser_of,
+    read_results,
+    true_on_all_ranks,
+    write_results,
+)
 from benchmarks.pipelines.weights import NAMES, build, result
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer, pipefusion_report
@@ -47,16 +53,13 @@ TIMED_STEPS = 10
 # Pixels along a side, for times: 1,024 tokens of the image.
 LARGE = 512
 # Sizes of FLUX.1 [dev] at 1024 × 1024, for calculated bytes.
-BLOCKS, WIDTH, TOKENS, CHANNELS = 57, 3072, 4096 + 512, 64
+BLOCKS, WIDTH, TOKENS = 57, 3072, 4096 + 512
 
 
-def held(modules: Iterable[nn.Module]) -> int:
-    return sum(x.nbytes for module in modules for x in module.parameters() if not x.is_meta)
-
-
-def deep(name: str, layers: int) -> nn.Module:
+def deep(name: str) -> nn.Module:
+    """Return a model with four blocks of each kind."""
     counts = [key for key in ("num_layers", "n_layers", "num_single_layers") if key in MODELS[name].config]
-    return build(name, **dict.fromkeys(counts or ["num_layers"], layers))
+    return build(name, **dict.fromkeys(counts or ["num_layers"], 4))
 
 
 # -- exact stages, on ranks
@@ -66,7 +69,7 @@ def exact_cell(name: str, heading: str, shape: tuple[int, ...]) -> bool:
     """Whether all ranks have the bits of the same mesh without stages."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
-    whole, staged = deep(name, 4), deep(name, 4)
+    whole, staged = deep(name), deep(name)
     rest = mesh["batch", "ring", "ulysses"]
     if rest.size() > 1:
         parallelize_transformer(whole, mesh=rest)
@@ -76,32 +79,14 @@ def exact_cell(name: str, heading: str, shape: tuple[int, ...]) -> bool:
             # This is compile_repeated_blocks, which CogVideoX and Mochi do not have.
             block.compile(backend="aot_eager", fullgraph=True)
     expected, out = (result(each, name, heading) for each in (whole, staged))
-    same = torch.tensor(int(torch.equal(expected, out)))
-    dist.all_reduce(same, op=dist.ReduceOp.MIN)
-    return bool(same)
-
-
-def held_by_stage(name: str) -> dict[str, Any]:
-    """Return bytes of a model of 12 blocks of each kind."""
-    transformer = deep(name, 12)
-    whole = held([transformer])
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1, 1, 1), mesh_dim_names=DIMS)
-    parallelize_transformer(transformer, mesh=mesh)
-    by_stage: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_stage, held([transformer]))
-    stages = stages_of(transformer)
-    assert stages is not None
-    return {"whole": whole, "by stage": by_stage, "blocks": [len(own) for own in stages.ranges]}
+    return true_on_all_ranks(torch.equal(expected, out))
 
 
 def measure(titles: list[str]) -> dict[str, Any]:
     """Return the rows of models on as many stages and other ranks as there are."""
     cells = CELLS[dist.get_world_size()]
     return {
-        title: {
-            "same bits": {heading: exact_cell(NAMES[title], heading, shape) for heading, shape in cells.items()},
-            "held": held_by_stage(NAMES[title]),
-        }
+        title: {"same bits": {heading: exact_cell(NAMES[title], heading, shape) for heading, shape in cells.items()}}
         for title in titles
     }
 
@@ -119,12 +104,10 @@ def problems(by_ranks: dict[str, dict[str, Any]]) -> list[str]:
 # -- PipeFusion, on ranks
 
 
-def large(pipe: Any, steps: int) -> Tensor:
-    call_of = {"height": LARGE, "width": LARGE, "max_sequence_length": TEXT_TOKENS, "output_type": "latent"}
-    latents: Tensor = pipe(
-        "a large red circle", num_inference_steps=steps, generator=torch.Generator().manual_seed(0), **call_of
-    ).images
-    return latents
+def large(pipe: Any) -> None:
+    sizes = {"height": LARGE, "width": LARGE, "max_sequence_length": TEXT_TOKENS, "output_type": "latent"}
+    noise_of = torch.Generator().manual_seed(0)
+    pipe("a large red circle", num_inference_steps=TIMED_STEPS, generator=noise_of, **sizes)
 
 
 def gathered(value: Any) -> list[Any]:
@@ -134,7 +117,7 @@ def gathered(value: Any) -> list[Any]:
 
 
 def timed(run: Any, seconds: list[float]) -> Any:
-    """Return ``run`` with the CPU seconds of each call added to ``found``. Waiting for other ranks takes none."""
+    """Return ``run`` with the CPU seconds of each call added to ``seconds``. Waiting for other ranks takes none."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         start = time.thread_time()
@@ -147,20 +130,19 @@ def timed(run: Any, seconds: list[float]) -> Any:
 
 
 def exact_time() -> dict[str, Any]:
-    """Return the CPU seconds of a call on each exact stage, and the bytes that it sends."""
+    """Return the CPU seconds of a call on each exact stage, and the seconds of all calls, those waited too."""
     pipe = parallelize_pipe(load(), mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipe",)))
     stages, seconds = stages_of(pipe.transformer), []
     assert stages is not None
     # Bound before it is wrapped: what runs around the model is looked up on its class.
     pipe.transformer.forward = timed(pipe.transformer.forward, seconds)
     start = time.perf_counter()
-    large(pipe, TIMED_STEPS)
+    large(pipe)
     elapsed = time.perf_counter() - start
     return {
         "cpu seconds": gathered(median(seconds)),
         "seconds": gathered(elapsed),
         "seconds waited": gathered(stages.links.seconds_waited),
-        "bytes per call": gathered(stages.links.bytes_sent // TIMED_STEPS),
     }
 
 
@@ -169,31 +151,19 @@ def fused_time(num_patches: int) -> dict[str, Any]:
     pipe = parallelize_pipe(load(), mesh=mesh, pipefusion=PipeFusion(num_patches))
     seconds: list[float] = []
     pipe.transformer.forward = timed(pipe.transformer.forward, seconds)
-    large(pipe, TIMED_STEPS)
+    large(pipe)
     report = pipefusion_report(pipe)
     patches = [median(seconds[1 + index :: num_patches]) for index in range(num_patches)]
     return {
         "cpu seconds": gathered(patches),
         "seconds": gathered(report.seconds),
         "seconds waited": gathered(report.seconds_waited),
-        "bytes per call": gathered(report.bytes_sent // report.patched_calls),
-        "keys": gathered(report.key_bytes),
-        "overlapping": report.overlapping_calls,
-        "patched": report.patched_calls,
     }
 
 
 def measure_fused() -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    config = load().transformer.config
-    width = config.num_attention_heads * config.attention_head_dim
-    return {
-        "exact": exact_time(),
-        **{str(count): fused_time(count) for count in (2, 4, 8)},
-        "width": width,
-        "blocks": config.num_layers + config.num_single_layers,
-        "channels": config.in_channels,
-    }
+    return {"exact": exact_time(), **{str(count): fused_time(count) for count in (2, 4, 8)}}
 
 
 def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list[float]]:
@@ -248,17 +218,11 @@ def paper_table() -> list[str]:
 def parts() -> dict[str, list[str]]:
     """Return the parts of docs/stages.md, without that of `benchmarks.pipelines.lossy`."""
     results = read_results("stages")
-    cells = [
-        cell
-        for rows in results["by ranks"].values()
-        for row in rows.values()
-        for cell in row["same bits"].values()
-        if cell is not None
-    ]
-    models = len({title for rows in results["by ranks"].values() for title in rows})
+    by_ranks = results["by ranks"].values()
+    cells = [cell for rows in by_ranks for row in rows.values() for cell in row["same bits"].values()]
     summary = (
-        f"{models} tiny models on 2 and 4 ranks, alone, with Ulysses, a ring, `batch`, a cache, and compiled blocks: "
-        f"{sum(cells)} of {len(cells)} cells have the same bits as the same mesh without stages."
+        f"{len(set().union(*by_ranks))} tiny models on 2 and 4 ranks, alone, with Ulysses, a ring, `batch`, a cache, "
+        f"and compiled blocks: {sum(cells)} of {len(cells)} cells have the same bits as the same mesh without stages."
     )
     return {"exactness": [summary], "times": time_table(results["fused, 2 ranks"]), "sent": paper_table()}
 

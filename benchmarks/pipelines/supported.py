@@ -21,10 +21,10 @@ import torch
 from diffusers import ModelMixin
 from diffusers.models import transformers
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error
+from benchmarks.pipelines.latents import TWO_RANKS, device_meshes
 from para_core import apply_cache, model_cache_report, remove_cache
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
 from para_core.adapters.adapter import Adapter
@@ -32,14 +32,12 @@ from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unsupported import REFUSED
 from para_core.adapters.registry import adapter_for, plan_for
 from para_core.cache.branches import conditions_of
-from para_core.plans.plan import Plan, Split
+from para_core.plans.plan import Split
 from zoo.tiny.transformers.registry import MODELS, NO_WHOLE_GRAPH
 
 # -- errors, a check of `benchmarks.pipelines.exactness`
 
 
-# batch × ring × ulysses
-MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1)}
 # Factor of the floating-point inputs of the second call, which makes it another step.
 OTHER_STEP = 1.01
 SKIP_ALWAYS = 1e9
@@ -90,10 +88,9 @@ def _measure(name: str) -> dict[str, Any]:
     caches = adapter is None or adapter.blocks is not None
     expected, (expected_cached, hits) = run(model, inputs), run_cached(model, inputs) if caches else (None, 0)
     errors, cached = {}, {}
-    for label, shape in MESHES.items():
-        if shape[0] > 1 and (plan is None or not plan.batched):
+    for label, mesh in device_meshes(TWO_RANKS).items():
+        if mesh.shape[0] > 1 and (plan is None or not plan.batched):
             continue
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses"))
         parallelize_transformer(model, mesh=mesh)
         errors[label] = largest_over_ranks(relative_error(run(model, inputs), expected))
         if expected_cached is not None:
@@ -198,13 +195,9 @@ def _branches(adapter: Adapter) -> str:
 def _sharded(adapter: Adapter) -> str:
     if adapter.plan is None:
         return "published plan"
-    names = _segments(adapter.plan)
+    cuts = [*adapter.plan.inputs.values(), *[cut for cuts in adapter.plan.inner.values() for cut in cuts.values()]]
+    names = sorted({cut.segment for cut in cuts if isinstance(cut, Split) and cut.segment is not None})
     return "all tokens" if names == ["tokens"] else ", ".join(names)
-
-
-def _segments(plan: Plan) -> list[str]:
-    cuts = [*plan.inputs.values(), *[cut for cuts in plan.inner.values() for cut in cuts.values()]]
-    return sorted({cut.segment for cut in cuts if isinstance(cut, Split) and cut.segment is not None})
 
 
 def parts() -> dict[str, list[str]]:
@@ -222,13 +215,9 @@ def parts() -> dict[str, list[str]]:
         "",
     ]
     table = markdown_table(["class", "pipelines", "sharded", "guidance"], [cells[:4] for cells in run])
-    return {"supported": [*summary, *table], "unsupported": _unsupported(rows)}
-
-
-def _unsupported(rows: list[list[str]]) -> list[str]:
-    """Return a line for each reason, with the classes that it holds for."""
-    classes: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
     for cells in rows:
         if cells[2].startswith("no: "):
-            classes.setdefault(cells[2].removeprefix("no: "), []).append(cells[0])
-    return [f"- {', '.join(names)}: {reason}" for reason, names in classes.items()]
+            refused.setdefault(cells[2].removeprefix("no: "), []).append(cells[0])
+    reasons = [f"- {', '.join(names)}: {reason}" for reason, names in refused.items()]
+    return {"supported": [*summary, *table], "unsupported": reasons}

@@ -40,7 +40,7 @@ from zoo.flux import PIPELINE
 from zoo.flux.scenes import crowded_scene, draw
 
 FIGURE = ROOT / "docs/images/vae_seams.png"
-AMPLIFIED = 4
+AMPLIFIED, ROUNDS = 4, 5
 ALONE = "one device"
 SHOWN = 256  # pixels of the image that are shown, from its middle
 
@@ -174,9 +174,8 @@ def main() -> None:
     """Measure on two ranks and write."""
     parser = parser_of(__doc__)
     parser.add_argument("--distvae", help="folder into which DistVAE was installed")
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    print(write_results("vae_beside", measure_on_ranks(measure, 2, options.rounds, options.distvae), "diffusers"))
+    print(write_results("vae_beside", measure_on_ranks(measure, 2, ROUNDS, options.distvae), "diffusers"))
 
 
 if __name__ == "__main__":

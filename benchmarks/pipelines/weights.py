@@ -1,4 +1,4 @@
-"""Sharded weights against one device, and the bytes of weights that a rank holds, by model, mesh and method.
+"""Sharded weights against one device, by model, mesh and method.
 
 A check of `benchmarks.pipelines.exactness`: one call of tiny transformers with four heads. fsdp is compared with the
 same mesh on replicated weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which
@@ -9,14 +9,12 @@ transformer (tensor) in one graph.
 from __future__ import annotations
 
 import warnings
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from benchmarks.harness import largest_over_ranks, read_results, relative_error
@@ -78,9 +76,6 @@ CELLS = {
 }
 HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "compiled")
 
-# Blocks of the models whose bytes are counted. With two of a kind, as in the other models here, FSDP would gather both.
-BLOCKS = 12
-
 
 def build(name: str, **config: Any) -> nn.Module:
     heads = CONFIGS.get(name, {"num_attention_heads": 4})
@@ -121,10 +116,6 @@ def compiled(transformer: Any, method: str) -> Any:
     return transformer
 
 
-def held(transformer: nn.Module) -> int:
-    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in transformer.parameters())
-
-
 def shard(transformer: nn.Module, method: str, mesh: DeviceMesh) -> None:
     if method == "tensor":
         plan = tensor_plan_for(transformer)
@@ -135,29 +126,13 @@ def shard(transformer: nn.Module, method: str, mesh: DeviceMesh) -> None:
         shard_blocks(transformer, blocks_of(transformer), weights_mesh(ranks, "cpu"))
 
 
-def bytes_of(name: str, method: str, mesh: DeviceMesh) -> dict[str, int]:
-    """Return the bytes on the rank that holds most, between calls and at most during one, of more blocks."""
-    single, layers = "num_single_layers" in MODELS[name].config, "n_layers" if name == "z-image" else "num_layers"
-    transformer = build(name, **{layers: BLOCKS}, **({"num_single_layers": BLOCKS} if single else {}))
-    whole = held(transformer)
-    blocks = [sum(x.nbytes for x in block.parameters()) for block in blocks_of(transformer)]
-    shard(transformer, method, mesh)
-    at_rest = torch.tensor(held(transformer))
-    dist.all_reduce(at_rest, op=dist.ReduceOp.MAX)
-    # fsdp: a block computes, and the next one is gathered.
-    gathered = max(map(sum, pairwise(blocks))) if method == "fsdp" else 0
-    return {"whole": whole, "at rest": int(at_rest), "at most": int(at_rest) + gathered}
-
-
 def measure(titles: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the errors and bytes of models on as many ranks as there are."""
+    """Return the errors of models on as many ranks as there are."""
     rows: dict[str, dict[str, Any]] = {}
     for title in titles:
         name, row = NAMES[title], rows.setdefault(title, {})
         for (method, heading), shape in CELLS[dist.get_world_size()].items():
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses", "tensor"))
-            if heading == "alone":
-                row[f"{method}, bytes"] = bytes_of(name, method, mesh)
             row[f"{method}, {heading}"] = measure_cell(name, method, heading, mesh)
     return rows
 
@@ -190,7 +165,7 @@ def problems(by_ranks: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the lines of docs/weights.md on exactness. The JSON has the cell of each model, and bytes."""
+    """Return the lines of docs/weights.md on exactness. The JSON has the cell of each model."""
     lines = []
     for method in ("fsdp", "tensor"):
         cells = [
