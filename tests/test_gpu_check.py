@@ -140,7 +140,7 @@ def test_four_ranks_on_one_device_equal_one(run_here):
 
 
 def decode_tiny():
-    return list(vae_ranks.decode_on_ranks(CPU, True))
+    return list(vae_ranks.decode_on_ranks(CPU, 0.0, True))
 
 
 @pytest.mark.long

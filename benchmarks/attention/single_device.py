@@ -64,14 +64,11 @@ TINY_HOPPER = (Size(40, 64, False, heads=1, dtype="float16"), Size(48, 64, True,
 # Ways of the Hopper tier are named so; one that gives roles to its warps says it behind.
 HOPPER_WAY = "triton, Hopper tier"
 Ways = dict[str, Callable[[], Tensor]]
+WaysOfSize = Callable[[list[Tensor], Size], Ways]
 
 
 def measure(
-    sizes: Sequence[Size],
-    device: torch.device,
-    *,
-    ways: Callable[[list[Tensor], Size], Ways],
-    enough_time: Callable[[], bool] = lambda: True,
+    sizes: Sequence[Size], device: torch.device, *, ways: WaysOfSize, enough_time: Callable[[], bool] = lambda: True
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each way of each size; a way that refuses a size gives a row that says why.
 
@@ -108,14 +105,12 @@ def measure(
             }
 
 
-def run_way(device: torch.device, size: Size, ways: Callable[[list[Tensor], Size], Ways], name: str) -> None:
+def run_way(device: torch.device, size: Size, ways: WaysOfSize, name: str) -> None:
     """Call one way once, which compiles its kernels."""
     ways(make(size, device), size)[name]()
 
 
-def triton_ways(
-    sizes: Sequence[Size], device: torch.device, ways: Callable[[list[Tensor], Size], Ways]
-) -> list[tuple[Size, str]]:
+def triton_ways(sizes: Sequence[Size], device: torch.device, ways: WaysOfSize) -> list[tuple[Size, str]]:
     """Return the ways of ``sizes`` that compile a Triton kernel; nothing is computed."""
     tensor = torch.empty(1, 1, 1, 1, device=device)
     return [(size, name) for size in sizes for name in ways([tensor] * 3, size) if name.startswith("triton")]

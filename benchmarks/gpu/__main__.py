@@ -7,7 +7,6 @@ something failed or was killed, and no number is wrong. See docs/install.md.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from pathlib import Path
@@ -15,13 +14,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.runner import ALL, SECTIONS, exit_code, run_all
-from benchmarks.harness import RESULTS
+from benchmarks.harness import RESULTS, parser_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the sections that were asked for and return the exit code."""
     names = [section.name for section in SECTIONS]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda", help="cpu: with --tiny, to see that the pieces run")
     parser.add_argument("--tiny", action="store_true", help="sizes that take a moment on a CPU")
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))

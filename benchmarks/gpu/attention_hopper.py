@@ -8,35 +8,27 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.attention.single_device import HOPPER_WAY, TINY_HOPPER, Size, hopper_ways, measure, run_way, triton_ways
+from benchmarks.attention.single_device import HOPPER_WAY, TINY_HOPPER, Size, hopper_ways
+from benchmarks.gpu.attention import COMPILE, compile_ways, timings
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, SectionSkipped
-from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
+from benchmarks.gpu.processes import interpreted_on_cpu
 
 # The most important sizes come first: each kind of call is compiled for each way, which takes seconds.
 SIZES = (Size(16384, 128, False), Size(16384, 128, True), Size(4096, 64, False), Size(4096, 256, False))
 
-
 # Seconds of compiling in a pool of processes, and of timings, 5 ways of each size.
 WAY = 3.0
-NEEDS = {"compile": 90.0, "sizes": len(SIZES) * 5 * WAY}
+NEEDS = {"compile": COMPILE, "sizes": len(SIZES) * 5 * WAY}
 
 
 def run(job: SectionJob) -> None:
     if job.device.type == "cuda" and torch.cuda.get_device_capability(job.device) != (9, 0):
         raise SectionSkipped("the Hopper tier needs a device of compute capability 9.0.")
     sizes = TINY_HOPPER if job.tiny else SIZES
-    if job.has_time("compile", NEEDS["compile"]):
-        ways = triton_ways(sizes, job.device, hopper_ways)
-        tasks: list[Task] = [(f"{name}, {size}", run_way, (size, hopper_ways, name)) for size, name in ways]
-        # Triton's interpreter compiles nothing: on a CPU one task shows that the pool runs.
-        run_in_pool(job, tasks[:1] if job.device.type == "cpu" else tasks, 100.0 if job.tiny else NEEDS["compile"])
+    compile_ways(job, sizes, hopper_ways)
     portable = 0.0
     with interpreted_on_cpu(job.device):
-        enough = WAY if not job.tiny else 0
-        for row in measure(sizes, job.device, ways=hopper_ways, enough_time=lambda: job.seconds_left > enough):
-            if "left out" in row:
-                job.run_out(f"{row['way']}, {row['tokens']} tokens, D = {row['head_dim']}")
-                continue
+        for row in timings(job, sizes, hopper_ways, WAY):
             if row["way"] == "triton":
                 portable = row.get("error", 0.0)
             if row["way"].startswith(HOPPER_WAY):

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fatal
+from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.timing import synchronize
 from benchmarks.harness import relative_error
 
@@ -33,17 +33,15 @@ def run(job: SectionJob) -> None:
         "attention": _attention,
     }
     for name, use in uses.items():
-        began = time.monotonic()
-        try:
-            error = use(job.device)
-            synchronize(job.device)
-        except RuntimeError as problem:
-            if is_fatal(problem):
-                raise
-            job.add(use=name, verdict=FAILED, raised=first_line(problem))
-            continue
-        seconds = round(time.monotonic() - began, 2)
-        job.add(use=name, verdict=OK if error <= BOUND else WRONG, error=error, seconds=seconds)
+        job.measure(_first_use, use, job.device, use=name)
+
+
+def _first_use(use: Callable[[torch.device], float], device: torch.device) -> dict[str, Any]:
+    began = time.monotonic()
+    error = use(device)
+    synchronize(device)
+    seconds = round(time.monotonic() - began, 2)
+    return {"verdict": OK if error <= BOUND else WRONG, "error": error, "seconds": seconds}
 
 
 def _facts(device: torch.device) -> dict[str, Any]:

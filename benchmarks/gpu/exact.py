@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu.job import OK, WRONG
 from benchmarks.harness import relative_error
+from para_core.attention.backends import LocalAttentionCall
 
 # lse is float32 in all kernels: how far their sums and exponentials are off, whatever the dtype of query.
 LSE_BOUND = 1e-4
@@ -25,6 +27,14 @@ class Inputs:
     grad_out: Tensor
     mask: Tensor | None = None
     is_causal: bool = False
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    @property
+    def call(self) -> LocalAttentionCall:
+        return LocalAttentionCall(*self.qkv, self.mask, self.is_causal)
 
     @property
     def heads_per_key_head(self) -> int:
@@ -98,7 +108,7 @@ class Results:
 
 def exact(inputs: Inputs) -> Results:
     """Compute attention by its formula in float64, and its gradients by autograd."""
-    query, key, value = (x.double().detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (x.double().detach().requires_grad_() for x in inputs.qkv)
     groups = inputs.heads_per_key_head
     keys, values = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query @ keys.transpose(-1, -2) * query.shape[-1] ** -0.5
@@ -116,7 +126,7 @@ def exact(inputs: Inputs) -> Results:
 def sdpa(inputs: Inputs) -> Results:
     """Return PyTorch's SDPA in the dtype of the inputs, under the switches of the caller."""
     # detach would keep the strides as well, and share the memory that another call's autograd may want.
-    query, key, value = (x.detach().requires_grad_() for x in (inputs.query, inputs.key, inputs.value))
+    query, key, value = (x.detach().requires_grad_() for x in inputs.qkv)
     mask = inputs.mask
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(query.dtype)  # fused kernels on CUDA take no other
@@ -126,16 +136,18 @@ def sdpa(inputs: Inputs) -> Results:
     return Results(out.detach(), query.grad, key.grad, value.grad)
 
 
-def slack(dtype: torch.dtype) -> float:
-    """Return what is allowed in addition to twice SDPA's own error, which may be nearly 0."""
-    return max(torch.finfo(dtype).eps / 16, 1e-6)
-
-
 # Three times SDPA's usual error in 16 bits. A larger error of SDPA is not rounding, so it does not raise our bound.
 OWN_AT_MOST = 0.01
 
 
 def judge(errors: dict[str, float], own: dict[str, float], dtype: torch.dtype) -> str:
-    """Return ``ok`` if each error is at most twice SDPA's own, plus the slack."""
-    bounds = {name: LSE_BOUND if name == "lse" else 2 * min(own[name], OWN_AT_MOST) + slack(dtype) for name in errors}
+    """Return ``ok`` if each error is at most twice SDPA's own, plus a slack, because SDPA's may be nearly 0."""
+    slack = max(torch.finfo(dtype).eps / 16, 1e-6)
+    bounds = {name: LSE_BOUND if name == "lse" else 2 * min(own[name], OWN_AT_MOST) + slack for name in errors}
     return OK if all(error <= bounds[name] for name, error in errors.items()) else WRONG
+
+
+def compare(results: Results, inputs: Inputs, expected: Results) -> dict[str, Any]:
+    """Return the verdict on ``results``, their errors, and those of SDPA."""
+    errors, own = results.errors(expected), sdpa(inputs).errors(expected)
+    return {"verdict": judge(errors, own, inputs.query.dtype), "errors": errors, "SDPA": own}

@@ -9,29 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.flux_model import FluxTransformer2DModel
-from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, SectionSkipped, first_line, is_fatal
+from benchmarks.gpu.job import OK, WRONG, SectionJob, SectionSkipped
 from benchmarks.gpu.processes import group_of_one
 from benchmarks.gpu.timing import milliseconds, synchronize
 from benchmarks.harness import relative_error
 from para_core import init_context_parallel_mesh, model_cache_report, remove_cache
 
-# The published sizes: 4,096 tokens of the image and 512 of text, 24 heads × 128.
-REAL: dict[str, Any] = {
-    "in_channels": 64,
-    "num_layers": 19,
-    "num_single_layers": 38,
-    "attention_head_dim": 128,
-    "num_attention_heads": 24,
-    "joint_attention_dim": 4096,
-    "pooled_projection_dim": 768,
-    "axes_dims_rope": (16, 56, 56),
-}
+# The published sizes.
+REAL: dict[str, Any] = {size.name: size.default for size in signature(FluxTransformer2DModel).parameters.values()}
 TINY = {
     **REAL,
     "num_layers": 1,
@@ -89,7 +82,7 @@ def flux_transformer(device: torch.device, *, tiny: bool) -> Any:
 
 
 def flux_inputs(device: torch.device, *, tiny: bool) -> dict[str, Tensor]:
-    side, text, config = (4, 5, TINY) if tiny else (64, 512, REAL)
+    side, text, config = (4, 5, TINY) if tiny else (64, 512, REAL)  # 4,096 tokens of the image and 512 of text
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -230,28 +223,20 @@ def _measure(
         return
     # A cached model alternates between two kinds of step.
     per_call = 2 if way is cached else 1
-    try:
+
+    def timed() -> dict[str, Any]:
         with way(transformer, job.device), compiled(transformer, kind, job.device) as call:
-            row = _timed(job, transformer, call, kwargs, expected, per_call)
-    except Exception as error:
-        if is_fatal(error):
-            raise
-        job.add(way=name, verdict=FAILED, raised=first_line(error))
-        return
-    job.add(way=name, **row)
+            return _timed(job, transformer, partial(call, **kwargs, return_dict=False), expected, per_call)
+
+    job.measure(timed, way=name)
 
 
 def _timed(
-    job: SectionJob,
-    transformer: Any,
-    call: Callable[..., Any],
-    kwargs: dict[str, Tensor],
-    expected: Tensor,
-    per_call: int,
+    job: SectionJob, transformer: Any, call: Callable[[], Any], expected: Tensor, per_call: int
 ) -> dict[str, Any]:
     def step() -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
-        out: Tensor = call(**kwargs, return_dict=False)[0]
+        out: Tensor = call()[0]
         return out
 
     def steps() -> None:

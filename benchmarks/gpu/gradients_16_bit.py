@@ -56,44 +56,39 @@ def run(job: SectionJob) -> None:
                         job.add(**row, gradients=finding, errors=errors)
 
 
+aten = torch.ops.aten
+
+
 def _efficient(inputs: Inputs, lay_out: Callable[[Tensor], Tensor]) -> Results:
-    qkv = inputs.query, inputs.key, inputs.value
-    aten = torch.ops.aten
-    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(*qkv, None, True)
+    out, lse, seed, offset = aten._scaled_dot_product_efficient_attention(*inputs.qkv, None, True)
     wanted = [True, True, True, False]
     grads = aten._scaled_dot_product_efficient_attention_backward(
-        inputs.grad_out, *qkv, None, lay_out(out), lse, seed, offset, 0.0, wanted
+        inputs.grad_out, *inputs.qkv, None, lay_out(out), lse, seed, offset, 0.0, wanted
     )
     return Results(out, *grads[:3])
 
 
 def _flash(inputs: Inputs, lay_out: Callable[[Tensor], Tensor]) -> Results:
-    qkv = inputs.query, inputs.key, inputs.value
-    aten = torch.ops.aten
-    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(*qkv)
+    out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = aten._scaled_dot_product_flash_attention(*inputs.qkv)
     grads = aten._scaled_dot_product_flash_attention_backward(
-        inputs.grad_out, *qkv, lay_out(out), lse, cum_q, cum_k, max_q, max_k, 0.0, False, seed, offset
+        inputs.grad_out, *inputs.qkv, lay_out(out), lse, cum_q, cum_k, max_q, max_k, 0.0, False, seed, offset
     )
     return Results(out, *grads)
 
 
 def _cudnn(inputs: Inputs, lay_out: Callable[[Tensor], Tensor]) -> Results:
-    qkv = inputs.query, inputs.key, inputs.value
-    aten = torch.ops.aten
-    outputs = aten._scaled_dot_product_cudnn_attention(*qkv, None, True)
+    outputs = aten._scaled_dot_product_cudnn_attention(*inputs.qkv, None, True)
     out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = outputs
     grads = aten._scaled_dot_product_cudnn_attention_backward(
-        inputs.grad_out, *qkv, lay_out(out), lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, False
+        inputs.grad_out, *inputs.qkv, lay_out(out), lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, False
     )
     return Results(out, *grads)
 
 
 def _flash_cpu(inputs: Inputs, lay_out: Callable[[Tensor], Tensor]) -> Results:
-    qkv = inputs.query, inputs.key, inputs.value
-    aten = torch.ops.aten
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*qkv)
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*inputs.qkv)
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        inputs.grad_out, *qkv, lay_out(out), lse, 0.0, False
+        inputs.grad_out, *inputs.qkv, lay_out(out), lse, 0.0, False
     )
     return Results(out, *grads)
 

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ class SectionJob:
         self.rows.append(row)
         if len(self.rows) < _FEW or time.monotonic() - self._written > _BETWEEN_WRITES:
             self.write("began")
+
+    def measure(self, call: Callable[..., dict[str, Any] | None], *args: Any, **row: Any) -> None:
+        """Add ``row`` with what ``call(*args)`` returns, or as failed if it raises an error that is not fatal."""
+        try:
+            row |= {"verdict": OK, **(call(*args) or {})}
+        except Exception as error:  # Triton's own errors are no RuntimeErrors
+            if is_fatal(error):
+                raise
+            row |= {"verdict": FAILED, "raised": first_line(error)}
+        self.add(**row)
 
     def leave_out(self, what: str, why: str) -> None:
         self.left_out.append(f"{what}: {why}")

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.exact import MASKS, Inputs, Results, exact, judge, make_inputs, sdpa
 from benchmarks.gpu.job import FAILED, OK, REFUSED, WRONG, SectionJob, first_line, is_fatal
-from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import local_attention, local_attention_backward, local_attention_with_lse
 
 BACKENDS = {
@@ -92,15 +91,10 @@ def _errors(
 
 def ours(inputs: Inputs) -> Results:
     """Run the forward with lse, and the backward from both."""
-    options: dict[str, Any] = {"mask": inputs.mask, "is_causal": inputs.is_causal, "scale": None}
-    qkv = inputs.query, inputs.key, inputs.value
-    out, lse = local_attention_with_lse(LocalAttentionCall(*qkv, **options))
-    dq, dk, dv, _ = local_attention_backward(
-        LocalAttentionCall(*qkv, **options), inputs.grad_out, out, lse, mask_gradient=False
-    )
+    out, lse = local_attention_with_lse(inputs.call)
+    dq, dk, dv, _ = local_attention_backward(inputs.call, inputs.grad_out, out, lse, mask_gradient=False)
     return Results(out, dq, dk, dv, lse)
 
 
 def _without_lse(inputs: Inputs) -> Results:
-    qkv = inputs.query, inputs.key, inputs.value
-    return Results(local_attention(LocalAttentionCall(*qkv, mask=inputs.mask, is_causal=inputs.is_causal)))
+    return Results(local_attention(inputs.call))

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.gpu.exact import exact, judge, make_inputs, sdpa
+from benchmarks.gpu.exact import Results, compare, exact, make_inputs
 from benchmarks.gpu.flux import flux_inputs, flux_transformer
-from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fatal
+from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.processes import group_of_one, run_ranks
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 
@@ -30,14 +30,7 @@ def run(job: SectionJob) -> None:
             "parallelize_transformer": _transformer,
         }
         for name, step in steps.items():
-            try:
-                outcome = step(job.device) or {}
-            except Exception as error:
-                if is_fatal(error):
-                    raise
-                job.add(backend=backend, step=name, verdict=FAILED, raised=first_line(error))
-                continue
-            job.add(backend=backend, step=name, **{"verdict": OK, **outcome})
+            job.measure(step, job.device, backend=backend, step=name)
     if job.device.type != "cpu":
         _two_ranks_on_one_device(job)
 
@@ -77,14 +70,11 @@ def _cpu_group(device: torch.device) -> None:
 
 def _mode(device: torch.device) -> dict[str, Any]:
     inputs = make_inputs((1, 4, 64, 64), torch.bfloat16, device)
-    expected = exact(inputs)
-    qkv = [x.clone().requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+    qkv = [x.clone().requires_grad_() for x in inputs.qkv]
     with UnifiedAttnMode(init_context_parallel_mesh(device.type)) as cp:
         out = cp.gather(F.scaled_dot_product_attention(*[cp.shard(x, dim=2) for x in qkv]), dim=2)
     out.backward(inputs.grad_out)
-    results = type(expected)(out.detach(), *[x.grad for x in qkv])
-    errors, own = results.errors(expected), sdpa(inputs).errors(expected)
-    return {"verdict": judge(errors, own, torch.bfloat16), "errors": errors, "SDPA": own}
+    return compare(Results(out.detach(), *[x.grad for x in qkv]), inputs, exact(inputs))
 
 
 def _compiled_mode(device: torch.device) -> dict[str, Any]:
@@ -96,11 +86,9 @@ def _compiled_mode(device: torch.device) -> dict[str, Any]:
         with UnifiedAttnMode(mesh):
             return F.scaled_dot_product_attention(query, key, value)
 
-    expected = exact(inputs)
     with torch.no_grad():
-        out = attend(inputs.query, inputs.key, inputs.value)
-    errors, own = type(expected)(out).errors(expected), sdpa(inputs).errors(expected)
-    return {"verdict": judge(errors, own, torch.bfloat16), "errors": errors, "SDPA": own}
+        out = attend(*inputs.qkv)
+    return compare(Results(out), inputs, exact(inputs))
 
 
 def _transformer(device: torch.device) -> dict[str, Any]:
@@ -124,15 +112,11 @@ def _two_ranks_on_one_device(job: SectionJob) -> None:
     if not job.has_time(name, NEEDS[name]):
         return
     _, errors = run_ranks(_mode_on_two_ranks, 2, device=job.device, backend="nccl", seconds=NEEDS[name] - 2)
-    job.add(
-        backend="nccl",
-        step="two ranks on one device",
-        raised={str(rank): text[-1500:] for rank, text in errors.items()},
-    )
+    job.add(backend="nccl", step=name, raised={str(rank): text[-1500:] for rank, text in errors.items()})
 
 
 def _mode_on_two_ranks(device: torch.device) -> Iterator[dict[str, Any]]:
     inputs = make_inputs((1, 4, 64, 64), torch.bfloat16, device)
     with UnifiedAttnMode(init_context_parallel_mesh(device.type)) as cp:
-        qkv = [cp.shard(x, dim=2) for x in (inputs.query, inputs.key, inputs.value)]
+        qkv = [cp.shard(x, dim=2) for x in inputs.qkv]
         yield {"sum": cp.gather(F.scaled_dot_product_attention(*qkv), dim=2).float().sum().item()}

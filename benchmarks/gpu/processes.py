@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -68,13 +68,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         devices = [f"{device.type}:{rank}" if device_per_rank else str(device) for rank in range(num_ranks)]
-        group = {
-            "backend": backend,
-            "num_ranks": num_ranks,
-            "store": folder / "store",
-            "bind": bind,
-            "timeout": timeout,
-        }
+        group = {"backend": backend, "num_ranks": num_ranks, "bind": bind, "timeout": timeout}
         ranks = [
             context.Process(target=_rank_main, args=(rank, folder, devices[rank], group, end - 1, function, args))
             for rank in range(num_ranks)
@@ -99,6 +93,39 @@ def run_ranks(
         return [_rows(folder / _LINE.format(number)) for number in range(num_ranks)], errors
 
 
+def run_worlds(
+    job: SectionJob,
+    function: Callable[..., Iterator[dict[str, Any]]],
+    worlds: Sequence[int],
+    needs: Mapping[str, float],
+    *args: Any,
+) -> None:
+    """Run ``function(device, end, *args)`` on each number of ranks over gloo, and add the rows of the first rank.
+
+    Args:
+        needs: seconds, by names such as "4 ranks". The last number of ranks gets all that is left, and ``end`` is the
+            time at which its processes are killed.
+
+    Raises:
+        RuntimeError: a rank failed, after all numbers of ranks have run.
+    """
+    failed = []
+    for index, ranks in enumerate(worlds):
+        if not job.has_time(f"{ranks} ranks", needs[f"{ranks} ranks"]):
+            continue
+        seconds = job.seconds_left - sum(needs[f"{later} ranks"] for later in worlds[index + 1 :])
+        end = time.monotonic() + seconds
+        rows, errors = run_ranks(function, ranks, end, *args, device=job.device, backend="gloo", seconds=seconds)
+        for row in rows[0]:
+            if "left out" in row:
+                job.run_out(f"{ranks} ranks, {row['left out']}")
+            else:
+                job.add(ranks=ranks, **row)
+        failed += [f"rank {rank} of {ranks}: {error}" for rank, error in errors.items()]
+    if failed:
+        raise RuntimeError("\n".join(failed))
+
+
 def _rows(file: Path) -> list[dict[str, Any]]:
     # A rank that was killed may leave half a line.
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
@@ -119,7 +146,7 @@ def _rank_main(
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        with process_group(rank=rank, device=device, **group):
+        with process_group(rank=rank, device=device, store=folder / "store", **group):
             with (folder / _LINE.format(rank)).open("w", buffering=1) as lines:
                 for row in function(device, *args):
                     lines.write(json.dumps(row) + "\n")

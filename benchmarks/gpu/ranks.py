@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.gpu.exact import Inputs, Results, exact, judge, make_inputs, sdpa
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fatal
-from benchmarks.gpu.processes import run_ranks
+from benchmarks.gpu.processes import run_worlds
 from para_core import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
 # e4m3 has 3 bits behind the point: rounding to it is off by 2.5 % of a number on average, on the way in and on the way
@@ -58,37 +58,12 @@ def cases(tokens: int) -> list[Case]:
 
 
 def run(job: SectionJob) -> None:
-    """Start the processes once per number of ranks; rank 0 reports."""
-    worlds = (4,) if job.tiny else (4, 8)
     tokens, head_dim = (15, 8) if job.tiny else (511, 64)
-    failed = {}
-    for index, num_ranks in enumerate(worlds):
-        if not job.has_time(f"{num_ranks} ranks", NEEDS[f"{num_ranks} ranks"]):
-            continue
-        # All of the rest for the last, so that what the first one leaves is not lost.
-        seconds = job.seconds_left - sum(NEEDS[f"{later} ranks"] for later in worlds[index + 1 :])
-        rows, errors = run_ranks(
-            attend_on_all_meshes,
-            num_ranks,
-            tokens,
-            head_dim,
-            time.monotonic() + seconds - LAST_CASE,
-            device=job.device,
-            backend="gloo",
-            seconds=seconds,
-        )
-        for row in rows[0]:
-            if "left out" in row:
-                job.run_out(f"{num_ranks} ranks, {row['left out']}")
-            else:
-                job.add(ranks=num_ranks, **row)
-        failed |= {f"rank {rank} of {num_ranks}": error for rank, error in errors.items()}
-    if failed:
-        raise RuntimeError("\n".join(f"{who}: {error}" for who, error in failed.items()))
+    run_worlds(job, attend_on_all_meshes, (4,) if job.tiny else (4, 8), NEEDS, tokens, head_dim)
 
 
-def attend_on_all_meshes(device: torch.device, tokens: int, head_dim: int, end: float) -> Iterator[dict[str, Any]]:
-    """Yield a row per case and mesh, on rank 0. No case begins after ``end``."""
+def attend_on_all_meshes(device: torch.device, end: float, tokens: int, head_dim: int) -> Iterator[dict[str, Any]]:
+    """Yield a row per case and mesh, on rank 0. No case begins in the last seconds before ``end``."""
     num_ranks = dist.get_world_size()
     meshes = {
         name: (mode, init_device_mesh(device.type, shape, mesh_dim_names=("ring", "ulysses")))
@@ -103,7 +78,7 @@ def attend_on_all_meshes(device: torch.device, tokens: int, head_dim: int, end: 
         inputs = make_inputs(shape, case.dtype, device, mask=case.mask, key_heads=case.key_heads)
         expected = exact(inputs) if dist.get_rank() == 0 else None
         for name, (mode, mesh) in meshes.items():
-            if _first_rank_says(time.monotonic() > end):
+            if _first_rank_says(time.monotonic() > end - LAST_CASE):
                 yield {"left out": f"{case.name} on {name}"}
                 continue
             row: dict[str, Any] = {"mesh": name, "case": case.name, "dtype": str(case.dtype).removeprefix("torch.")}
@@ -133,7 +108,7 @@ def _first_rank_says(flag: bool) -> bool:
 def _over_ranks(inputs: Inputs, mode: UnifiedAttnMode, *, gradients: bool) -> Results:
     """Return out and gradients of the whole sequence, put together on every rank."""
     with mode as cp, torch.no_grad():
-        parts = [cp.shard(x, dim=2) for x in (inputs.query, inputs.key, inputs.value, inputs.grad_out)]
+        parts = [cp.shard(x, dim=2) for x in (*inputs.qkv, inputs.grad_out)]
         *qkv, grad_out = parts
         for x in qkv:
             x.requires_grad_(gradients)

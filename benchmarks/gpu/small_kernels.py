@@ -15,7 +15,7 @@ from torch import Tensor
 # These modules register operators.
 import para_core.attention.merge
 import para_core.cache.forecasts  # noqa: F401
-from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, SectionSkipped, first_line, is_fatal
+from benchmarks.gpu.job import OK, WRONG, SectionJob, SectionSkipped
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.harness import relative_error
 from para_core.attention.pack_ops import as_numbers
@@ -62,13 +62,7 @@ def run(job: SectionJob) -> None:
             if not job.tiny and job.seconds_left < SECONDS:
                 job.run_out(f"{case.kernel}, {size}")
                 continue
-            row = {"kernel": case.kernel, "form": form, **size}
-            try:
-                job.add(**row, **_measure(job, case))
-            except Exception as error:  # Triton's own errors are no RuntimeErrors
-                if is_fatal(error):
-                    raise
-                job.add(**row, verdict=FAILED, raised=first_line(error))
+            job.measure(_measure, job, case, kernel=case.kernel, form=form, **size)
 
 
 def _measure(job: SectionJob, case: TimedKernel) -> dict[str, Any]:
@@ -98,9 +92,8 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
     operators = torch.ops.para_core
     yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), torch.bfloat16, exact)
     yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), torch.float32, exact)
-    yield from _exchange(device, tokens, heads, head_dim)
-    for eight_bits in LARGEST:
-        yield from _rounded_exchange(device, tokens, heads, head_dim, eight_bits)
+    for eight_bits in (None, *LARGEST):
+        yield from _exchange(device, tokens, heads, head_dim, eight_bits)
 
     now, before, older = (_normal((1, tokens * heads * head_dim), device, seed=seed) for seed in range(3))
     twice = 2 * now.numel() * now.element_size()
@@ -147,57 +140,38 @@ def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, b
     return TimedKernel(name, lambda: merged(out_a, lse_a), out_b[..., 0].numel() * row, error, bound)
 
 
-def _exchange(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[TimedKernel]:
-    """Yield packing query, key and value for 8 ranks, and unpacking the output."""
-    tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
-    numel = sum(x.numel() for x in tensors)
-    sent, arriving = _regions(tensors), _regions(tensors[:1])
-    buffer = exchange_reference.pack(tensors[:1], arriving, tensors[0].new_empty(tensors[0].numel()))
-    packing, unpacking = as_numbers(sent), as_numbers(arriving)
-
-    def pack() -> Tensor:
-        return torch.ops.para_core.pack(tensors, packing, numel)  # type: ignore[no-any-return]
-
-    def unpack() -> list[Tensor]:
-        return torch.ops.para_core.unpack(buffer, unpacking, list(tensors[0].shape))  # type: ignore[no-any-return]
-
-    whole = 2 * numel * buffer.element_size()
-    expected = exchange_reference.pack(tensors, sent, tensors[0].new_empty(numel))
-    yield TimedKernel("pack query, key, value", pack, whole, lambda: _differs(pack(), expected), 0.0)
-    yield TimedKernel("unpack out", unpack, whole // 3, lambda: _differs(unpack()[0], tensors[0]), 0.0)
-
-
-def _rounded_exchange(
-    device: torch.device, tokens: int, heads: int, head_dim: int, eight_bits: torch.dtype
+def _exchange(
+    device: torch.device, tokens: int, heads: int, head_dim: int, eight_bits: torch.dtype | None
 ) -> Iterator[TimedKernel]:
-    """Yield the same exchange in 8 bits, compared with the rounding of plain PyTorch on the same device."""
+    """Yield packing query, key and value for 8 ranks, and unpacking the output.
+
+    With ``eight_bits`` compared with the rounding of plain PyTorch on the same device.
+    """
     tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
-    sent, arriving = _regions(tensors, SCALE_BYTES), _regions(tensors[:1], SCALE_BYTES)
-    rows, row = heads * tokens, head_dim + SCALE_BYTES
+    operators, shape = torch.ops.para_core, list(tensors[0].shape)
+    rows, scale = heads * tokens, 0 if eight_bits is None else SCALE_BYTES
+    size, dtype = rows * (head_dim + scale), eight_bits and torch.uint8
+    sent, arriving = _regions(tensors, scale), _regions(tensors[:1], scale)
     packing, unpacking = as_numbers(sent), as_numbers(arriving)
 
-    def pack() -> Tensor:
-        buffer: Tensor = torch.ops.para_core.pack(tensors, packing, 3 * rows * row, eight_bits)
-        return buffer
+    def pack() -> Any:
+        return operators.pack(tensors, packing, 3 * size, eight_bits)
 
-    def unpack() -> Tensor:
-        shape = list(tensors[0].shape)
-        out: Tensor = torch.ops.para_core.unpack(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
-        return out
+    def unpack() -> Any:
+        return operators.unpack(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
 
-    buffer = exchange_reference.pack(
-        tensors[:1], arriving, tensors[0].new_empty(rows * row, dtype=torch.uint8), eight_bits
-    )
-    expected = exchange_reference.pack(
-        tensors, sent, tensors[0].new_empty(3 * rows * row, dtype=torch.uint8), eight_bits
-    )
-    read = exchange_reference.unpack(buffer, arriving, [torch.empty_like(tensors[0])], eight_bits)[0]
-    each, name = rows * (2 * head_dim + row), str(eight_bits).removeprefix("torch.")
-    yield TimedKernel(f"pack query, key, value as {name}", pack, 3 * each, lambda: _differs(pack(), expected), 0.0)
-    yield TimedKernel(f"unpack out of {name}", unpack, each, lambda: _differs(unpack(), read), 0.0)
+    buffer = exchange_reference.pack(tensors[:1], arriving, tensors[0].new_empty(size, dtype=dtype), eight_bits)
+    expected = exchange_reference.pack(tensors, sent, tensors[0].new_empty(3 * size, dtype=dtype), eight_bits)
+    read = tensors[0]
+    if eight_bits is not None:
+        read = exchange_reference.unpack(buffer, arriving, [torch.empty_like(read)], eight_bits)[0]
+    each, name = 2 * rows * head_dim + size * buffer.element_size(), str(eight_bits).removeprefix("torch.")
+    names = ("", "") if eight_bits is None else (f" as {name}", f" of {name}")
+    yield TimedKernel(f"pack query, key, value{names[0]}", pack, 3 * each, lambda: _differs(pack(), expected), 0.0)
+    yield TimedKernel(f"unpack out{names[1]}", unpack, each, lambda: _differs(unpack(), read), 0.0)
 
 
-def _regions(tensors: Sequence[Tensor], more: int = 0) -> list[CopyRegion]:
+def _regions(tensors: Sequence[Tensor], more: int) -> list[CopyRegion]:
     """Return the regions of all ranks: columns of one table, with ``more`` elements after each head."""
     regions, offset = [], 0
     (_, heads, tokens, width), number = tensors[0].shape, len(tensors)

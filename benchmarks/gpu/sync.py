@@ -91,7 +91,7 @@ def _calls(inputs: Inputs, cp: UnifiedAttnMode, *, gradients: bool) -> dict[str,
     """Return the calls, which are made under ``cp``."""
     options: dict[str, Any] = {"is_causal": inputs.is_causal, "enable_gqa": inputs.heads_per_key_head > 1}
     with torch.no_grad():
-        parts = [cp.shard(x, dim=2) for x in (inputs.query, inputs.key, inputs.value)]
+        parts = [cp.shard(x, dim=2) for x in inputs.qkv]
     leaves = [x.detach().requires_grad_() for x in parts]
     grad_out = torch.ones_like(leaves[0])
 

@@ -94,17 +94,9 @@ def _parallel(device: torch.device, *, stages: bool = False, ring: bool = False,
     return parallelize_pipe(small_flux(device), mesh=mesh, **options)
 
 
-def sequence(device: torch.device) -> float:
-    """Compare Ulysses over all ranks with one rank."""
-    return relative_error(_generate(_parallel(device), device), _generate(small_flux(device), device))
-
-
-def ring(device: torch.device) -> float:
-    return relative_error(_generate(_parallel(device, ring=True), device), _generate(small_flux(device), device))
-
-
-def stages(device: torch.device) -> float:
-    return relative_error(_generate(_parallel(device, stages=True), device), _generate(small_flux(device), device))
+def generation(device: torch.device, **mesh: bool) -> float:
+    """Compare the ring, the stages or, without an option, Ulysses over all ranks with one rank."""
+    return relative_error(_generate(_parallel(device, **mesh), device), _generate(small_flux(device), device))
 
 
 def pipefusion(device: torch.device) -> float:
@@ -227,10 +219,10 @@ def reduce_overhead(device: torch.device) -> float:
 
 Steps = dict[str, Callable[[torch.device], float]]
 EXACT: Steps = {
-    "sequence": sequence,
-    "ring": ring,
+    "sequence": generation,
+    "ring": partial(generation, ring=True),
     "a group of some ranks": group_of_some,
-    "stages": stages,
+    "stages": partial(generation, stages=True),
     "rows of an image": rows_of_an_image,
 }
 PARTS: dict[str, Steps] = {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu.flux import require_diffusers
 from benchmarks.gpu.job import OK, WRONG, SectionJob
-from benchmarks.gpu.processes import run_ranks
+from benchmarks.gpu.processes import run_worlds
 from benchmarks.gpu.timing import synchronize
 from benchmarks.harness import relative_error
 
@@ -77,21 +77,10 @@ TINY = {
 
 def run(job: SectionJob) -> None:
     require_diffusers()
-    worlds = (2,) if job.tiny else (2, 4)
-    failed = {}
-    for index, ranks in enumerate(worlds):
-        if not job.has_time(f"{ranks} ranks", NEEDS[f"{ranks} ranks"]):
-            continue
-        seconds = job.seconds_left - sum(NEEDS[f"{later} ranks"] for later in worlds[index + 1 :])
-        rows, errors = run_ranks(decode_on_ranks, ranks, job.tiny, device=job.device, backend="gloo", seconds=seconds)
-        for row in rows[0]:
-            job.add(ranks=ranks, **row)
-        failed |= {f"rank {rank} of {ranks}": error for rank, error in errors.items()}
-    if failed:
-        raise RuntimeError("\n".join(f"{who}: {error}" for who, error in failed.items()))
+    run_worlds(job, decode_on_ranks, (2,) if job.tiny else (2, 4), NEEDS, job.tiny)
 
 
-def decode_on_ranks(device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
+def decode_on_ranks(device: torch.device, _: float, tiny: bool) -> Iterator[dict[str, Any]]:
     """Yield two rows per autoencoder, on rank 0: float32, and bfloat16 with the error of one rank in bfloat16."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     for name, decoder in (TINY if tiny else REAL).items():
