@@ -95,15 +95,9 @@ def way_out(message: str) -> str:
     return " ".join(sentence for sentence in rest if not re.match("(Supported|Known) are", sentence)) or first
 
 
-def tried() -> list[dict[str, Any]]:
-    """Return the combinations of options that were tried, and what they raised."""
-    rows: list[dict[str, Any]] = read_results("together")["excluded"]
-    return rows
-
-
 def tried_combinations() -> list[str]:
     """Return how many cases were refused, and the list of reasons. The JSON has a case and the message of each."""
-    rows = [row for row in tried() if row["message"]]
+    rows = [row for row in read_results("together")["excluded"] if row["message"]]
     refused, cases = (sum(row[count] for row in rows) for count in ("refused", "tried"))
     reasons = [f"- {_cell(row['reason'])}" for row in rows]
     return [f"{refused} of {cases} cases that were tried were refused.", "", *reasons]

@@ -2,7 +2,10 @@
 Measures nothing.
 """
 
+import ast
 import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,22 @@ def test_the_planner_predicts_what_its_results_say():
         assert slowdown == pytest.approx(results["fits"][table.name]["slowdown"])
         recorded = [row["predicted"] for row in results["rows"] if row["table"] == table.name]
         assert [row.predicted for row in checked] == pytest.approx(recorded)
+
+
+def names_imported(file):
+    """Yield each module of this repository from which a file imports, with the name."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("para_core", "benchmarks"):
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+@pytest.mark.slow
+def test_what_programs_import_late_exists():
+    pytest.importorskip("ray")
+    for file in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for module, name in names_imported(file):
+            is_module = find_spec(f"{module}.{name}") if hasattr(import_module(module), "__path__") else None
+            assert is_module or hasattr(import_module(module), name), (file, module, name)
 
 
 def test_tiny_flux_readme_equals_results():

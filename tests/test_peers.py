@@ -171,7 +171,7 @@ def test_one_column_is_replaced_and_the_others_stay(monkeypatch):
     monkeypatch.setattr(peers, "write_results", lambda name, results: written.update(results))
     before = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
     outcome = {"cells": {"a row": {}}, "versions": {"para-attn": "9"}, "own rows": {"own": {}}, "facts": {}}
-    peers.record({"with_para_attn": outcome}, {"with_para_attn": outcome}, 40)
+    peers.record({"with_para_attn": outcome}, {"with_para_attn": outcome})
     assert written["cells"].pop("ParaAttention") == {"a row": {}}
     assert written["cells"] == {name: cells for name, cells in before["cells"].items() if name != "ParaAttention"}
     assert written["own rows"] == before["own rows"] | {"ParaAttention": {"own": {}}}

@@ -93,7 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-record", action="store_true", help="write no file")
     args = parser.parse_args(arguments)
     costs = [cost for world in args.worlds for cost in in_world(world, list(METHODS), call)]
-    trace_alone()
+    # What torch does once per process is not of any world.
+    torch.compile(nn.Linear(4, 4), backend="aot_eager")(torch.randn(2, 4)).sum().backward()
     traces = [cost for world in args.worlds for cost in in_world(world, args.trace, trace)]
     if not args.no_record:
         write_results("far_worlds", {"layers": LAYERS, "calls": costs, "traces": traces})
@@ -111,11 +112,6 @@ def in_world(
             cost = measure(mesh, options)
             print(f"{world} ranks, {method} (ring {ring} × ulysses {ulysses}): {cost}", flush=True)
             yield {"world": world, "method": method, "ring": ring, "ulysses": ulysses, **cost}
-
-
-def trace_alone() -> None:
-    """Compile something first: what torch does once per process is not of any world."""
-    torch.compile(nn.Linear(4, 4), backend="aot_eager")(torch.randn(2, 4)).sum().backward()
 
 
 if __name__ == "__main__":

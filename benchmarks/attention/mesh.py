@@ -125,7 +125,7 @@ def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGro
 Way = Callable[[], Any]
 PARTS = ("fake", "gloo", "flux", "flux, wider")
 # Attention calls one after the other in what is timed, and in a graph: as many as a step of FLUX has.
-CHAIN = 57
+CHAIN, ROUNDS = 57, 40
 
 
 def measure(
@@ -329,32 +329,29 @@ def show(part: str, table: Mapping[str, Mapping[str, Any]]) -> None:
         )
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Measure every part, print and write it."""
     parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--no-record", action="store_true", help="write no file")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     parts: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-        "fake": ("one call on a fake group of 8", partial(measure_fake, options.rounds)),
-        "gloo": ("one call on 2 gloo ranks", partial(measure_on_ranks, measure_ranks, 2, options.rounds)),
+        "fake": ("one call on a fake group of 8", partial(measure_fake, ROUNDS)),
+        "gloo": ("one call on 2 gloo ranks", partial(measure_on_ranks, measure_ranks, 2, ROUNDS)),
         "flux": (
             "FLUX of 57 blocks, 8 heads of 8, 16 tokens per rank, on a fake group of 8",
-            partial(measure_flux, options.rounds, width=8, text=4, image=12),
+            partial(measure_flux, ROUNDS, width=8, text=4, image=12),
         ),
         "flux, wider": (
             "FLUX of 57 blocks, 8 heads of 32, 64 tokens per rank, on a fake group of 8",
-            partial(measure_flux, options.rounds, width=32, text=16, image=48),
+            partial(measure_flux, ROUNDS, width=32, text=16, image=48),
         ),
     }
     for part in options.parts:
         title, run = parts[part]
         table = run()
         show(title, table)
-        if not options.no_record:
-            print(write_results("host_cost", {**read_results("host_cost"), title: table}, "diffusers"))
+        print(write_results("host_cost", {**read_results("host_cost"), title: table}, "diffusers"))
 
 
 if __name__ == "__main__":

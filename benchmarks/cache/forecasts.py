@@ -9,7 +9,6 @@ benchmarks/results/cache_forecasts.json (docs/cache.md).
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
 import warnings
@@ -19,16 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cache.judged import SEED, THINGS, decode, judge, scenes_of
+from benchmarks.cache.judged import SEED, THINGS, decode, judge, mean_and_error, scenes_of
 from benchmarks.cache.ways import generate, load
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
 from zoo.flux import scenes as grammar
 
+CAPTIONS = 24
 THRESHOLDS = (0.12, 0.2, 0.3)
-PARTS = ("forecasts", "rules", "few", "few by rule")
-
-
 FORECASTS: dict[str, dict[str, Any]] = {
     "order 1": {"forecast_order": 1},
     "order 0": {"forecast_order": 0},
@@ -38,11 +35,11 @@ FORECASTS: dict[str, dict[str, Any]] = {
 
 
 class Generator:
-    """A generator of images of the first ``count`` held-out captions."""
+    """A generator of images of the first held-out captions."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self) -> None:
         self.pipe = load()
-        self.captions = [grammar.caption(scene) for scene in scenes_of(count)]
+        self.captions = [grammar.caption(scene) for scene in scenes_of(CAPTIONS)]
         self._references: dict[int, np.ndarray] = {}
 
     def generate(
@@ -65,19 +62,15 @@ class Generator:
             self._references[steps] = self.generate(steps, None)[0]
         return self._references[steps]
 
-    def judged(
-        self, steps: int, options: Callable[[int], dict[str, Any]], against: int | None = None
-    ) -> dict[str, Any]:
+    def judged(self, steps: int, options: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
         images, computed = self.generate(steps, options)
-        judgement = judge(images, self.reference(against or steps))
+        judgement = judge(images, self.reference(steps))
         return {"psnr": judgement["psnr"], "as without": judgement["as without"], "steps": computed}
 
 
 def compared(row: dict[str, Any], baseline: dict[str, Any]) -> list[float]:
     """Return the mean difference in PSNR of the same captions, and its standard error."""
-    differences = [x - y for x, y in zip(row["psnr"], baseline["psnr"], strict=True)]
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return [round(statistics.mean(differences), 2), round(error, 2)]
+    return mean_and_error([x - y for x, y in zip(row["psnr"], baseline["psnr"], strict=True)])
 
 
 def summary(name: str, row: dict[str, Any], baseline: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -140,21 +133,15 @@ def rules(generator: Generator) -> list[dict[str, Any]]:
     costs, rows = hit_costs(generator), []
     for name, thresholds in RULES.items():
         for threshold in thresholds:
-            row = generator.judged(28, lambda i, t=threshold, n=name: {"residual_diff_threshold": t, "rule": n})
-            computed = round(statistics.mean(map(len, row["steps"])), 2)
-            rows.append(with_costs(name, threshold, computed, row["psnr"], costs))
-            print({**rows[-1], "psnr": round(statistics.mean(row["psnr"]), 2)}, flush=True)
+            judged = generator.judged(28, lambda i, t=threshold, n=name: {"residual_diff_threshold": t, "rule": n})
+            computed = round(statistics.mean(map(len, judged["steps"])), 2)
+            # Relative to the costs of all 28 steps.
+            blocks = 1 / 57 if name == "first_block" else 0.0
+            shares = [round((computed + (28 - computed) * at_a_hit) / 28, 4) for at_a_hit in (costs[name], blocks)]
+            row = {"name": name, "threshold": threshold, "computed": computed, "cost of a hit": costs[name]}
+            rows.append({**row, **dict(zip(COSTS, shares, strict=True)), "psnr": judged["psnr"]})
+            print({**rows[-1], "psnr": round(statistics.mean(judged["psnr"]), 2)}, flush=True)
     return [*rows, *[beside for cost in COSTS for beside in _at_equal(rows, cost)]]
-
-
-def with_costs(
-    name: str, threshold: float, computed: float, psnr: Sequence[float], costs: dict[str, float]
-) -> dict[str, Any]:
-    """Return the row for the JSON, with costs relative to those of all 28 steps."""
-    blocks = 1 / 57 if name == "first_block" else 0.0
-    shares = [round((computed + (28 - computed) * at_a_hit) / 28, 4) for at_a_hit in (costs[name], blocks)]
-    described = {"name": name, "threshold": threshold, "computed": computed, "cost of a hit": costs[name]}
-    return {**described, **dict(zip(COSTS, shares, strict=True)), "psnr": psnr}
 
 
 def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
@@ -166,15 +153,8 @@ def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]
             if lower[cost] <= row[cost] < upper[cost]:
                 weight = (row[cost] - lower[cost]) / (upper[cost] - lower[cost])
                 middle = [(1 - weight) * x + weight * y for x, y in zip(lower["psnr"], upper["psnr"], strict=True)]
-                beside = compared(row, {"psnr": middle})
-                comparisons.append(
-                    {
-                        "at equal": cost,
-                        cost: row[cost],
-                        "threshold": row["threshold"],
-                        "psnr beside first_block": beside,
-                    }
-                )
+                described = {"at equal": cost, cost: row[cost], "threshold": row["threshold"]}
+                comparisons.append({**described, "psnr beside first_block": compared(row, {"psnr": middle})})
                 print(comparisons[-1], flush=True)
     return comparisons
 
@@ -210,6 +190,9 @@ def few_by_rule(generator: Generator) -> list[dict[str, Any]]:
     return rows
 
 
+PARTS = {"forecasts": forecasts, "rules": rules, "few": few, "few by rule": few_by_rule}
+
+
 def parts() -> dict[str, list[str]]:
     """Return the tables of docs/cache.md (``few steps by rule``) and docs/measured/cache_quality.md."""
     results = read_results("cache_forecasts")
@@ -238,7 +221,7 @@ def _forecasts_table(results: dict[str, Any]) -> list[str]:
 
 def _few_table(results: dict[str, Any]) -> list[str]:
     rows = []
-    for fewer, plain, straight in _threes(results["rows"]):
+    for fewer, plain, straight in zip(*(results["rows"][i::3] for i in range(3)), strict=True):
         mask = plain["name"].removeprefix("steps ").removesuffix(", order 0")
         rows.append([f"{mask} of {plain['of']}", f"{fewer['psnr']:.1f} dB", _beside(plain), _beside(straight)])
     heads = ["computed", "as many steps, no cache", "`forecast_order=0`", "`forecast_order=1`"]
@@ -267,10 +250,6 @@ def _by_rule_table(results: dict[str, Any]) -> list[str]:
     return markdown_table(["steps", *(row["name"] for row in results["rows"] if row["of"] == 8)], rows)
 
 
-def _threes(rows: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]]:
-    return [rows[i : i + 3] for i in range(0, len(rows), 3)]
-
-
 def _beside(row: dict[str, Any], is_first: bool = False) -> str:
     mean, error = row["psnr beside the first"]
     return f"{row['psnr']:.1f} dB" if is_first else f"{mean:+.1f} ± {error:.1f}"
@@ -279,17 +258,15 @@ def _beside(row: dict[str, Any], is_first: bool = False) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Measure some parts and write them next to the others."""
     parser = parser_of(__doc__)
-    parser.add_argument("--captions", type=int, default=24)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     # Some thresholds skip nothing of some captions.
     warnings.filterwarnings("ignore", message="the cache of the .* skipped")
-    generator = Generator(args.captions)
-    measured = {"forecasts": forecasts, "rules": rules, "few": few, "few by rule": few_by_rule}
+    generator = Generator()
     results = read_results("cache_forecasts")
     for name in args.parts:
-        results[name] = {"captions": args.captions, "rows": measured[name](generator)}
+        results[name] = {"captions": CAPTIONS, "rows": PARTS[name](generator)}
     print(write_results("cache_forecasts", results, "diffusers"))
 
 

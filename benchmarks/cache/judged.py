@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -76,7 +79,6 @@ def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
         "ssim": [round(ssim(x, y), 5) for x, y in pairs],
         "right": [x.all_right for x in verdicts],
         "as without": [x == y for x, y in zip(verdicts, expected, strict=True)],
-        "attributes": [_share(x) for x in verdicts],
     }
 
 
@@ -91,9 +93,10 @@ def psnr(image: np.ndarray, expected: np.ndarray) -> float:
         return float(peak_signal_noise_ratio(expected, image, data_range=1.0))
 
 
-def _share(verdict: Any) -> float:
-    values = (*verdict.colour, *verdict.shape, *verdict.place, *verdict.size, verdict.count, verdict.background)
-    return round(sum(values) / len(values), 4)
+def mean_and_error(differences: Sequence[float]) -> list[float]:
+    """Return the mean, and its standard error."""
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return [round(statistics.mean(differences), 2), round(error, 2)]
 
 
 def _to_8_bit(image: np.ndarray) -> np.ndarray:

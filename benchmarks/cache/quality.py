@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import math
-import statistics
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from benchmarks.cache.judged import images_of, judge
+from benchmarks.cache.judged import images_of, judge, mean_and_error
 from benchmarks.cache.speed import measure
 from benchmarks.cache.ways import NO_CACHE, QUALITY
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 
 PARTS = ("quality", "eager", "compiled")
-STEPS = 28
+STEPS, CAPTIONS = 28, 64
 Row = dict[str, Any]
 
 
@@ -39,7 +38,7 @@ def sweep(count: int) -> list[Row]:
             continue
         images, cost = images_of(way, STEPS, count)
         rows.append({"cache": way.cache, "setting": way.setting, "steps": STEPS, **cost, **judge(images, expected)})
-        means = {name: round(_mean(rows[-1][name]), 4) for name in ("computed", "psnr", "ssim", "as without")}
+        means = {name: round(fmean(rows[-1][name]), 4) for name in ("computed", "psnr", "ssim", "as without")}
         print(way.name, means, flush=True)
     return rows
 
@@ -57,10 +56,10 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
         rows: lists with a value for each caption.
     """
     rows_of_ways = []
-    for row in sorted(rows, key=lambda x: (x["steps"], x["cache"] != "no cache", -_mean(x["computed"]))):
+    for row in sorted(rows, key=lambda x: (x["steps"], x["cache"] != "no cache", -fmean(x["computed"]))):
         summary = {name: row[name] for name in ("cache", "setting", "steps")}
-        for name in ("computed", "psnr", "ssim", "right", "as without", "attributes"):
-            summary[name] = round(_mean(row[name]), 5)
+        for name in ("computed", "psnr", "ssim", "right", "as without"):
+            summary[name] = round(fmean(row[name]), 5)
         summary["least psnr"] = min(row["psnr"])
         for name, cache in BASELINES.items():
             same = [x for x in rows if (x["cache"], x["steps"]) == (cache, row["steps"])]
@@ -79,10 +78,10 @@ def beside(row: Row, baseline: Sequence[Row]) -> list[float] | None:
     >>> beside(row, [{"computed": [3, 3], "psnr": [20.0, 20.0]}, {"computed": [7, 7], "psnr": [30.0, 32.0]}])
     [6.5, 1.5]
     """
-    wanted = _mean(row["computed"])
-    ordered = sorted(baseline, key=lambda x: _mean(x["computed"]))
+    wanted = fmean(row["computed"])
+    ordered = sorted(baseline, key=lambda x: fmean(x["computed"]))
     for lower, upper in itertools.pairwise(ordered):
-        low, high = _mean(lower["computed"]), _mean(upper["computed"])
+        low, high = fmean(lower["computed"]), fmean(upper["computed"])
         # Half a step beyond the curve's ends is still called as many.
         if low - 0.5 <= wanted <= high + 0.5:
             weight = (wanted - low) / (high - low)
@@ -90,8 +89,7 @@ def beside(row: Row, baseline: Sequence[Row]) -> list[float] | None:
                 x - (1 - weight) * a - weight * b
                 for x, a, b in zip(row["psnr"], lower["psnr"], upper["psnr"], strict=True)
             ]
-            error = statistics.stdev(differences) / math.sqrt(len(differences))
-            return [round(_mean(differences), 2), round(error, 2)]
+            return mean_and_error(differences)
     return None
 
 
@@ -140,10 +138,6 @@ def about(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def parts() -> dict[str, list[str]]:
     """Return the parts of docs/measured/cache_quality.md."""
     return parts_of(read_results("cache_quality"))
@@ -158,13 +152,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure some parts and write them next to the others."""
     parser = parser_of(__doc__)
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="what to measure")
-    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15, help="of the seconds")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results = read_results("cache_quality")
     if "quality" in args.parts:
-        results |= {"captions": args.prompts, "quality": summaries(sweep(args.prompts))}
+        results |= {"captions": CAPTIONS, "quality": summaries(sweep(CAPTIONS))}
     for name in ("eager", "compiled"):
         if name in args.parts:
             results[name] = measure(args.rounds, compiled=name == "compiled")

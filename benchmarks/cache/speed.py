@@ -63,7 +63,6 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(index, compiled, theirs), daemon=True)
-        self._index, self._compiled = index, compiled
 
     def __enter__(self) -> _Worker:
         return self

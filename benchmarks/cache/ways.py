@@ -56,22 +56,19 @@ class EasyCache:
     def reset(self) -> None:
         """Forget the previous generation."""
         self._calls, self._error = 0, 0.0
-        self._input: Tensor | None = None
-        self._computed_input: Tensor | None = None
-        self._output: Tensor | None = None
-        self._rate: float | None = None
+        # The last input, then those of computed steps; ``_rate`` needs two of them.
+        self._input = self._computed_input = self._output = self._rate = None
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor]:
         """Return the velocity, computed or skipped."""
-        if self._input is not None and self._output is not None and self._computed_input is not None:
-            if self._rate is not None:
-                change = (hidden_states - self._input).abs().mean()
-                self._error += self._rate * float(change / self._output.abs().mean())
-            if self._rate is not None and self._calls >= self._warmup_steps and self._error < self._threshold:
+        if self._rate is not None:
+            change = (hidden_states - self._input).abs().mean()
+            self._error += self._rate * float(change / self._output.abs().mean())
+            if self._calls >= self._warmup_steps and self._error < self._threshold:
                 self._calls, self._input = self._calls + 1, hidden_states
                 return (hidden_states + (self._output - self._computed_input),)
         (output,) = self._compute(hidden_states, **kwargs)
-        if self._output is not None and self._computed_input is not None:
+        if self._output is not None:
             moved = (hidden_states - self._computed_input).abs().mean()
             self._rate = float((output - self._output).abs().mean() / moved)
         self._input = self._computed_input = hidden_states
@@ -164,11 +161,6 @@ def by_input(threshold: float) -> Way:
     return ours(threshold, "para_core modulated_input", rule="modulated_input", forecast_order=1)
 
 
-def foca(threshold: float) -> Way:
-    """Return para_core with the forecast of FoCa."""
-    return ours(threshold, "para_core first_block, foca", forecast=FOCA)
-
-
 def easy_cache(threshold: float, warmup: int = 3) -> Way:
     """Return the rule of EasyCache, outside para_core."""
 
@@ -206,29 +198,29 @@ def _mag_ratios(steps: int) -> tuple[float, ...]:
     return tuple(ast.literal_eval(output.getvalue().strip().splitlines()[-1]))
 
 
-def taylor_seer(interval: int, order: int = 1) -> Way:
+def taylor_seer(interval: int) -> Way:
     """Return TaylorSeer in lite mode, which skips all blocks; the full mode skips attention only."""
 
     def config(pipe: FluxPipeline, steps: int) -> TaylorSeerCacheConfig:
         return TaylorSeerCacheConfig(
-            cache_interval=interval, max_order=order, taylor_factors_dtype=torch.float32, use_lite_mode=True
+            cache_interval=interval, max_order=1, taylor_factors_dtype=torch.float32, use_lite_mode=True
         )
 
-    return _diffusers(f"TaylorSeer, lite, order {order}", f"every {interval} steps", config)
+    return _diffusers("TaylorSeer, lite, order 1", f"every {interval} steps", config)
 
 
-def sea_cache(threshold: float, order: int = 1, skips: int = 2) -> Way:
+def sea_cache(threshold: float, skips: int = 2) -> Way:
     """Return SeaCache with what FLUX's pipeline does not pass: latents as ``[C, T, H, W]``, and the step."""
 
     def put(pipe: FluxPipeline, steps: int) -> None:
         config = SeaCacheConfig(
-            threshold=threshold, residual_order=order, max_consecutive_cached=skips, raw_vision_callback=_latents
+            threshold=threshold, residual_order=1, max_consecutive_cached=skips, raw_vision_callback=_latents
         )
         pipe.transformer.enable_cache(config)
         _tell_where(pipe)
 
     limit = f", at most {skips} in a row" if skips else ""
-    return Way(f"diffusers SeaCache, order {order}{limit}", f"threshold {threshold:g}", put)
+    return Way(f"diffusers SeaCache, order 1{limit}", f"threshold {threshold:g}", put)
 
 
 def _latents(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -296,7 +288,7 @@ QUALITY: tuple[Way, ...] = (
     cache_dit(0.12, 4, 1),
     cache_dit(0.12),
     forecast(0.12, order=2),
-    foca(0.12),
+    ours(0.12, "para_core first_block, foca", forecast=FOCA),
     sea_cache(0.5),
     taylor_seer(3),
     easy_cache(0.05),

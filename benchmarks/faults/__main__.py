@@ -45,7 +45,7 @@ from benchmarks.faults.cells import (
 )
 from benchmarks.faults.page import verdict
 from benchmarks.faults.rank import SLEEP, TIMEOUT, run_rank
-from benchmarks.harness import RESULTS, environment, parser_of
+from benchmarks.harness import parser_of, read_results, write_results
 from para_core import version
 from tests.nodes.hosts import Hosts, open_hosts
 
@@ -182,14 +182,13 @@ def expected_image(pipeline: str) -> Any:
         return build(pipeline)(**call_of(pipeline))[0]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--cells", nargs="+", default=[""], help="only those whose name contains one of these")
     parser.add_argument("--again", action="store_true", help="those that were done before, too")
-    parser.add_argument("--output", type=Path, default=RESULTS / "faults.json")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    results = json.loads(args.output.read_text()) if args.output.exists() else {"cells": {}}
+    results = {**read_results("faults"), "timeout": TIMEOUT, "sleep": SLEEP}
     cells = [cell for cell in all_cells() if any(text in cell.name for text in args.cells)]
     cells = [cell for cell in cells if args.again or cell.name not in results["cells"]]
     version.version_and_sources()  # once, for all ranks: sources may be edited while this runs
@@ -197,7 +196,6 @@ def main(arguments: list[str] | None = None) -> None:
     # The garbage collector of each forked rank would walk these objects, and so copy their pages.
     gc.freeze()
     with open_hosts(NUM_HOSTS) as hosts:
-        results |= {"environment": environment("diffusers"), "timeout": TIMEOUT, "sleep": SLEEP}
         results["hosts"] = "network namespaces" if hosts.namespaces else "loopback addresses"
         for number, cell in enumerate(cells):
             if cell.of_link and not hosts.namespaces:
@@ -207,7 +205,7 @@ def main(arguments: list[str] | None = None) -> None:
                 result = run_cell(cell, hosts, expected[cell.pipeline])
             result["verdict"] = verdict(result)
             results["cells"][cell.name] = result
-            args.output.write_text(json.dumps(results, indent=1) + "\n")
+            write_results("faults", results, "diffusers")
             print(f"{number + 1}/{len(cells)} {cell.name}: {result['verdict']}", flush=True)
 
 

@@ -38,6 +38,9 @@ from para_core import init_context_parallel_mesh, version
 from para_core.adapters import parallelize_pipe
 
 OTHER_PROMPT = "a small blue square"
+CALLBACK_INPUTS = {"callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+TIMEOUT = 8.0  # seconds that a collective waits
+SLEEP = TIMEOUT + 6.0
 
 
 class _AtFirstAttention(TorchDispatchMode):
@@ -87,7 +90,7 @@ def _once(strike: Callable[[], None]) -> Callable[..., None]:
     return lambda *_: left.pop()() if left else None
 
 
-def process_fault(fault: str, note: Callable[[], None], sleep: float) -> Callable[[], None]:
+def process_fault(fault: str, note: Callable[[], None]) -> Callable[[], None]:
     """Return a function that strikes this process with ``fault``; it calls ``note`` right before."""
 
     def strike() -> None:
@@ -97,11 +100,9 @@ def process_fault(fault: str, note: Callable[[], None], sleep: float) -> Callabl
         elif fault == "raises":
             raise ValueError("something that only this rank found")
         elif fault == "sleeps":
-            time.sleep(sleep)
-        elif fault == "out of memory":
+            time.sleep(SLEEP)
+        else:  # out of memory
             torch.empty(1 << 50)
-        else:
-            raise ValueError(f"fault is {fault!r}")
 
     return strike
 
@@ -161,16 +162,12 @@ def _given_by_callback(cell: Cell, note: Callable[[], None]) -> dict[str, Any]:
         }
         return {**tensors, **changed.get(cell.fault, {})}
 
-    return {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    return {"callback_on_step_end": callback, **CALLBACK_INPUTS}
 
 
 def unchanging_callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
     """Change nothing: the callback of the other ranks if the faulty rank's callback changes something."""
     return tensors
-
-
-TIMEOUT = 8.0  # seconds that a collective waits
-SLEEP = TIMEOUT + 6.0
 
 
 def run_rank(cell: Cell, rank: int, folder: Path, store: tuple[str, int], expected: Any) -> None:
@@ -192,15 +189,9 @@ def run_rank(cell: Cell, rank: int, folder: Path, store: tuple[str, int], expect
 
 def _connect(rank: int, store: tuple[str, int]) -> None:
     """Connect as under torchrun, where the agent and no rank holds the store."""
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": 4,
-        "LOCAL_RANK": rank % 2,
-        "MASTER_ADDR": store[0],
-        "MASTER_PORT": store[1],
-    }
+    agent = {"MASTER_ADDR": store[0], "MASTER_PORT": store[1], "TORCHELASTIC_USE_AGENT_STORE": True}
+    variables = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank % 2, **agent}
     os.environ.update({name: str(value) for name, value in variables.items()})
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
 
 
@@ -219,7 +210,7 @@ def _generate(cell: Cell, rank: int, folder: Path) -> Any:
             # All have a callback, or none: they would be told of it.
             more = {"callback_on_step_end": unchanging_callback} if cell.moment == STEPS else {}
             return pipe(**call_of(cell.pipeline, **more))[0]
-        struck = link_fault(folder, note) if cell.of_link else process_fault(cell.fault, note, SLEEP)
+        struck = link_fault(folder, note) if cell.of_link else process_fault(cell.fault, note)
         with at(cell.moment, pipe, struck) as more:
             return pipe(**call_of(cell.pipeline, **more))[0]
 
@@ -231,6 +222,5 @@ def _generate_otherwise(cell: Cell, pipe: Any, note: Any) -> Any:
     if note is not None:
         more = given(cell, pipe, note)
     elif cell.moment == STEPS:
-        names = ["latents", "prompt_embeds"]
-        more = {"callback_on_step_end": unchanging_callback, "callback_on_step_end_tensor_inputs": names}
+        more = {"callback_on_step_end": unchanging_callback, **CALLBACK_INPUTS}
     return pipe(**call_of(cell.pipeline, **more))[0]

@@ -60,11 +60,12 @@ REQUIREMENTS = (
 )
 # The first pip that refuses para-attn for a direct URL in an extra that is not asked for is somewhere above.
 PIP = "pip<24"
+TIMEOUT = 40  # seconds without a result that are called a hang
 
 
-def python_with_peers(folder: Path) -> Path:
-    """Return the interpreter of an environment under ``folder`` that has all peers; made once, then reused."""
-    environment = folder / f"python{sys.version_info[0]}.{sys.version_info[1]}"
+def python_with_peers() -> Path:
+    """Return the interpreter of an environment in the user's cache that has all peers; made once, then reused."""
+    environment = Path.home() / ".cache/para_core/peers" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     python, stamp = environment / "bin" / "python", environment / "installed.txt"
     constraints = (ROOT / "constraints.txt").read_text()
     wanted = "\n".join([PIP, *REQUIREMENTS, *PEERS, constraints])
@@ -106,25 +107,19 @@ def ask(python: Path, peer: str, rows: list[str], *, stand_ins: bool, timeout: f
         return json.loads(result.read_text())
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Install, run, write."""
     parser = parser_of(__doc__)
-    cache = Path.home() / ".cache" / "para_core" / "peers"
-    parser.add_argument("--environments", type=Path, default=cache, help="where the peers are installed")
-    parser.add_argument("--timeout", type=float, default=40, help="seconds without a result that are called a hang")
     parser.add_argument("--peers", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="PEER")
-    parser.add_argument("--rows", nargs="+", default=[row.name for row in ROWS], metavar="ROW")
-    args = parser.parse_args(arguments)
-    python = python_with_peers(args.environments)
-    outcomes = {peer: ask(python, peer, args.rows, stand_ins=True, timeout=args.timeout) for peer in args.peers}
+    peers = parser.parse_args().peers
+    python, rows = python_with_peers(), [row.name for row in ROWS]
+    outcomes = {peer: ask(python, peer, rows, stand_ins=True, timeout=TIMEOUT) for peer in peers}
     # Longer: DTensor alone takes most of a minute to derive how the CPU's own operator is sharded.
-    patience = 5 * args.timeout
-    unpatched = {peer: ask(python, peer, [ROWS[0].name], stand_ins=False, timeout=patience) for peer in args.peers}
-    if args.rows == [row.name for row in ROWS]:  # some rows of a column replace nothing
-        record(outcomes, unpatched, args.timeout)
+    unpatched = {peer: ask(python, peer, rows[:1], stand_ins=False, timeout=5 * TIMEOUT) for peer in peers}
+    record(outcomes, unpatched)
 
 
-def record(outcomes: dict[str, Any], unpatched: dict[str, Any], timeout: float) -> None:
+def record(outcomes: dict[str, Any], unpatched: dict[str, Any]) -> None:
     """Write the JSON. Columns that were not asked stay, with their date."""
     earlier = read_results("peers")
     versions, dates = earlier["versions of the peers"], earlier["dates"]
@@ -138,7 +133,7 @@ def record(outcomes: dict[str, Any], unpatched: dict[str, Any], timeout: float) 
     names = [name for name in COLUMNS.values() if name in cells]
     results = {
         "backend": "gloo, 2 ranks (2 × 2: 4)",
-        "timeout": timeout,
+        "timeout": TIMEOUT,
         "dates": dates,
         "versions of the peers": versions,
         "unpatched": {name: bare[name] for name in names},

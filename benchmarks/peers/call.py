@@ -50,11 +50,15 @@ class Row:
         generator = torch.Generator().manual_seed(1)
         return torch.randn(self.B, self.H, self.S, self.D_v or self.D, generator=generator).to(self.dtype)
 
+    def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Run SDPA as this row asks for it. What replaces SDPA gets ``enable_gqa`` only if heads are shared."""
+        options = {"enable_gqa": True} if self.H_kv is not None else {}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.is_causal, **options)
+
     def on_one_device(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return out, then the gradients of query, key and value if they are compared."""
         q, k, v = (x.to(dtype or self.dtype).requires_grad_(self.backward) for x in self.qkv())
-        mask = self.whole_mask()
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.is_causal, enable_gqa=self.H_kv is not None)
+        out = self.sdpa(q, k, v, self.whole_mask())
         if not self.backward:
             return [out]
         (out * self.weight().to(out.dtype)).sum().backward()
@@ -186,6 +190,11 @@ class Call:
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function``, compiled if the row says so."""
         return torch.compile(function, fullgraph=True, backend="aot_eager") if self.row.compiled else function
+
+    def run(self, cut: Cut, attend: Callable[..., Tensor]) -> RankOutput:
+        """Run ``attend(query, key, value, mask)`` on this rank's parts."""
+        leaves, positions = self.tokens(cut), self.positions(cut)
+        return self.finish(self.compiled(attend)(*leaves, self.mask(*positions)), leaves, *positions)
 
     def finish(self, out: Tensor, leaves: list[Tensor], positions: Tensor, key_positions: Tensor) -> RankOutput:
         """Run the backward if the row has one; inside the peer's context, if that is open for it."""

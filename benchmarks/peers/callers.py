@@ -25,33 +25,24 @@ class Caller:
 
     Args:
         packages: whose versions are recorded, beside torch.
-        ways: of "Ulysses", "ring" and "2 × 2".
         prepare: import it, before ranks are forked; ``stand_ins``: with kernels for the CPU.
         settings: of a row, in the order in which they are tried.
         attend: one call on one rank.
+        ways: of "Ulysses", "ring" and "2 × 2".
         own_rows: what this peer is asked besides the rows of the table, on 2 ranks.
         facts: results without attention, for the JSON.
     """
 
     packages: tuple[str, ...]
-    ways: tuple[str, ...]
     prepare: Callable[..., None]
     settings: Callable[..., list[Setting]]
     attend: Callable[[Call], RankOutput]
+    ways: tuple[str, ...] = ("Ulysses", "ring", "2 × 2")
     own_rows: tuple[Row, ...] = ()
     facts: Callable[[], dict[str, Any]] = dict
 
 
-# -- para_core, as docs/own_model.md says.
-
-
-def _prepare_para_core(*, stand_ins: bool) -> None:
-    """Do nothing: para_core needs no stand-ins."""
-
-
-def _settings_para_core(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return the only setting: a mask is passed whole."""
-    return [{}]
+# -- para_core, as docs/own_model.md says. It needs no stand-ins, and a mask is passed whole.
 
 
 def _attend_para_core(call: Call) -> RankOutput:
@@ -68,16 +59,7 @@ def _attend_para_core(call: Call) -> RankOutput:
         def cut(x: Tensor) -> Tensor:
             return cp.shard(x, dim=2, sequence=cp.sequence(x.shape[2]))
 
-        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            return F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=row.is_causal, enable_gqa=row.H_kv is not None
-            )
-
-        with torch.no_grad():
-            leaves, positions = call.tokens(cut), call.positions(cut)
-        leaves = [x.requires_grad_(row.backward) for x in leaves]
-        out = call.compiled(run)(*leaves, call.mask(*positions))
-        return call.finish(out, leaves, *positions)
+        return call.run(cut, row.sdpa)
 
 
 # -- diffusers' native context parallelism, and cache-dit's: ``dispatch_attention_fn``, which their processors call.
@@ -93,14 +75,17 @@ def _prepare_diffusers(*, stand_ins: bool) -> None:
 
 def _settings_diffusers(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
     """Return masks as its plans shard them, then all other forms; then both with ``…_anything``."""
+    backend = "_native_cudnn" if ring > 1 and stand_ins else "native"
+    if ring > 1 and ulysses > 1:
+        return _settings_of_dispatch(row, ring, ulysses, backend, None)  # "cannot be enabled when" both are
+    return _settings_of_dispatch(row, ring, ulysses, backend, "ring_anything" if ring > 1 else "ulysses_anything")
+
+
+def _settings_of_dispatch(row: Row, ring: int, ulysses: int, backend: str, anything: str | None) -> list[Setting]:
     # Its `_cp_plan`s shard masks of keys like the keys, and its Ulysses gathers them.
     forms = mask_forms(row, ulysses, first="columns" if row.mask == "padding" else "whole")
-    backend = "_native_cudnn" if ring > 1 and stand_ins else "native"
     plain = [{**form, "backend": backend} for form in forms]
-    if ring > 1 and ulysses > 1:
-        return plain  # "cannot be enabled when" both are
-    anything = {"ring_anything" if ring > 1 else "ulysses_anything": True}
-    anyhow = [{**setting, **anything} for setting in plain]
+    anyhow = [{**setting, anything: True} for setting in plain if anything is not None]
     # Their documentation says which of the two an uneven row is for.
     return anyhow + plain if row.S % (ring * ulysses) or row.H % ulysses else plain + anyhow
 
@@ -111,10 +96,10 @@ def _attend_diffusers(call: Call) -> RankOutput:
     from diffusers.hooks.context_parallel import EquipartitionSharder, PartitionAnythingSharder
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
-    anything = {name: True for name in call.setting if name.endswith("_anything")}
-    config = ContextParallelConfig(ring_degree=call.ring, ulysses_degree=call.ulysses, **anything)
-    shard = PartitionAnythingSharder.shard_anything if anything else EquipartitionSharder.shard
-    return _dispatch(call, config, ParallelConfig(context_parallel_config=config), shard, dispatch_attention_fn)
+    shard = EquipartitionSharder.shard, PartitionAnythingSharder.shard_anything
+    return _dispatch(
+        call, ContextParallelConfig, lambda x: ParallelConfig(context_parallel_config=x), shard, dispatch_attention_fn
+    )
 
 
 def _prepare_cache_dit(*, stand_ins: bool) -> None:
@@ -129,10 +114,7 @@ def _prepare_cache_dit(*, stand_ins: bool) -> None:
 
 def _settings_cache_dit(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
     """Return its native backend, with ``ulysses_anything`` where that may be."""
-    forms = mask_forms(row, ulysses, first="columns" if row.mask == "padding" else "whole")
-    plain = [{**form, "backend": "native"} for form in forms]
-    anyhow = [{**setting, "ulysses_anything": True} for setting in plain] if ring == 1 else []
-    return anyhow + plain if row.S % (ring * ulysses) or row.H % ulysses else plain + anyhow
+    return _settings_of_dispatch(row, ring, ulysses, "native", "ulysses_anything" if ring == 1 else None)
 
 
 def _attend_cache_dit(call: Call) -> RankOutput:
@@ -141,17 +123,22 @@ def _attend_cache_dit(call: Call) -> RankOutput:
     from cache_dit.distributed.core._context_parallel import _EquipartitionSharder, _PartitionAnythingSharder
     from cache_dit.distributed.core._modeling_parallel import _ContextParallelConfig
 
-    anything = {name: True for name in call.setting if name.endswith("_anything")}
-    config = _ContextParallelConfig(ring_degree=call.ring, ulysses_degree=call.ulysses, **anything)
-    shard = _PartitionAnythingSharder.shard_anything if anything else _EquipartitionSharder.shard
-    return _dispatch(call, config, config, shard, _dispatch_attention_fn)
+    shard = _EquipartitionSharder.shard, _PartitionAnythingSharder.shard_anything
+    return _dispatch(call, _ContextParallelConfig, lambda x: x, shard, _dispatch_attention_fn)
 
 
 def _dispatch(
-    call: Call, config: Any, parallel: Any, shard: Callable[..., Tensor], attend: Callable[..., Any]
+    call: Call,
+    make: Callable[..., Any],
+    parallel_of: Callable[[Any], Any],
+    shards: tuple[Callable[..., Tensor], Callable[..., Tensor]],
+    attend: Callable[..., Any],
 ) -> RankOutput:
-    """Run one call of ``dispatch_attention_fn``; layout ``[B, S, H, D]``."""
+    """Run one call of ``dispatch_attention_fn``; layout ``[B, S, H, D]``. ``shards``: into equal parts, and any."""
     row = call.row
+    anything = {name: True for name in call.setting if name.endswith("_anything")}
+    config = make(ring_degree=call.ring, ulysses_degree=call.ulysses, **anything)
+    parallel, shard = parallel_of(config), shards[bool(anything)]
     mesh = init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
     parallel.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
 
@@ -169,9 +156,7 @@ def _dispatch(
         )
         return out.transpose(1, 2)
 
-    leaves, positions = call.tokens(cut), call.positions(cut)
-    out = call.compiled(run)(*leaves, call.mask(*positions))
-    return call.finish(out, leaves, *positions)
+    return call.run(cut, run)
 
 
 # -- ParaAttention: ``UnifiedAttnMode`` on a mesh of ``init_context_parallel_mesh``, as its README says.
@@ -187,31 +172,20 @@ def _prepare_para_attn(*, stand_ins: bool) -> None:
         para_attn.ops._attention_forward_with_lse = para_attn.ops.efficient_attention_forward_with_lse
 
 
-def _settings_para_attn(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return all forms of a mask, the whole one first: its README says nothing of masks."""
-    return mask_forms(row, ulysses)
-
-
 def _attend_para_attn(call: Call) -> RankOutput:
     """Run one call of SDPA inside the mode."""
     from para_attn import UnifiedAttnMode
     from para_attn import primitives as parallel
     from para_attn.context_parallel import init_context_parallel_mesh
 
-    row = call.row
     mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=call.ring)
 
     def cut(x: Tensor) -> Tensor:
         return parallel.get_assigned_chunk(x, dim=2)
 
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        options = {"enable_gqa": True} if row.H_kv is not None else {}
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=row.is_causal, **options)
-
     leaves, positions = call.tokens(cut), call.positions(cut)
-    run = call.compiled(run)
     with UnifiedAttnMode(mesh):
-        out = run(*leaves, call.mask(*positions))
+        out = call.compiled(call.row.sdpa)(*leaves, call.mask(*positions))
     return call.finish(out, leaves, *positions)
 
 
@@ -261,9 +235,7 @@ def _attend_yunchang(call: Call) -> RankOutput:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
         return attention(q, k, v, causal=call.row.is_causal, **options).transpose(1, 2)
 
-    leaves, positions = call.tokens(cut), call.positions(cut)
-    out = call.compiled(run)(*leaves, call.mask(*positions))
-    return call.finish(out, leaves, *positions)
+    return call.run(cut, run)
 
 
 # -- PyTorch's ``torch.distributed.tensor.experimental.context_parallel``, a ring, as its tutorial says.
@@ -303,17 +275,13 @@ def _attend_torch(call: Call) -> RankOutput:
     parts = [part.clone() for part in parts]
     cut_ones = [x for i, x in enumerate(parts) if not (row.text_whole and i % 2 == 0)]
 
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        options = {"enable_gqa": True} if row.H_kv is not None else {}
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=row.is_causal, **options)
-
     only_math = sdpa_kernel(SDPBackend.MATH) if call.setting["operator"] == "math" else contextlib.nullcontext()
     with only_math, context_parallel(mesh, buffers=cut_ones, buffer_seq_dims=[2] * len(cut_ones)):
         each = 2 if row.text else 1
         joined = [torch.cat(parts[i : i + each], dim=2) for i in range(0, len(parts), each)]
         leaves = [x.requires_grad_(row.backward) for x in joined[:3]]
         positions = [x.flatten() for x in joined[3:]]
-        out = call.compiled(run)(*leaves, call.mask(*positions))
+        out = call.compiled(row.sdpa)(*leaves, call.mask(*positions))
         return call.finish(out, leaves, *positions)
 
 
@@ -340,17 +308,21 @@ def _as_on_a_gpu(operator: str) -> Callable[..., Tensor]:
     return scaled_dot_product_attention
 
 
-ALL_WAYS = ("Ulysses", "ring", "2 × 2")
 CALLERS = {
-    "with_para_core": Caller((), ALL_WAYS, _prepare_para_core, _settings_para_core, _attend_para_core),
-    "with_diffusers": Caller(("diffusers",), ALL_WAYS, _prepare_diffusers, _settings_diffusers, _attend_diffusers),
-    "with_para_attn": Caller(("para-attn",), ALL_WAYS, _prepare_para_attn, _settings_para_attn, _attend_para_attn),
-    "with_yunchang": Caller(("yunchang",), ALL_WAYS, _prepare_yunchang, _settings_yunchang, _attend_yunchang),
-    "with_xdit": Caller(("xfuser",), ALL_WAYS, xdit.prepare, xdit.settings, xdit.attend, own_rows=xdit.COSMOS3),
-    "with_cache_dit": Caller(("cache-dit",), ALL_WAYS, _prepare_cache_dit, _settings_cache_dit, _attend_cache_dit),
+    "with_para_core": Caller((), lambda **_: None, lambda *_, **__: [{}], _attend_para_core),
+    "with_diffusers": Caller(("diffusers",), _prepare_diffusers, _settings_diffusers, _attend_diffusers),
+    "with_para_attn": Caller(
+        # Its README says nothing of masks.
+        ("para-attn",),
+        _prepare_para_attn,
+        lambda row, ring, ulysses, **_: mask_forms(row, ulysses),
+        _attend_para_attn,
+    ),
+    "with_yunchang": Caller(("yunchang",), _prepare_yunchang, _settings_yunchang, _attend_yunchang),
+    "with_xdit": Caller(("xfuser",), xdit.prepare, xdit.settings, xdit.attend, own_rows=xdit.COSMOS3),
+    "with_cache_dit": Caller(("cache-dit",), _prepare_cache_dit, _settings_cache_dit, _attend_cache_dit),
     "with_sglang": Caller(
         ("sglang",),
-        ALL_WAYS,
         servers.prepare_sglang,
         servers.settings_sglang,
         servers.attend_sglang,
@@ -359,11 +331,10 @@ CALLERS = {
     ),
     "with_vllm_omni": Caller(
         ("vllm-omni",),
-        ALL_WAYS,
         servers.prepare_vllm_omni,
         servers.settings_vllm_omni,
         servers.attend_vllm_omni,
         own_rows=(MASKED_TEXT,),
     ),
-    "with_torch": Caller((), ("ring",), _prepare_torch, _settings_torch, _attend_torch),
+    "with_torch": Caller((), _prepare_torch, _settings_torch, _attend_torch, ways=("ring",)),
 }

@@ -47,7 +47,8 @@ def attention_backward(
     grad_scores = weights * (grad @ _for_all_heads(v, q).float().mT - rowsum)
     grad_scores = grad_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     grad_q = grad_scores @ _for_all_heads(k, q).float()
-    grad_k, grad_v = (_of_shared_heads(x, k) for x in (grad_scores.mT @ q.float(), weights.mT @ grad))
+    # Of heads that share a key, the sum.
+    grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_scores.mT @ q.float(), weights.mT @ grad))
     return tuple(_lie_like(g.to(x.dtype), x) for g, x in ((grad_q, q), (grad_k, k), (grad_v, v)))
 
 
@@ -69,10 +70,6 @@ def _weights(
 
 def _for_all_heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
-
-
-def _of_shared_heads(grad: Tensor, k: Tensor) -> Tensor:
-    return grad.unflatten(1, (k.shape[1], -1)).sum(2)
 
 
 def _lie_like(x: Tensor, like: Tensor) -> Tensor:
@@ -106,13 +103,9 @@ def _aten_flash_backward(
     return attention_backward(grad, q, k, v, None, _triangle(q, k, is_causal), scale, out, lse)
 
 
-def _check_equal_heads(q: Tensor, k: Tensor) -> None:
+def _aten_efficient(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None) -> tuple[Tensor, ...]:
     if k.shape[1] != q.shape[1]:
         raise RuntimeError(f"efficient attention: {q.shape[1]} query heads, {k.shape[1]} key heads (stand-in)")
-
-
-def _aten_efficient(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None) -> tuple[Tensor, ...]:
-    _check_equal_heads(q, k)
     out, lse = attention(q, k, v, bias, _triangle(q, k, is_causal), scale)
     seed = torch.empty((), dtype=torch.long)
     return out, lse, seed, seed.clone()

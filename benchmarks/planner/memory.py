@@ -45,11 +45,16 @@ from para_core.weights.parameters import plain_tensors
 
 @dataclass(frozen=True)
 class Stack:
-    """A transformer whose call is measured, with the size of a generation."""
+    """A transformer whose call is measured, with the size of a generation.
+
+    Args:
+        meshes: dims, and whether fsdp shards the weights over the sequence ranks.
+    """
 
     cls: str
     config: dict[str, Any]
     sizes: GenerationSizes
+    meshes: tuple[tuple[dict[str, int], bool], ...]
 
 
 STACKS = {
@@ -57,6 +62,7 @@ STACKS = {
         "FluxTransformer2DModel",
         {"num_layers": 1, "num_single_layers": 2, "guidance_embeds": True},
         GenerationSizes(512, 512, 1, 128, dtype=torch.bfloat16),
+        (({}, False), ({"ulysses": 2}, False), ({"tensor": 2}, False), ({"ulysses": 2}, True)),
     ),
     "small FLUX, float32": Stack(
         "FluxTransformer2DModel",
@@ -70,29 +76,15 @@ STACKS = {
             "axes_dims_rope": (16, 24, 24),
         },
         GenerationSizes(1024, 1024, 1, 128, dtype=torch.float32),
+        (({}, False), ({"ring": 2}, False), ({"tensor": 2}, False), ({"pipe": 2}, False), ({"ring": 2}, True)),
     ),
     "small Wan, float32": Stack(
         "WanTransformer3DModel",
         {"num_layers": 6, "num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "text_dim": 256},
         GenerationSizes(512, 512, 9, 128, dtype=torch.float32),
+        (({}, False), ({"ulysses": 2}, False), ({"tensor": 2}, False)),
     ),
 }
-# The stack and the mesh dims; ``fsdp`` shards the weights over the sequence ranks.
-ROWS: tuple[tuple[str, dict[str, int], bool], ...] = tuple(
-    (name, dims, fsdp)
-    for name, rows in zip(
-        STACKS,
-        (
-            (({}, False), ({"ulysses": 2}, False), ({"tensor": 2}, False), ({"ulysses": 2}, True)),
-            (({}, False), ({"ring": 2}, False), ({"tensor": 2}, False), ({"pipe": 2}, False), ({"ring": 2}, True)),
-            (({}, False), ({"ulysses": 2}, False), ({"tensor": 2}, False)),
-        ),
-        strict=True,
-    )
-    for dims, fsdp in rows
-)
-
-
 NUM_PROMPTS = 50
 
 
@@ -120,13 +112,13 @@ def measured(name: str, dims: dict[str, int], fsdp: bool) -> dict[str, Any]:
     """Return the bytes of weights on this rank, and the largest that a call has allocated at once."""
     stack = STACKS[name]
     transformer = transformer_of(stack)
-    pipeline = FluxPipeline if stack.cls.startswith("Flux") else WanPipeline
-    empty = dict.fromkeys(
-        ("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-        if pipeline is FluxPipeline
-        else ("vae", "text_encoder", "tokenizer")
+    is_flux = stack.cls.startswith("Flux")
+    others = ("text_encoder_2", "tokenizer_2") if is_flux else ()
+    pipe = (FluxPipeline if is_flux else WanPipeline)(
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        transformer=transformer,
+        **dict.fromkeys(("vae", "text_encoder", "tokenizer", *others)),
     )
-    pipe = pipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **empty)
     if dims:
         mesh = init_context_parallel_mesh("cpu", **{f"max_{dim}_dim_size": size for dim, size in dims.items()})
         weights: Any = "fsdp" if fsdp else "tensor" if "tensor" in dims else None
@@ -219,7 +211,7 @@ def main() -> None:
         print(*rows, write_results("encode_first", {"prompts": NUM_PROMPTS, "rows": rows}, "diffusers"), sep="\n")
         return
     rows = []
-    for name, dims, fsdp in ROWS:
+    for name, dims, fsdp in ((name, *mesh) for name, stack in STACKS.items() for mesh in stack.meshes):
         mesh = (", ".join(f"{dim} {size}" for dim, size in dims.items()) or "one rank") + ", fsdp" * fsdp
         own = measure_on_ranks(measured, MeshShape(**dims).ranks, name, dims, fsdp)
         counted, foreseen = own["weights"] + own["allocated"], predicted(STACKS[name], dims, fsdp)

@@ -1,6 +1,6 @@
 """The number of diffusers classes for which `propose_plan` finds the plan without help.
 
-    python -m benchmarks.planner.propose [--models flux wan ...]
+    python -m benchmarks.planner.propose
 
 Each tiny model of `zoo.tiny.transformers.registry` is shown two calls, and nothing that `adapters/models/` knows of it.
 What is proposed is then checked once more, at sizes and on meshes that the search has not seen.
@@ -79,14 +79,12 @@ def score(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--models", nargs="*", default=[*MODELS])
-    arguments = parser.parse_args()
+    parser_of(__doc__).parse_args()
     torch.set_num_threads(1)
     # Mochi asks for an autocast that the CPU does not have.
     warnings.filterwarnings("ignore", message="In CPU autocast")
     rows = []
-    for name in arguments.models:
+    for name in MODELS:
         rows.append(score(name))
         print(
             f"{rows[-1]['verdict']:8} {name:45} {rows[-1].get('error', '')} {rows[-1].get('blocks', '')} "
@@ -95,8 +93,7 @@ def main() -> None:
         )
     counts = {verdict: classes_of(rows, verdict) for verdict in ("found", "asked", "wrong")}
     print(", ".join(f"{verdict}: {len(classes)} classes" for verdict, classes in counts.items()))
-    if arguments.models == [*MODELS]:
-        write_results("propose", {"shown": SHOWN, "unseen": UNSEEN, "meshes": MESHES, "models": rows}, "diffusers")
+    write_results("propose", {"shown": SHOWN, "unseen": UNSEEN, "meshes": MESHES, "models": rows}, "diffusers")
 
 
 def classes_of(rows: list[dict[str, Any]], verdict: str) -> list[str]:
@@ -107,21 +104,19 @@ def classes_of(rows: list[dict[str, Any]], verdict: str) -> list[str]:
 def parts() -> dict[str, list[str]]:
     """Return the table of docs/new_model.md. The JSON has the verdict of each model."""
     rows = read_results("propose")["models"]
-    proposed = classes_of(rows, "found")
+    proposed, wrong = classes_of(rows, "found"), classes_of(rows, "wrong")
     exact = [row for row in rows if row["verdict"] == "found"]
-    cached, text, named = (sorted({row["class"] for row in exact if row[kind]}) for kind in ("blocks", "text", "named"))
+    cached, text, named = (len({row["class"] for row in exact if row[kind]}) for kind in ("blocks", "text", "named"))
     rest = sorted({row["class"] for row in rows} - {*proposed})
-    wrong = classes_of(rows, "wrong")
     lines = [
-        ("a plan, exact at sizes and on meshes that the search had not seen", proposed, ""),
+        ("a plan, exact at sizes and on meshes that the search had not seen", len(proposed), ""),
         ("of these, with the block stack", cached, ""),
         ("of these, with text that may be sharded", text, ""),
         ("of these, with `between` or `uncached`", named, ""),
-        ("no plan, and a question", rest, ", ".join(rest)),
-        ("a wrong plan", wrong, ", ".join(wrong)),
+        ("no plan, and a question", len(rest), ", ".join(rest)),
+        ("a wrong plan", len(wrong), ", ".join(wrong)),
     ]
-    rows_of_classes = [[name, len(classes), names] for name, classes, names in lines]
-    return {"proposals": markdown_table(["", "classes", ""], rows_of_classes)}
+    return {"proposals": markdown_table(["", "classes", ""], lines)}
 
 
 if __name__ == "__main__":

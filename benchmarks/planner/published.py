@@ -83,10 +83,6 @@ def ratios_of(rows: Sequence[Checked]) -> dict[str, list[float]]:
     return {kind: [round(min(values), 2), round(max(values), 2)] for kind, values in ratios.items()}
 
 
-def later_of(rows: Sequence[Checked]) -> list[Checked]:
-    return [row for row in rows if row.table.later]
-
-
 def errors_of(rows: Sequence[Checked]) -> dict[str, float]:
     errors = [abs(row.error) for row in rows]
     return {"rows": len(errors), "median": statistics.median(errors), "worst": max(errors)}
@@ -94,8 +90,8 @@ def errors_of(rows: Sequence[Checked]) -> dict[str, float]:
 
 def summary(checked: Sequence[Checked]) -> list[str]:
     """Return the errors of all rows, and of those that were published after the constants had been set."""
-    lines = []
-    for rows, which in ((checked, "rows"), (later_of(checked), "of them added after the planner's constants were set")):
+    lines, later = [], [row for row in checked if row.table.later]
+    for rows, which in ((checked, "rows"), (later, "of them added after the planner's constants were set")):
         errors, hit = errors_of(rows), sum(abs(row.error) <= 0.2 for row in rows)
         lines.append(
             f"{errors['rows']:.0f} {which}: median error {errors['median']:.0%}, {hit} within 20 %, worst "
@@ -176,7 +172,7 @@ def parts() -> dict[str, list[str]]:
     return {
         "summary": summary([row for *_, checked in tables for row in checked]),
         "published": published_table(tables),
-        "not predicted": [f"- {name}: {reason}" for name, _, _, reason in NOT_PREDICTED],
+        "not predicted": [f"- {name}: {reason}" for name, reason in NOT_PREDICTED.items()],
         "sources": sources(),
         "plans": plans(),
     }
@@ -203,19 +199,9 @@ def main() -> None:
         for row in rows
     ]
     print(*summary(rows))
-    print(
-        write_results(
-            "planner_check",
-            {
-                "errors": errors_of(rows),
-                "later": errors_of(later_of(rows)),
-                "ratios": ratios_of(rows),
-                "fits": fits,
-                "rows": written,
-            },
-            "diffusers",
-        )
-    )
+    later = [row for row in rows if row.table.later]
+    results = {"errors": errors_of(rows), "later": errors_of(later), "ratios": ratios_of(rows), "fits": fits}
+    print(write_results("planner_check", {**results, "rows": written}, "diffusers"))
 
 
 if __name__ == "__main__":

@@ -241,15 +241,10 @@ TABLES = (
     ),
 )
 
-# Published tables that are not predicted: what, seconds of one and of several devices, and why.
-NOT_PREDICTED = (
-    (
-        f"[xDiT 0.7.0, SANA 4096 × 4096, A100]({XDIT_SANA})",
-        "17.55",
-        "2, 4, 8: 8.37, 5.60, 3.99",
-        "linear attention, which the planner does not count",
-    ),
-    ("vLLM-Omni, Cosmos 3 Nano", "98.5", "4: 33.6", "size, frames and steps are not published"),
-    ("vLLM-Omni, HunyuanVideo 1.5, B300", "21.8", "2: 15.5", "size, frames and steps are not published"),
-    ("vLLM-Omni, Wan 2.2 I2V 832 × 480", "27.6", "2: 18.9", "device, frames and steps are not published"),
-)
+# Published tables that are not predicted, and why.
+NOT_PREDICTED = {
+    f"[xDiT 0.7.0, SANA 4096 × 4096, A100]({XDIT_SANA})": "linear attention, which the planner does not count",
+    "vLLM-Omni, Cosmos 3 Nano": "size, frames and steps are not published",
+    "vLLM-Omni, HunyuanVideo 1.5, B300": "size, frames and steps are not published",
+    "vLLM-Omni, Wan 2.2 I2V 832 × 480": "device, frames and steps are not published",
+}

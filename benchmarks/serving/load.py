@@ -1,7 +1,7 @@
 """The server under load, on loopback: throughput and latency at 1, 2 and 4 times what it can do, beside one plain
 pipeline.
 
-python -m benchmarks.serving.load --replicas 2 --ranks 1
+python -m benchmarks.serving.load
 
 The same HTTP application answers at two ports: over replicas on Ray, and over one unmodified pipeline of diffusers in
 this process, called from one thread. Rounds ask them in turns, each with a bounded number of requests from threads of
@@ -39,7 +39,9 @@ from para_core.fleet.work import Result
 # Loads relative to the capacity of a server.
 FACTORS = (1, 2, 4)
 HOST, PATH = "127.0.0.1", "/v1/images/generations"
-BODY = {"prompt": "a large red circle in the centre on a white background", "seed": 0}
+BODY = {"prompt": "a large red circle in the centre on a white background", "seed": 0, "steps": 8}
+# ``requests``: of each load in a round. The replicas have the port after that of the plain pipeline.
+OPTIONS = {"replicas": 2, "ranks": 1, "requests": 12, "rounds": 5, "port": 8124}
 
 
 @contextlib.contextmanager
@@ -50,10 +52,10 @@ def response_of(port: int, method: str, path: str, body: dict[str, Any] | None =
         yield connection.getresponse()
 
 
-def ask(port: int, body: dict[str, Any]) -> tuple[int, float, float]:
+def ask(port: int) -> tuple[int, float, float]:
     """Send one request; return ``(status, seconds, seconds in the pipeline)``."""
     start = time.perf_counter()
-    with response_of(port, "POST", PATH, body) as response:
+    with response_of(port, "POST", PATH, BODY) as response:
         answer = json.loads(response.read())
     inside = answer["para_core"]["seconds"] if response.status == 200 else 0.0
     return response.status, time.perf_counter() - start, inside
@@ -120,13 +122,13 @@ def replica_server(model: Model, limits: Limits, port: int, replicas: int, ranks
         ray.shutdown()
 
 
-def load(port: int, body: dict[str, Any], requests: int, interval: float) -> dict[str, Any]:
+def load(port: int, requests: int, interval: float) -> dict[str, Any]:
     """Send ``requests``, one every ``interval`` seconds; what became of them."""
     start = time.perf_counter()
 
     def send(index: int) -> tuple[int, float, float]:
         time.sleep(max(0.0, start + index * interval - time.perf_counter()))
-        return ask(port, body)
+        return ask(port)
 
     with ThreadPoolExecutor(requests) as threads:
         answers = list(threads.map(send, range(requests)))
@@ -137,18 +139,18 @@ def load(port: int, body: dict[str, Any], requests: int, interval: float) -> dic
     }
 
 
-def measure(port: int, body: dict[str, Any], requests: int, running: int) -> dict[str, Any]:
+def measure(port: int, requests: int, running: int) -> dict[str, Any]:
     """Measure one round: requests one at a time, then as many as the server runs at once, then the loads."""
-    alone = [ask(port, body) for _ in range(4)][1:]
+    alone = [ask(port) for _ in range(4)][1:]
     with ThreadPoolExecutor(running) as threads:
         start = time.perf_counter()
-        list(threads.map(lambda _: ask(port, body), range(4 * running)))
+        list(threads.map(lambda _: ask(port), range(4 * running)))
     capacity = 4 * running / (time.perf_counter() - start)
     return {
         "seconds_alone": [seconds for _, seconds, _ in alone],
         "overhead_seconds": [seconds - inside for _, seconds, inside in alone],
         "capacity_per_second": capacity,
-        "loads": {str(factor): load(port, body, requests, 1 / (factor * capacity)) for factor in FACTORS},
+        "loads": {str(factor): load(port, requests, 1 / (factor * capacity)) for factor in FACTORS},
     }
 
 
@@ -211,31 +213,24 @@ def parts() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=12, help="of each load in a round; at most 200")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--port", type=int, default=8124)
-    options = parser.parse_args()
-    if not 1 <= options.requests <= 200:
-        parser.error(f"--requests {options.requests}: expected 1 to 200.")
+    parser_of(__doc__).parse_args()
     torch.set_num_threads(1)
-    model = find_model(None)
-    body = {**BODY, "steps": options.steps}
+    replicas, ranks, requests, num_rounds, port = OPTIONS.values()
+    model, limits = find_model(None), Limits(waiting=2 * replicas)
     rounds: dict[str, list[dict[str, Any]]] = {"plain": [], "replicas": []}
-    limits = Limits(waiting=2 * options.replicas)
     # Both are there all the time, and asked in turns: what else the machine does is then the same for both.
     with (
-        plain_server(model, Limits(waiting=2), options.port),
-        replica_server(model, limits, options.port + 1, options.replicas, options.ranks),
+        plain_server(model, Limits(waiting=2), port),
+        replica_server(model, limits, port + 1, replicas, ranks),
     ):
-        for number in range(options.rounds):
-            for name, port, running in (("plain", options.port, 1), ("replicas", options.port + 1, options.replicas)):
-                rounds[name].append(measure(port, body, options.requests, running))
+        for number in range(num_rounds):
+            for name, of_server, running in (("plain", port, 1), ("replicas", port + 1, replicas)):
+                rounds[name].append(measure(of_server, requests, running))
                 print(f"round {number}, {name}: {rounds[name][-1]['capacity_per_second']:.2f} per s", flush=True)
-    results = {"options": vars(options), **{name: summarize(each) for name, each in rounds.items()}}
+    results = {
+        "options": {**OPTIONS, "steps": BODY["steps"]},
+        **{name: summarize(each) for name, each in rounds.items()},
+    }
     print("\n".join(table(results)))
     print(write_results("serve_load", results, "diffusers", "ray"))
 

@@ -34,15 +34,18 @@ from benchmarks.serving.load import PATH, PlainBackend, replica_server, response
 from para_core.fleet.model_index import find_model
 from para_core.fleet.outputs import write_result
 from para_core.fleet.prompts import Line, read_prompts
+from para_core.fleet.reading import Limits
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.work import Result
 
-PARTS = ("first", "prompts", "server")
 PORT = 8127
 CAPTIONS = ("a large red circle", "a blue square", "a green triangle", "a small yellow star")
 SMALL: dict[str, Any] = {"size": "64x48", "steps": 4}
-COMPARED = 5
+REPLICAS, RANKS = 2, 2
+PROMPTS, COMPARED = 50, 5
+# Clients at once, those of them that leave, and the steps that these ask for.
+CLIENTS, LEAVING, LONG = 20, 5, 200
 
 
 def rank_processes() -> list[int]:
@@ -63,7 +66,7 @@ def compare(pairs: list[tuple[bytes, bytes]]) -> dict[str, Any]:
     }
 
 
-def try_first(ranks: int) -> dict[str, Any]:
+def try_first() -> dict[str, Any]:
     """Install a fresh clone, and generate the first image on one process and on ranks."""
     seconds: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -80,17 +83,16 @@ def try_first(ranks: int) -> dict[str, Any]:
         timed("install", "make", "--silent", ".venv/.installed", cwd=clone)
         generate = (".venv/bin/para_core", "generate", "--prompt", CAPTIONS[0])
         timed("image", *generate, cwd=clone)
-        timed("image_on_ranks", *generate, "--ranks", str(ranks), "--out", "ranks", cwd=clone)
+        timed("image_on_ranks", *generate, "--ranks", str(RANKS), "--out", "ranks", cwd=clone)
         images = [(Path(clone) / out / "00001.png").read_bytes() for out in ("out", "ranks")]
     model = find_model(None)
     plain = PlainBackend(model.name).png(make_request({"prompt": CAPTIONS[0]}, model))
-    return {"ranks": ranks, "seconds": seconds, **compare([(image, plain) for image in images])}
+    return {"ranks": RANKS, "seconds": seconds, **compare([(image, plain) for image in images])}
 
 
-def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
-    """Generate a file of ``number`` prompts on replicas, and kill a rank once half of them are written."""
-    from para_core.fleet import batch
-    from para_core.fleet.group import ReplicaShape
+def try_prompts() -> dict[str, Any]:
+    """Generate a file of prompts on replicas, and kill a rank once half of them are written."""
+    from para_core.fleet.group import ReplicaShape, generate_lines
 
     model = find_model(None)
     written: dict[int, float] = {}
@@ -98,31 +100,31 @@ def try_prompts(number: int, replicas: int, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder) / "prompts.jsonl", Path(folder) / "out"
         out.mkdir()
-        file.write_text("\n".join(json.dumps({"prompt": CAPTIONS[i % 4], **SMALL}) for i in range(number)))
+        file.write_text("\n".join(json.dumps({"prompt": CAPTIONS[i % 4], **SMALL}) for i in range(PROMPTS)))
         lines, problems = read_prompts(file, model, {})
         start = time.perf_counter()
 
         def write(line: Line, result: Result) -> None:
             write_result(out, line.name, result.outputs, {"line": line.number, **result.metadata})
             written[line.number] = time.perf_counter() - start
-            if len(written) == number // 2:
+            if len(written) == PROMPTS // 2:
                 os.kill(rank_processes()[0], signal.SIGKILL)
                 killed.append(time.perf_counter() - start)
 
-        problems += batch.generate_lines(
-            lines, Recipe(model.name), ReplicaShape(ranks), replicas, format_="png", fps=16, write=write
+        problems += generate_lines(
+            lines, Recipe(model.name), ReplicaShape(RANKS), REPLICAS, format_="png", fps=16, write=write
         )
         seconds = time.perf_counter() - start
         plain = PlainBackend(model.name)
-        some = lines[:: max(1, number // COMPARED)][:COMPARED]
+        some = lines[:: max(1, PROMPTS // COMPARED)][:COMPARED]
         compared = compare([((out / f"{line.name}.png").read_bytes(), plain.png(line.request)) for line in some])
         files = len(list(out.glob("*.png")))
     return {
-        "prompts": number,
-        "replicas": replicas,
-        "ranks": ranks,
+        "prompts": PROMPTS,
+        "replicas": REPLICAS,
+        "ranks": RANKS,
         "files": files,
-        "lost": number - files,
+        "lost": PROMPTS - files,
         "problems": [problem.reason for problem in problems],
         "seconds_to_first": min(written.values()),
         "seconds_to_kill": killed[0],
@@ -174,16 +176,16 @@ def ready() -> int:
     return int(json.loads(look("/health"))["ready"])
 
 
-def try_clients(clients: int, leaving: int, long_steps: int) -> dict[str, Any]:
-    """Send requests of ``clients`` at once, some of which ask for many steps and leave after one."""
+def try_clients() -> dict[str, Any]:
+    """Send requests of all clients at once, some of which ask for many steps and leave after one."""
     body = {"prompt": CAPTIONS[0], "seed": 0, **SMALL}
     alone = statistics.median(ask(body)[2] for _ in range(5))
     steps = metric("para_core_steps_total")
     start = time.perf_counter()
-    with ThreadPoolExecutor(clients) as threads:
+    with ThreadPoolExecutor(CLIENTS) as threads:
         # Those that leave are sent first, and run for as long as they stay.
-        left = [threads.submit(leave_amid, {**body, "steps": long_steps}) for _ in range(leaving)]
-        stay = [{**body, "prompt": CAPTIONS[i % 4], "seed": i} for i in range(clients - leaving)]
+        left = [threads.submit(leave_amid, {**body, "steps": LONG}) for _ in range(LEAVING)]
+        stay = [{**body, "prompt": CAPTIONS[i % 4], "seed": i} for i in range(CLIENTS - LEAVING)]
         answers = list(threads.map(ask, stay))
         for future in left:
             future.result()
@@ -198,13 +200,13 @@ def try_clients(clients: int, leaving: int, long_steps: int) -> dict[str, Any]:
         [(answers[i][1], plain.png(make_request(stay[i], model))) for i in range(COMPARED) if answers[i][0] == 200]
     )
     return {
-        "clients": clients,
-        "left": leaving,
+        "clients": CLIENTS,
+        "left": LEAVING,
         "served": served,
         "cancelled": int(metric('para_core_requests_total{outcome="cancelled"}')),
         "failed": int(metric('para_core_requests_total{outcome="failed"}')),
         "steps_of_cancelled": int(done),
-        "steps_asked_by_cancelled": leaving * long_steps,
+        "steps_asked_by_cancelled": LEAVING * LONG,
         "seconds": seconds,
         "seconds_until_free": freed,
         "seconds_alone": alone,
@@ -213,20 +215,20 @@ def try_clients(clients: int, leaving: int, long_steps: int) -> dict[str, Any]:
     }
 
 
-def try_death(replicas: int, requests: int) -> dict[str, Any]:
-    """Kill a rank while ``requests`` run and wait, each of which may be tried once more."""
+def try_death() -> dict[str, Any]:
+    """Kill a rank while three requests for each replica run and wait, each of which may be tried once more."""
+    requests = 3 * REPLICAS
     body = {"prompt": CAPTIONS[1], **SMALL, "steps": 40}
-    restored: list[float] = []
     before = metric("para_core_steps_total")
     with ThreadPoolExecutor(requests) as threads:
         futures = [threads.submit(ask, {**body, "seed": seed}) for seed in range(requests)]
         wait_until(lambda: metric("para_core_steps_total") > before + 2, "a step")
         os.kill(rank_processes()[0], signal.SIGKILL)
         start = time.perf_counter()
-        wait_until(lambda: ready() < replicas, "the death")
+        wait_until(lambda: ready() < REPLICAS, "the death")
         noticed = time.perf_counter() - start
-        wait_until(lambda: ready() == replicas, "the replica")
-        restored.append(time.perf_counter() - start)
+        wait_until(lambda: ready() == REPLICAS, "the replica")
+        restored = time.perf_counter() - start
         answers = [future.result() for future in futures]
     return {
         "requests": requests,
@@ -234,26 +236,20 @@ def try_death(replicas: int, requests: int) -> dict[str, Any]:
         "lost": sum(status != 200 for status, _, _ in answers),
         "deaths": int(metric("para_core_replica_deaths_total")),
         "seconds_until_noticed": noticed,
-        "seconds_until_it_serves": restored[0],
+        "seconds_until_it_serves": restored,
     }
 
 
-def try_server(replicas: int, ranks: int, clients: int, leaving: int) -> dict[str, Any]:
-    from para_core.fleet.reading import Limits
-
-    model, limits = find_model(None), Limits(waiting=clients, seconds=600, retries=1)
+def try_server() -> dict[str, Any]:
+    limits = Limits(waiting=CLIENTS, seconds=600, retries=1)
     start = time.perf_counter()
-    with replica_server(model, limits, PORT, replicas, ranks):
-        results: dict[str, Any] = {
-            "replicas": replicas,
-            "ranks": ranks,
-            "seconds_to_start": time.perf_counter() - start,
-        }
-        results["clients"] = try_clients(clients, leaving, long_steps=200)
-        results["death"] = try_death(replicas, 3 * replicas)
-    return results
+    with replica_server(find_model(None), limits, PORT, REPLICAS, RANKS):
+        started = time.perf_counter() - start
+        results = {"clients": try_clients(), "death": try_death()}
+    return {"replicas": REPLICAS, "ranks": RANKS, "seconds_to_start": started, **results}
 
 
+PARTS = {"first": try_first, "prompts": try_prompts, "server": try_server}
 # By part: the case, and what came of it.
 ROWS = (
     (
@@ -302,18 +298,11 @@ def main() -> None:
     """Run one part, and write it next to the others."""
     parser = parser_of(__doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
+    part = parser.parse_args().part
     results = read_results("fleet_trials")
     torch.set_num_threads(1)
-    if options.part == "first":
-        results["first"] = try_first(options.ranks)
-    elif options.part == "prompts":
-        results["prompts"] = try_prompts(50, options.replicas, options.ranks)
-    else:
-        results["server"] = try_server(options.replicas, options.ranks, 20, 5)
-    print(json.dumps(results[options.part], indent=2))
+    results[part] = PARTS[part]()
+    print(json.dumps(results[part], indent=2))
     write_results("fleet_trials", results, "diffusers", "ray")
 
 
