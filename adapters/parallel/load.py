@@ -317,10 +317,7 @@ def _download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, o
 
 
 def folder_of(pipeline: Any, name: str | Path, options: Mapping[str, Any]) -> Path:
-    """Return the local folder of ``name``: the folder itself, or the cached files of a repository on the Hub.
-
-    Never contacts the Hub, which may have newer files than those that were downloaded.
-    """
+    """Return the folder ``name``, or that of its cached files. Never contacts the Hub, which may have newer ones."""
     if Path(name).is_dir():
         return Path(name)
     return Path(pipeline.download(str(name), **{**options, "local_files_only": True, "force_download": False}))

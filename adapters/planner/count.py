@@ -58,10 +58,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _AllValid(TorchFunctionMode):
-    """Mode in which :func:`torch.nonzero` returns the indices of all elements, because fake tensors have no values.
-
-    Mochi attends to valid text tokens only, so with all valid the prediction is an upper bound.
-    """
+    """Mode in which ``torch.nonzero`` returns all indices: fake tensors have no values. Mochi then counts all text."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None

@@ -256,10 +256,7 @@ class _VaeRun:
         return deliver(in_rows, workers.size, self.ranks, self.mesh, self.gather)
 
     def traced(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of a call inside a compiled function.
-
-        Unlike in an eager call, the ranks do not compare their inputs and exchange no data of the host.
-        """
+        """Return the output of a call inside a compiled function, where ranks compare no inputs."""
         try:
             with torch.no_grad():
                 output = self.computed(vae, call, way, x, *args, **kwargs)

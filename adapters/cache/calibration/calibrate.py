@@ -241,10 +241,7 @@ class _Trial:
         self.seconds = float(exchange({"seconds": fmean([t for _, t in generated])}, self.mesh)[0]["seconds"])
 
     def row(self, threshold: float) -> CalibrationRow:
-        """Generate all prompts with the pipeline's cache and return the first rank's measurements.
-
-        The caller must first call :meth:`generate_references` and set ``threshold`` on the cache.
-        """
+        """Generate all prompts with ``threshold``, set by the caller, and return the measurements of the first rank."""
         if not self.is_warm:
             self._generate(0)
             self.is_warm = True
