@@ -71,11 +71,10 @@ class Stopwatch:
             self._events[0].record()
         self._start = time.perf_counter()
 
-    def stop(self) -> Stopwatch:
+    def stop(self) -> None:
         self._seconds = time.perf_counter() - self._start
         if self._events:
             self._events[1].record()
-        return self
 
     @property
     def seconds(self) -> float:
