@@ -66,17 +66,13 @@ def ulysses(*rows: tuple[int, float]) -> tuple[tuple[MeshShape, float], ...]:
     return tuple((MeshShape(ulysses=ranks), seconds) for ranks, seconds in rows)
 
 
-_FLUX_MESHES = (
-    MeshShape(ulysses=2),
-    MeshShape(ring=2),
-    MeshShape(ring=2, ulysses=2),
-    MeshShape(ulysses=4),
-    MeshShape(ring=4),
-)
+# (ring, ulysses)
+_FLUX_MESHES = ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
 
 
 def xdit_flux(name: str, runtime: Runtime, alone: float, *seconds: float) -> Published:
-    rows = tuple(zip(_FLUX_MESHES, seconds, strict=True))
+    shapes = [MeshShape(ring=mesh[0], ulysses=mesh[1]) for mesh in _FLUX_MESHES]
+    rows = tuple(zip(shapes, seconds, strict=True))
     return Published(f"xDiT, FLUX.1, {name}", XDIT_FLUX, "FLUX.1-dev", "H100", runtime, alone, rows)
 
 

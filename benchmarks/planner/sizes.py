@@ -50,10 +50,7 @@ def best(work: Workload, machine: Machine, ranks: int) -> dict[str, Any]:
         cells[name] = {
             "row": str(plan.best),
             "seconds": plan.best.seconds,
-            "bytes held": plan.best.memory,
-            "bytes in host memory": plan.best.host_memory,
             "fits": plan.runs(plan.best),
-            "enough ranks": plan.fastest.shape.ranks,
         }
     return cells
 
