@@ -77,10 +77,13 @@ class LocalAttentionCall(NamedTuple):
         query, key, value, mask, is_causal, scale = self
         if mask is None:
             return self
+        is_taken = mask.dtype in (torch.bool, query.dtype) or (mask.dtype == torch.float32 and query.is_cpu)
+        if is_taken and not is_causal:
+            return self
         if is_causal:
             causal = mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
             mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -inf)
-        if mask.dtype not in (torch.bool, query.dtype) and not (mask.dtype == torch.float32 and query.is_cpu):
+        if not is_taken:
             largest = torch.finfo(query.dtype).max
             if torch.finfo(mask.dtype).max <= largest:
                 mask = mask.to(query.dtype)
