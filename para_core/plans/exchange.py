@@ -35,12 +35,13 @@ class HeadExchange:
     """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to
     ``[B, S, H_local * D]``, and back: first over the ``ulysses`` mesh dim, then over ``ring``.
 
-    ``segment``, the segment of the tokens, is sharded in consecutive parts. Raise ``ValueError`` if there are fewer
-    heads than ranks.
+    ``segment``, the segment of the tokens, is sharded in consecutive parts. ``heads`` is their number on all ranks.
+    Raise ``ValueError`` if there are fewer heads than ranks.
     """
 
-    def __init__(self, attention: AttentionByHeads, segment: Segment, mesh: SequenceMesh, module: nn.Module) -> None:
-        heads: int = getattr(module, attention.heads)
+    def __init__(
+        self, attention: AttentionByHeads, segment: Segment, mesh: SequenceMesh, module: nn.Module, heads: int
+    ) -> None:
         if heads < mesh.ranks:
             raise ValueError(
                 f"an attention module has {heads} heads, and {mesh.ranks} ranks share the tokens of a sequence; its "

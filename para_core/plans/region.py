@@ -94,6 +94,10 @@ class Region:
             self._compiled_before = None
         # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces some.
         self.submodules: dict[str, nn.Module] = {}
+        # The attribute with the number of heads, and that number on all ranks, of each module of an AttentionByHeads.
+        # During a call the attribute holds this rank's number, and in a graph with flex_attention also after it: Dynamo
+        # 2.13 loses what is set after flex_attention in an attribute that was set before it.
+        self.heads: dict[nn.Module, tuple[str, int]] = {}
         self._tree: ModuleTree | None = None
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set before
         # torch.cond (which a cache adds) and again after it.
@@ -262,13 +266,20 @@ class Region:
             self.submodules = submodules
             hook_of = cache(self._submodule_hook)
             for submodule, rules in matches.values():
+                if isinstance(rules.attention, AttentionByHeads):
+                    attribute = rules.attention.heads
+                    self.heads.setdefault(submodule, (attribute, getattr(submodule, attribute)))
+                _, heads = self.heads.get(submodule, ("", 0))
                 # Wrap __call__, so that the wrapper stays outside of the graph of a compiled submodule.
-                hook = hook_of(rules, parameters_of(submodule))
+                hook = hook_of(rules, parameters_of(submodule), heads)
                 wrap_method(submodule, "__call__", _KEY, hook, order=WrapperPriority.PLAN)
         self._tree = ModuleTree(module)
 
-    def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Around:
-        """Return the wrapper of a submodule with ``rules``. Submodules of equal rules share it, and so their graphs."""
+    def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
+        """Return the wrapper of a submodule with ``rules``. Submodules of equal rules share it, and so their graphs.
+
+        ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
+        """
         if rules.exchange is not None:
             return self._enter_heads if rules.exchange == "enter" else self._leave_heads
         name, attention, halo, gathers = rules.name, rules.attention, rules.halo, rules.gathers
@@ -276,6 +287,8 @@ class Region:
 
         def attend(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             interception = self.interception
+            if isinstance(attention, AttentionByHeads):
+                setattr(module, attention.heads, heads)
             if interception is None or not attention:
                 return call(module, *args, **kwargs)
             interception.planned.bind_checkpoint()
@@ -290,7 +303,8 @@ class Region:
                     output = call(module, *args, **kwargs)
                 sums.require_summed()
             else:
-                exchange = HeadExchange(attention, self._executor.segment(attention.segment), self.mesh, module)
+                segment = self._executor.segment(attention.segment)
+                exchange = HeadExchange(attention, segment, self.mesh, module, heads)
                 self._head_exchanges.append(exchange)
                 try:
                     with interception.switched_off():
@@ -386,6 +400,8 @@ def remove_plan(module: nn.Module) -> None:
     region = region_of(module)
     for submodule in {*module.modules(), *(() if region is None else region.submodules.values())}:
         unwrap(submodule, _KEY)
+    for submodule, (attribute, heads) in ({} if region is None else region.heads).items():
+        setattr(submodule, attribute, heads)
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
