@@ -19,7 +19,7 @@ from unittest import mock
 from benchmarks.attention import low_precision
 from benchmarks.cache import forecasts, quality
 from benchmarks.demo import gallery
-from benchmarks.faults import page as faults
+from benchmarks.faults import cells as faults
 from benchmarks.harness import ROOT, fill, markdown_table, parser_of, read_results
 from benchmarks.peers import page as peers
 from benchmarks.pipelines import (

@@ -38,10 +38,9 @@ def test_python_calls_are_counted_those_of_c_too():
 @pytest.mark.slow
 def test_flux_is_measured_each_way_with_few_blocks():
     rows = host_cost.measure_flux(1, width=8, text=4, image=12, blocks=(1, 1))
-    assert {"unmodified", "ulysses", "ring", "ulysses, by hand", "an empty mode around it"} <= set(rows)
+    assert {"unmodified", "ulysses", "ring", "ulysses, by hand"} <= set(rows)
     assert rows["unmodified"]["python calls"] == rows["unmodified, again"]["python calls"]
     assert rows["unmodified"]["python calls"] < rows["ulysses, by hand"]["python calls"]
-    assert rows["an empty mode around each attention"]["python calls"] < rows["an empty mode around it"]["python calls"]
 
 
 @pytest.mark.long

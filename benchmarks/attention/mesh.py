@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,7 +29,6 @@ import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.overrides import TorchFunctionMode
 
 from benchmarks.harness import (
     calls_in_python,
@@ -52,62 +51,53 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-# torch.distributed's own calls, or those that torch.compile can trace.
-Calls = Literal["in place", "functional"]
 
 
-def all_to_all(x: Tensor, group: ProcessGroup, calls: Calls) -> Tensor:
+def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """Send an equal part of the first dim of ``x`` to each rank."""
-    if calls == "in place":
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return received
-    sizes = [x.shape[0] // group.size()] * group.size()
-    sent = torch.ops._c10d_functional.all_to_all_single(x, sizes, sizes, group.group_name)
-    return torch.ops._c10d_functional.wait_tensor(sent)
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
 
 
-def ulysses_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, calls: Calls) -> Tensor:
+def ulysses_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup) -> Tensor:
     """Attend over all tokens of a part of the heads: one all-to-all in, one out."""
     ranks = group.size()
     batch, heads, tokens, width = query.shape
     # [rank, S_local, B, 3, H_local, D]: what arrives is in the order of the tokens, and is used as it lies.
     parts = [x.view(batch, ranks, heads // ranks, tokens, width).permute(1, 3, 0, 2, 4) for x in (query, key, value)]
-    entered = all_to_all(torch.stack(parts, dim=3), group, calls)
+    entered = all_to_all(torch.stack(parts, dim=3), group)
     block = entered.view(ranks * tokens, batch, 3, heads // ranks, width).permute(2, 1, 3, 0, 4)
     out = F.scaled_dot_product_attention(*block.unbind(0))
-    left = all_to_all(out.permute(2, 0, 1, 3).contiguous(), group, calls)
+    left = all_to_all(out.permute(2, 0, 1, 3).contiguous(), group)
     left = left.view(ranks, tokens, batch, heads // ranks, width).permute(2, 1, 0, 3, 4)
     return left.reshape(batch, tokens, heads, width).contiguous().transpose(1, 2)
 
 
-def shift(x: Tensor, group: ProcessGroup, calls: Calls) -> Callable[[], Tensor]:
+def shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
     """Begin to send ``x`` to the next rank; what waits for that of the one before."""
     ranks, rank = group.size(), group.rank()
-    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
-    if calls == "in place":
-        received = torch.empty_like(x)
-        operations = [dist.P2POp(dist.isend, x, following, group), dist.P2POp(dist.irecv, received, previous, group)]
-        works = dist.batch_isend_irecv(operations)
+    received = torch.empty_like(x)
+    operations = [
+        dist.P2POp(dist.isend, x, (rank + 1) % ranks, group),
+        dist.P2POp(dist.irecv, received, (rank - 1) % ranks, group),
+    ]
+    works = dist.batch_isend_irecv(operations)
 
-        def finish() -> Tensor:
-            for work in works:
-                work.wait()
-            return received
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return received
 
-        return finish
-    rows = x.shape[0]
-    send, receive = ([rows * (peer == target) for peer in range(ranks)] for target in (following, previous))
-    sent = torch.ops._c10d_functional.all_to_all_single(x, receive, send, group.group_name)
-    return lambda: torch.ops._c10d_functional.wait_tensor(sent)
+    return finish
 
 
-def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup, calls: Calls) -> Tensor:
+def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup) -> Tensor:
     """Pass keys and values around the ring while a block is computed, and merge in float32. CPU only."""
     held = torch.stack([key, value])
     out, lse = torch.empty(0), torch.empty(0)
     for step in range(group.size()):
-        arriving = shift(held, group, calls) if step + 1 < group.size() else None
+        arriving = shift(held, group) if step + 1 < group.size() else None
         block, block_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, held[0], held[1])
         block, block_lse = block.float(), block_lse[..., None]
         if step == 0:
@@ -123,7 +113,7 @@ def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGro
 # -- measuring
 
 Way = Callable[[], Any]
-PARTS = ("fake", "gloo", "flux", "flux, wider")
+PARTS = ("fake", "gloo", "flux")
 # Attention calls one after the other in what is timed, and in a graph: as many as a step of FLUX has.
 CHAIN, ROUNDS = 57, 40
 
@@ -180,31 +170,15 @@ def attention_ways(ranks: int, *, agreement: bool) -> dict[str, Way]:
         with mode:
             return chain(F.scaled_dot_product_attention)
 
-    def compiled(mode: UnifiedAttnMode, length: int) -> Way:
-        @torch.compile(fullgraph=True, backend="aot_eager")
-        def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            with mode:
-                for _ in range(length):
-                    query = F.scaled_dot_product_attention(query, key, value)
-                return query
-
-        def repeat() -> None:
-            out = query
-            for _ in range(CHAIN // length):
-                out = run(out, key, value)
-
-        return repeat
-
     ways: dict[str, Way] = {"SDPA of one rank": partial(chain, F.scaled_dot_product_attention)}
     for name, function, size in (("ulysses", ulysses_by_hand, 1), ("ring", ring_by_hand, ranks)):
         mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=size)
-        ways[f"{name}, by hand"] = partial(chain, partial(function, group=group, calls="in place"))
-        ways[f"{name}, by hand, functional"] = partial(chain, partial(function, group=group, calls="functional"))
-        ways[f"{name}, eager"] = partial(under, UnifiedAttnMode(mesh, assume_equal=True))
+        ways[f"{name}, by hand"] = partial(chain, partial(function, group=group))
+        mode = UnifiedAttnMode(mesh, assume_equal=True)
+        ways[f"{name}, eager"] = partial(under, mode)
         if agreement:
             ways[f"{name}, eager, with the agreement"] = partial(under, UnifiedAttnMode(mesh))
-        ways[f"{name}, compiled"] = compiled(UnifiedAttnMode(mesh, assume_equal=True), CHAIN)
-        ways[f"{name}, compiled one by one"] = compiled(UnifiedAttnMode(mesh, assume_equal=True), 1)
+        ways[f"{name}, compiled"] = torch.compile(partial(under, mode), fullgraph=True, backend="aot_eager")
     return ways
 
 
@@ -230,13 +204,6 @@ def measure_ranks(rounds: int) -> dict[str, Any]:
 
 
 # -- FLUX
-
-
-class EmptyMode(TorchFunctionMode):
-    """A mode that intercepts every call and changes none, which gives the least cost of a mode."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def flux_inputs(text: int, image: int) -> dict[str, Any]:
@@ -277,25 +244,15 @@ def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) 
 
         return step
 
-    first, second, third, under_mode, under_modes = (twin() for _ in range(5))
-    for block in (*under_modes.transformer_blocks, *under_modes.single_transformer_blocks):
-        block.attn.forward = partial(under_empty_mode, block.attn.forward)
+    first, second = twin(), twin()
     return {
         "unmodified": lambda: first(**local),
         "unmodified, again": lambda: second(**local),
-        "unmodified, the tokens of all ranks": lambda: third(**whole),
-        "an empty mode around it": lambda: under_empty_mode(under_mode, **local),
-        "an empty mode around each attention": lambda: under_modes(**local),
-        "ulysses, by hand": by_hand_at_each_call(partial(ulysses_by_hand, group=group, calls="in place")),
-        "ring, by hand": by_hand_at_each_call(partial(ring_by_hand, group=group, calls="in place")),
+        "ulysses, by hand": by_hand_at_each_call(partial(ulysses_by_hand, group=group)),
+        "ring, by hand": by_hand_at_each_call(partial(ring_by_hand, group=group)),
         "ulysses": parallel(1),
         "ring": parallel(ranks),
     }
-
-
-def under_empty_mode(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with EmptyMode():
-        return call(*args, **kwargs)
 
 
 def measure_flux(
@@ -341,10 +298,6 @@ def main() -> None:
         "flux": (
             "FLUX of 57 blocks, 8 heads of 8, 16 tokens per rank, on a fake group of 8",
             partial(measure_flux, ROUNDS, width=8, text=4, image=12),
-        ),
-        "flux, wider": (
-            "FLUX of 57 blocks, 8 heads of 32, 64 tokens per rank, on a fake group of 8",
-            partial(measure_flux, ROUNDS, width=32, text=16, image=48),
         ),
     }
     for part in options.parts:

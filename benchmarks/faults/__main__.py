@@ -42,8 +42,8 @@ from benchmarks.faults.cells import (
     all_cells,
     build,
     call_of,
+    verdict,
 )
-from benchmarks.faults.page import verdict
 from benchmarks.faults.rank import SLEEP, TIMEOUT, run_rank
 from benchmarks.harness import parser_of, read_results, write_results
 from para_core import version

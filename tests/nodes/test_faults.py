@@ -5,8 +5,7 @@ docs/measured/faults.md shows them.
 import pytest
 
 from benchmarks.faults.__main__ import expected_image, run_cell
-from benchmarks.faults.cells import Cell, all_cells
-from benchmarks.faults.page import verdict
+from benchmarks.faults.cells import Cell, all_cells, verdict
 from tests.nodes.hosts import open_hosts
 
 MESH = "ring 2 × Ulysses 2"
