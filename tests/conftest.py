@@ -16,7 +16,7 @@ from tests.sampling import spread
 # The same examples until the code changes (hypothesis takes constants from it): a failure in CI is a failure here. The
 # long run draws new ones, a few thousand cases; what it finds becomes a line of FOUND in
 # tests/attention/test_exactness.py.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=12)
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=10)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("ci")
 

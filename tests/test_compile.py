@@ -185,6 +185,7 @@ def compile_equal_parts(ring, ulysses):
     return outs, len(counter.graphs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ring", "ulysses"), BOTH_DIMS)
 def test_user_parts_and_functional_forms_compile(rank_pool, ring, ulysses):
     full, causal = (F.scaled_dot_product_attention(*make_qkv(12, 3), is_causal=flag) for flag in (False, True))

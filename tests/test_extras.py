@@ -156,6 +156,7 @@ def test_cli_alone_brings_all_that_its_commands_need(environment):
     assert "peft" in python.distributions
 
 
+@pytest.mark.long
 def test_commands_without_diffusers_say_so(environment, tmp_path):
     (tmp_path / "diffusers").mkdir()
     (tmp_path / "diffusers/__init__.py").write_text(

@@ -61,7 +61,7 @@ def expected():
     return {"exact": exact, "cached": cached}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("default")  # a peer's own
 @pytest.mark.parametrize(("peer", "kind", "source"), BLOCKS, ids=[f"{i}-{block[0]}" for i, block in enumerate(BLOCKS)])
 def test_a_block_generates_what_one_device_does(rank_pool, expected, peer, kind, source):

@@ -146,6 +146,7 @@ def test_image_of_option_is_relative_to_working_directory(tmp_path, prompts, mon
     assert f"line 2: {tmp_path}/mine.png: No such file or directory" in shown
 
 
+@pytest.mark.long
 def test_result_larger_than_disk_fails_its_line(tmp_path, prompts, monkeypatch, capsys):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     path = prompts({"prompt": CAPTION}, {"prompt": CAPTION, "size": "99999999x99999999"})
@@ -687,6 +688,7 @@ def test_dry_run_shows_the_memory_of_a_rank(tmp_path, capsys):
     assert held[2] < held[0]
 
 
+@pytest.mark.long
 def test_dry_run_shows_the_memory_that_a_rank_may_hold(tmp_path, capsys):
     command = ["generate", "--prompt", CAPTION, *SMALL, "--dry-run", "--out", str(tmp_path), "--memory", "0.75"]
     assert run(command) == 0

@@ -118,10 +118,8 @@ def attend_in_layouts(ring, ulysses):
     return outs
 
 
-@pytest.mark.parametrize(
-    ("ring", "ulysses"),
-    [(1, 2), pytest.param(2, 1, marks=pytest.mark.long), pytest.param(2, 2, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2)])
 def test_balanced_and_replicated_segments_equal_one_device(rank_pool, ring, ulysses):
     S = 13
     q, k, v = make_qkv(S, 4, H_kv=2, D=16)

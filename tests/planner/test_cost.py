@@ -351,7 +351,7 @@ def test_a_way_out_is_named_where_nothing_runs():
     assert f"{plan.more.shape.ranks} ranks" in plan.advice
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("device", ["RTX 4090", "L40S"])
 @pytest.mark.parametrize("model", ["FLUX.1-dev", "FLUX.2-dev", "Qwen-Image", "HunyuanVideo", "Wan 2.2 A14B"])

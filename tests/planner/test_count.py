@@ -143,7 +143,7 @@ def test_an_image_pipeline_has_no_frames():
         plan_mesh(flux_pipe(), ranks=2, height=64, width=64, frames=9)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [3, 7])
 def test_every_number_of_ranks_and_size_has_a_plan(ranks):
     best = plan_mesh(flux_pipe(), ranks=ranks, height=71, width=57, steps=1).best

@@ -175,14 +175,13 @@ def offloaded(name, method, kind, with_lora):
     return outs
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "method", "kind", "with_lora"),
     [
-        ("flux", "fsdp", "model", True),
         ("ltx", "tensor", "leaves", False),
         *[
-            pytest.param(name, method, kind, with_lora, marks=pytest.mark.long)
+            (name, method, kind, with_lora)
             for name in ("flux", "wan", "ltx")
             for method in ("fsdp", "tensor")
             for kind in OFFLOADS
