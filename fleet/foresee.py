@@ -57,14 +57,16 @@ class Memory:
         """Return the bytes that a rank needs for a result of ``pixels`` pixels."""
         return self.fixed + pixels * self.per_pixel
 
+    def prediction(self, pixels: int) -> str:
+        """Return what is predicted for a result of ``pixels`` pixels, as a part of a sentence."""
+        needed = self.bytes_of(pixels) / 1e9
+        return f"predicted to take {needed:.3g} GB of each rank, which may hold {self.room / 1e9:.3g} GB"
+
     def problem(self, pixels: int) -> str | None:
         """Return an error message if a result of ``pixels`` pixels does not fit, else None."""
         if pixels <= self.pixels:
             return None
-        return (
-            f"{pixels} pixels in total are predicted to take {self.bytes_of(pixels) / 1e9:.3g} GB of each rank, which "
-            f"may hold {self.room / 1e9:.3g} GB: at most {self.pixels} pixels fit."
-        )
+        return f"{pixels} pixels in total are {self.prediction(pixels)}: at most {self.pixels} pixels fit."
 
 
 def bytes_of_device() -> float:

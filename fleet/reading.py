@@ -69,6 +69,11 @@ class Limits:
     retries: int = 0
     memory: Memory | None = None
 
+    @property
+    def most_pixels(self) -> int:
+        """Largest number of pixels of a result by both limits, that of the server and that of a rank's memory."""
+        return self.pixels if self.memory is None else min(self.pixels, self.memory.pixels)
+
 
 def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[BaseModel]:
     """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images API.
@@ -246,15 +251,12 @@ def _require_flat(fields: dict[str, Any]) -> None:
 
 def _require_size(request: Request, model: Model, limits: Limits) -> None:
     pixels = estimated_pixels(request, model.kind)
-    most = limits.pixels if limits.memory is None else min(limits.pixels, limits.memory.pixels)
+    most = limits.most_pixels
     if pixels <= most:
         return
     why = f"more than the {limits.pixels} that this server generates at once"
     if limits.memory is not None and most < limits.pixels:
-        why = (
-            f"predicted to take {limits.memory.bytes_of(pixels) / 1e9:.3g} GB of each rank, which may hold "
-            f"{limits.memory.room / 1e9:.3g} GB"
-        )
+        why = limits.memory.prediction(pixels)
     hint = "request fewer at once, or state a size"
     sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
     if sides:

@@ -168,9 +168,7 @@ class Server:
 
     def fits(self, requests: Sequence[Request]) -> bool:
         """Whether the requests together are within the limits on pixels and memory, so that they can be one batch."""
-        memory = self._limits.memory
-        most = self._limits.pixels if memory is None else min(self._limits.pixels, memory.pixels)
-        return sum(estimated_pixels(request, self._model.kind) for request in requests) <= most
+        return sum(estimated_pixels(request, self._model.kind) for request in requests) <= self._limits.most_pixels
 
     def _add_routes(self) -> None:
         guard = [Depends(self._access.require)]
