@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, parser_of, read_results, write_results
-from benchmarks.peers.call import ROWS
+from benchmarks.peers.rows import ROWS
 
 # Installed without their own requirements, of which the versions are free: REQUIREMENTS has what they import.
 PEERS = (

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.peers import servers, xdit
 from benchmarks.peers import stand_ins as kernels
-from benchmarks.peers.call import MASKED_TEXT, Call, RankOutput, Row, Setting, mask_forms
+from benchmarks.peers.rows import MASKED_TEXT, Call, RankOutput, Row, Setting, mask_forms
 
 
 @dataclass(frozen=True)

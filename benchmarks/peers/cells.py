@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.harness import relative_error
-from benchmarks.peers.call import ROWS, Call, RankOutput, Row
 from benchmarks.peers.callers import CALLERS, Caller
+from benchmarks.peers.rows import ROWS, Call, RankOutput, Row
 
 # -- from what the ranks of one attempt left behind to a word
 

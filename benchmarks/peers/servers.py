@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from benchmarks.peers import stand_ins as kernels
-from benchmarks.peers.call import Call, Cut, RankOutput, Row, Setting, mask_forms
+from benchmarks.peers.rows import Call, Cut, RankOutput, Row, Setting, mask_forms
 
 
 def _tokens(call: Call, cut: Cut) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.peers import stand_ins as kernels
-from benchmarks.peers.call import Call, RankOutput, Row, Setting, mask_forms
+from benchmarks.peers.rows import Call, RankOutput, Row, Setting, mask_forms
 
 
 @dataclass(frozen=True)
