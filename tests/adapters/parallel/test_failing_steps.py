@@ -140,9 +140,9 @@ def test_a_failing_removal_of_the_cache_keeps_it_until_the_second_call(step, aft
 
 UNPARALLELIZE = (
     f"{PARALLEL}.model.remove_plan",
-    f"{PARALLEL}.parts.unparallelize_vae",
-    f"{PARALLEL}.parts.remove_parallel_call",
-    f"{PARALLEL}.parts.release_shards",
+    "para_core.adapters.rows.vae.unwrap",
+    f"{PARALLEL}.call.release_pipe",
+    f"{WEIGHTS}.shard.unshard_weights",
     f"{WEIGHTS}.shard.gather_component",
     "para_core.weights.fsdp._whole",
     "para_core.distributed.timeouts.set_group_timeout",
