@@ -47,7 +47,7 @@ COGVIDEOX = Adapter(
 CONSISID = Adapter(
     transformer="ConsisIDTransformer3DModel",
     pipelines="ConsisID",
-    # Between blocks the video tokens also attend to face tokens, of which every rank holds all.
+    # Between blocks the video tokens also attend to face tokens, and every rank holds all face tokens.
     plan=replace(COGVIDEOX_PLAN, batched=of_samples(*OF_SAMPLES, "id_cond", "id_vit_hidden")),
     blocks=chained("transformer_blocks", streams=TEXT_LAST, between=("id_cond",)),
     tensor=TENSOR,

@@ -187,7 +187,7 @@ def has_single_tokens(layout: SequenceLayout) -> bool:
 
 
 def _holds_single_tokens(layout: SequenceLayout) -> bool:
-    """Whether the sequence has several tokens, of which no rank holds more than one."""
+    """Whether the sequence has several tokens, and no rank holds more than one of them."""
     return layout.total > 1 and max(layout.sizes()) == 1
 
 

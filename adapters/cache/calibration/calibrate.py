@@ -208,8 +208,8 @@ def _quiet(pipe: Any) -> Iterator[None]:
 class _Trial:
     """Generates the prompts of a calibration, without the cache and then with each threshold, and measures the results.
 
-    Prompt ``i``, of which ``calls`` has the arguments, is generated with ``seed + i``, unless its call has a
-    ``generator``. ``bar`` is a ``tqdm`` progress bar, advanced by 1 after each generation.
+    ``calls`` holds the arguments for each prompt. Prompt ``i`` is generated with ``seed + i``, unless its arguments
+    have a ``generator``. ``bar`` is a ``tqdm`` progress bar, advanced by 1 after each generation.
     """
 
     pipe: Any
