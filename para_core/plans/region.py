@@ -398,10 +398,13 @@ def apply_plan(
 def remove_plan(module: nn.Module) -> None:
     """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
     region = region_of(module)
-    for submodule in {*module.modules(), *(() if region is None else region.submodules.values())}:
+    wrapped = set(module.modules())
+    if region is not None:
+        wrapped.update(region.submodules.values())
+        for submodule, (attribute, heads) in region.heads.items():
+            setattr(submodule, attribute, heads)
+    for submodule in wrapped:
         unwrap(submodule, _KEY)
-    for submodule, (attribute, heads) in ({} if region is None else region.heads).items():
-        setattr(submodule, attribute, heads)
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
