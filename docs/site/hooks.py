@@ -39,8 +39,8 @@ def on_startup(command: str, dirty: bool) -> None:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that stand elsewhere, and one for each package's API."""
-    for source, place in ELSEWHERE.items():
-        files.append(File.generated(config, place, content=moved((ROOT / source).read_text(), Path(source).parent)))
+    for source, page in ELSEWHERE.items():
+        files.append(File.generated(config, page, content=moved((ROOT / source).read_text(), Path(source).parent)))
     for package, file in PACKAGES.items():
         files.append(File.generated(config, f"api/{package}.md", content=reference(package, file)))
     return files
@@ -60,12 +60,12 @@ def moved(markdown: str, folder: Path) -> str:
     def link(match: re.Match[str]) -> str:
         image, text, target, anchor = match.groups()
         path = (ROOT / folder / target).resolve().relative_to(ROOT)
-        place = ELSEWHERE.get(str(path), str(path.relative_to("docs")) if path.parts[0] == "docs" else None)
-        if place is None:
+        page = ELSEWHERE.get(str(path), str(path.relative_to("docs")) if path.parts[0] == "docs" else None)
+        if page is None:
             return f"{text}"
         # docs/ is the top of the site. Other folders keep their path from the top of the repository.
         on_site = folder.relative_to("docs") if folder.parts[:1] == ("docs",) else folder
-        return f"{image}[{text}]({'../' * len(on_site.parts)}{place}{anchor or ''})"
+        return f"{image}[{text}]({'../' * len(on_site.parts)}{page}{anchor or ''})"
 
     return LINK.sub(link, markdown)
 

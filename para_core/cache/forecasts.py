@@ -23,10 +23,10 @@ class Forecast:
     Args:
         name (`str`): The name of the rule in reports and messages.
         num_residuals (`int`): Number of residuals that are stored, at least 1.
-        weights (`Callable`): ``weights(times, now, known)`` returns the weights ``[num_residuals]``. ``times``,
+        weights (`Callable`): ``weights(times, now, num_computed)`` returns the weights ``[num_residuals]``. ``times``,
             ``[num_residuals]``, are the timesteps of the stored residuals, newest first; ``now`` is the timestep to
-            forecast for; ``known`` is the number of residuals that were computed so far. All are float64 tensors. In a
-            compiled graph they are on the device, so the function must not branch on their values.
+            forecast for; ``num_computed`` is the number of residuals that were computed so far. All are float64
+            tensors. In a compiled graph they are on the device, so the function must not branch on their values.
         source (`str`): The publication of the rule.
 
     Raises:
@@ -44,7 +44,7 @@ class Forecast:
         if self.num_residuals < 1:
             raise ValueError(f"num_residuals is {self.num_residuals}; expected at least 1.")
         if not callable(self.weights):
-            raise TypeError(f"weights is {self.weights!r}; expected a function weights(times, now, known).")
+            raise TypeError(f"weights is {self.weights!r}; expected a function weights(times, now, num_computed).")
 
 
 def taylor(order: int) -> Forecast:
@@ -56,7 +56,7 @@ def taylor(order: int) -> Forecast:
     return Forecast(f"taylor {order}", order + 1, forecast_weights, source)
 
 
-def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
+def forecast_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor:
     """Return the weights ``[n]`` of the last n residuals that evaluate their Lagrange polynomial at ``now``.
 
     The forecast is exact if the residual is a polynomial of degree n - 1 in time, whatever the distances between the
@@ -65,8 +65,8 @@ def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
     Args:
         times: ``[n]``, the times of the residuals, newest first, in any unit.
         now: The time to forecast for.
-        known: Number of residuals that exist. If there are fewer than n, or two at the same time (from schedulers that
-            call the model twice per step), the polynomial only goes through the newest ones.
+        num_computed: Number of residuals that exist. If there are fewer than n, or two at the same time (from
+            schedulers that call the model twice per step), the polynomial only goes through the newest ones.
 
     Returns:
         Float64 weights whose sum is 1.
@@ -81,13 +81,13 @@ def forecast_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
         factors = (now - times[None, :points]) / apart
         itself = torch.eye(points, dtype=torch.bool, device=times.device)
         polynomial = torch.where(itself, 1.0, factors).prod(dim=1)
-        usable = (known >= points) & (apart != 0).all()
+        usable = (num_computed >= points) & (apart != 0).all()
         padded = torch.cat([polynomial, torch.zeros_like(times[points:])])
         weights = torch.where(usable, padded, weights)
     return weights
 
 
-def foca_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
+def foca_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor:
     """Return the weights of FoCa (arXiv:2508.16211): a BDF2 prediction (eq. 7), corrected by Heun's method (eq. 8).
 
     Heun's method averages the slope at the last computed step and the slope at the predicted step. By eq. 6 the latter
@@ -104,8 +104,8 @@ def foca_weights(times: Tensor, now: Tensor, known: Tensor) -> Tensor:
     first = newest + (now - times[0]) * straight
     # Extrapolate with the mean of two slopes: of the parabola at its newest point, and between the last two residuals.
     second = first + (now - times[0]) / 2 * safe * curve
-    weights = torch.where((known >= 2) & (gap != 0), first, newest)
-    return torch.where((known >= 3) & (gap != 0) & (older != 0), second, weights)
+    weights = torch.where((num_computed >= 2) & (gap != 0), first, newest)
+    return torch.where((num_computed >= 3) & (gap != 0) & (older != 0), second, weights)
 
 
 FOCA = Forecast("foca", 3, foca_weights, "FoCa, arXiv:2508.16211")

@@ -144,13 +144,13 @@ class VideoVerdict:
     shape: bool
     direction: bool
     steady: bool  # the way is straight and its speed level
-    one: bool  # one object in most frames, neither none nor two
+    single: bool  # one object in most frames, neither none nor two
     background: bool
 
     @property
     def all_right(self) -> bool:
         """Whether nothing is wrong."""
-        return all((self.colour, self.shape, self.direction, self.steady, self.one, self.background))
+        return all((self.colour, self.shape, self.direction, self.steady, self.single, self.background))
 
 
 def most(values: Iterable[str | None]) -> str | None:
@@ -201,6 +201,6 @@ def check(frames: np.ndarray, scene: VideoScene) -> VideoVerdict:
         shape=most(thing and thing.shape for thing in objects) == scene.shape,
         direction=way is not None and direction_of(way[0] * (len(frames) - 1)) == scene.direction,
         steady=way is not None and way[1] <= MAX_STRAY,
-        one=bool(np.mean([len(objects) == 1 for objects in by_frame]) >= MOST),
+        single=bool(np.mean([len(objects) == 1 for objects in by_frame]) >= MOST),
         background=most(find_background(frame) for frame in frames) == scene.background,
     )

@@ -85,8 +85,8 @@ def test_the_checker_wants_one_object_that_moves_steadily():
     assert not check(jumpy, RED_RIGHT).steady
     two = video.copy()
     two[:, :10, :10] = (45, 80, 220)
-    assert not check(two, RED_RIGHT).one
-    assert not check(np.full_like(video, 245), RED_RIGHT).one
+    assert not check(two, RED_RIGHT).single
+    assert not check(np.full_like(video, 245), RED_RIGHT).single
 
 
 def test_the_checker_says_what_it_wants():
