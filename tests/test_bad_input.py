@@ -201,6 +201,9 @@ def cut_badly():
         errors["gather, dtype"] = _error_of(lambda: cp.gather(part.double() if bad else part, dim=1))
         errors["gather, shape"] = _error_of(lambda: cp.gather(part[:1] if bad else part, dim=1))
         errors["gather, dim"] = _error_of(lambda: cp.gather(part, dim=-9 if bad else 1))
+        errors["shard, list"] = _error_of(lambda: cp.shard(x.tolist() if bad else x, dim=1))
+        errors["shard, number"] = _error_of(lambda: cp.shard(x, dim=1, sequence=10 if bad else cp.sequence(10)))
+        errors["gather, none"] = _error_of(lambda: cp.gather(None if bad else part, dim=1))
         errors["layout"] = _error_of(lambda: cp.shard(x, dim=1, sequence=SequenceLayout((Segment("x", 10),), 2)))
         errors["layout on one"] = _error_of(
             lambda: cp.shard(x, dim=1, sequence=SequenceLayout((Segment("x", 10),), 2) if bad else cp.sequence(10))
@@ -225,6 +228,9 @@ def test_bad_shard_and_gather_raise_on_every_rank(rank_pool):
         "gather, dtype": ("torch.float64",),
         "gather, shape": ("rank 0 ", "rank 3 "),
         "gather, dim": ("sequence rank 3: dim=-9 ", "[2, 2, 4]"),
+        "shard, list": ("sequence rank 3: ", "list", "tensor"),
+        "shard, number": ("sequence rank 3: ", "int", "cp.sequence"),
+        "gather, none": ("sequence rank 3: ", "NoneType", "tensor"),
         "layout on one": ("layout", " 2 ranks", " 4"),
         "layout": ("layout", " 2 ranks", " 4"),
     }

@@ -139,6 +139,7 @@ class ShardingMode(TorchFunctionMode):
             balance (`"causal"`, *optional*): See :meth:`sequence`. Not allowed together with ``sequence``.
 
         Raises:
+            TypeError: If ``x`` is no tensor or ``sequence`` no layout. In eager code all ranks raise.
             ValueError: If ``dim`` is out of range, or the length of ``x`` differs between ranks or from ``sequence``;
                 in eager code all ranks raise. Also if ``sequence`` and ``balance`` are both passed.
             RuntimeError: If ``sequence`` is missing inside a compiled function.
@@ -169,6 +170,7 @@ class ShardingMode(TorchFunctionMode):
                 was sharded through this mode, or to equal parts if there was none.
 
         Raises:
+            TypeError: If ``y`` is no tensor or ``sequence`` no layout. In eager code all ranks raise.
             ValueError: If ``dim`` is out of range, a rank's part does not have the length that the layout gives it, or
                 ``sequence`` is missing and several sequences are known. In eager code all ranks raise.
             RuntimeError: If ``sequence`` is missing inside a compiled function.
@@ -204,6 +206,10 @@ class ShardingMode(TorchFunctionMode):
         try:
             if sequence is not None and balance is not None:
                 raise ValueError("shard got sequence= and balance=; say it once: cp.sequence(total, balance='causal').")
+            if not isinstance(x, Tensor):
+                raise TypeError(f"got a {type(x).__name__}; expected a tensor.")
+            if not isinstance(sequence, SequenceLayout | None):
+                raise TypeError(f"sequence is a {type(sequence).__name__}; expected the value of cp.sequence(total).")
             if not -x.ndim <= dim < x.ndim:
                 raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
             held = x.shape[dim]
