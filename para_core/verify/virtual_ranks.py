@@ -13,9 +13,8 @@ import contextvars
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -219,14 +218,26 @@ def outcomes_on_virtual_ranks(
     the autocast state and the context variables of the caller.
     """
     ranks = _RankTurns(ring * ulysses)
-    meshes, groups = _meshes(ring, ulysses, device.type, ranks)
+    rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
+    ulysses_groups = [_Meeting(ulysses, ranks) for _ in range(ring)]
+    groups = [
+        (_LocalGroup(outer, rings[inner], device.type), _LocalGroup(inner, ulysses_groups[outer], device.type))
+        for outer in range(ring)
+        for inner in range(ulysses)
+    ]
+    meshes = [_VirtualMesh(**vars(mesh_of_groups(*pair, device.type))) for pair in groups]
     outcomes = [RankOutcome()] * len(meshes)
-    inherited = _inherited(device)
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    on_accelerator = accelerator is not None and accelerator.type == device.type
+    stream = torch.accelerator.current_stream(device) if on_accelerator else None
 
     def run_rank(rank: int) -> None:
         ranks.turn.acquire()
         try:
-            with inherited(), torch.no_grad():
+            if stream is not None:
+                torch.accelerator.set_stream(stream)
+            with torch.autocast(device.type, dtype, enabled=enabled), torch.no_grad():
                 outcomes[rank] = RankOutcome(run(meshes[rank]))
         # Catch any exception, because a model that gets only a part of its tokens may fail in any way.
         except Exception as error:
@@ -239,7 +250,7 @@ def outcomes_on_virtual_ranks(
         threading.Thread(target=contextvars.copy_context().run, args=(run_rank, rank), daemon=True)
         for rank in range(len(meshes))
     ]
-    with registered_group_names({group.group_name: group for group in groups}):
+    with registered_group_names({group.group_name: group for pair in groups for group in pair}):
         try:
             for thread in threads:
                 thread.start()
@@ -313,38 +324,3 @@ def with_same_weights(module: nn.Module) -> nn.Module:
             f"{original_class(module).__name__} cannot be copied for virtual ranks, because copy.deepcopy of it fails: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _meshes(
-    ring: int, ulysses: int, device_type: str, ranks: _RankTurns
-) -> tuple[list[SequenceMesh], list[_LocalGroup]]:
-    """Return the mesh of each rank, and the process groups of all meshes."""
-    rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
-    ulysses_groups = [_Meeting(ulysses, ranks) for _ in range(ring)]
-    groups = [
-        (_LocalGroup(outer, rings[inner], device_type), _LocalGroup(inner, ulysses_groups[outer], device_type))
-        for outer in range(ring)
-        for inner in range(ulysses)
-    ]
-    meshes = [mesh_of_groups(*pair, device_type) for pair in groups]
-    virtual = [_VirtualMesh(**{field.name: getattr(mesh, field.name) for field in fields(mesh)}) for mesh in meshes]
-    return [*virtual], [group for pair in groups for group in pair]
-
-
-def _inherited(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that in another thread enters the device, stream and autocast state of this thread, which new
-    threads do not inherit.
-    """
-    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    on_accelerator = accelerator is not None and accelerator.type == device.type
-    stream = torch.accelerator.current_stream(device) if on_accelerator else None
-
-    @contextmanager
-    def entered() -> Iterator[None]:
-        if stream is not None:
-            torch.accelerator.set_stream(stream)
-        with torch.autocast(device.type, dtype, enabled=enabled):
-            yield
-
-    return entered
