@@ -10,12 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.instance_patching import original_class
+from para_core.instance_patching import is_wrapped, original_class, uncompiled
 from para_core.plans.plan import Plan, published_plan
 from para_core.verify.first_difference import Difference, Recording, first_difference
-from para_core.verify.model_inputs import ModelInputs, checked_module, checked_ranks, dims_of_plan, dims_of_tokens
 from para_core.verify.parts import largest_error, relative_error, tensors_in
-from para_core.verify.runs import Method, ParallelRun, run_alone, run_parallel
+from para_core.verify.runs import (
+    Method,
+    ModelInputs,
+    ParallelRun,
+    dims_of_plan,
+    dims_of_tokens,
+    run_alone,
+    run_parallel,
+)
 from para_core.verify.virtual_ranks import device_of, first_error
 
 _METHODS: tuple[Method, ...] = ("ring", "ulysses")
@@ -152,8 +159,10 @@ def check_parallel(
         >>> print(check_parallel(llama, input_ids=ids, position_ids=positions, dim=1))  # doctest: +SKIP
         >>> print(check_parallel(dit, latents, plan=proposal.plan))  # doctest: +SKIP
     """
-    module = checked_module(model)
-    numbers = checked_ranks(ranks)
+    module = _checked_module(model)
+    numbers = [ranks] if isinstance(ranks, int) else [*ranks]
+    if not numbers or any(not isinstance(number, int) or number < 2 for number in numbers):
+        raise ValueError(f"ranks is {ranks!r}; expected a number of ranks, at least 2, or several such numbers.")
     if sum(option is not None for option in (dim, plan, forward)) > 1:
         raise ValueError("check_parallel takes one of dim=, plan= and forward=: what is sharded is said once.")
     if tolerance is None:
@@ -171,6 +180,18 @@ def check_parallel(
     device = device_of(module, model_inputs.leaves())
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return _Checker(module, model_inputs, run, tolerance).check(numbers)
+
+
+def _checked_module(model: Any) -> nn.Module:
+    module = uncompiled(model)
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module (of a pipeline, its transformer).")
+    if any(is_wrapped(submodule, "parallel") for submodule in module.modules()):
+        raise ValueError(
+            f"{original_class(module).__name__} is already parallel. Check the unmodified model, or undo it first: "
+            "unparallelize_pipe(pipe), unparallelize_transformer(transformer), remove_context_parallel(model)."
+        )
+    return module
 
 
 class _Checker:
