@@ -1,3 +1,1 @@
-"""``check_parallel``: compare a model on virtual ranks, which are threads of this process, with the unmodified
-model.
-"""
+"""Compare a model on virtual ranks, which are threads of this process, with the unmodified model."""

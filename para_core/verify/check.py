@@ -213,12 +213,12 @@ class _Checker:
         runs = [(method, ranks, shorten) for ranks in numbers for shorten in (False, True) for method in _METHODS]
         cases = [case for run in runs if (case := self._case(*run)) is not None]
         notes = tuple(dict.fromkeys(self._notes))
-        check = ParallelCheck(self._name, tuple([case for case, _ in cases]), self._tolerance, notes=notes)
+        check = ParallelCheck(self._name, tuple([case for case, *_ in cases]), self._tolerance, notes=notes)
         wrong = next((case for case in cases if not check.is_exact(case[0])), None)
         return check if wrong is None else replace(check, first_difference=self._first_difference(*wrong))
 
-    def _case(self, method: Method, ranks: int, shorten: bool) -> tuple[CheckedCase, ModelInputs] | None:
-        """Return the result of one run, and the inputs of the run; None if there are no shorter inputs to run."""
+    def _case(self, method: Method, ranks: int, shorten: bool) -> tuple[CheckedCase, ModelInputs, list[Tensor]] | None:
+        """Return the result of one run, its inputs and the expected outputs; None if there are no shorter inputs."""
         length = self._shorter_length(ranks) if shorten else self._total
         reference = None if shorten and length is None else self._reference(length if shorten else None)
         if reference is None:
@@ -235,13 +235,12 @@ class _Checker:
             hint = ""
             if shorten and self._run.forward is not None:
                 hint = f" (inputs were shortened to {length} tokens; forward= must take everything from its arguments)"
-            failure = f"rank {rank}: {type(error).__name__}: {error}{hint}"
-            return CheckedCase(method, ranks, length, failure=failure), inputs
-        outputs = [tensors_in(result.outcome.output) for result in results]
-        largest = _error_of(outputs, expected, results[0].segments, some=self._run.forward is not None)
-        if isinstance(largest, str):
-            return CheckedCase(method, ranks, length, failure=largest), inputs
-        return CheckedCase(method, ranks, length, largest), inputs
+            largest: float | str = f"rank {rank}: {type(error).__name__}: {error}{hint}"
+        else:
+            outputs = [tensors_in(result.outcome.output) for result in results]
+            largest = _error_of(outputs, expected, results[0].segments, some=self._run.forward is not None)
+        of_run = (None, largest) if isinstance(largest, str) else (largest, None)
+        return CheckedCase(method, ranks, length, *of_run), inputs, expected
 
     def _shorter_length(self, ranks: int) -> int | None:
         """Return a length shorter than all tokens, such that ``ranks`` divides one of both but not the other.
@@ -280,10 +279,9 @@ class _Checker:
         self._references[length] = None
         return None
 
-    def _first_difference(self, case: CheckedCase, inputs: ModelInputs) -> Difference:
+    def _first_difference(self, case: CheckedCase, inputs: ModelInputs, expected: list[Tensor]) -> Difference:
         alone = Recording()
         outcome = run_alone(self._module, inputs, alone)
-        expected = next(pair[1] for pair in self._references.values() if pair is not None and pair[0] is inputs)
         if expected and largest_error(outcome.output, expected) > self._tolerance:
             reason = "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
             return Difference("", self._name, reason)

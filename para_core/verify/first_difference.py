@@ -95,10 +95,6 @@ class Recording:
         digests = tuple(_digest(x) for x in tree_leaves(value) if isinstance(x, Tensor) and x.layout == torch.strided)
         self.events.append(Event(kind, module, digests, attention))
 
-    def notes_attention(self) -> TorchFunctionMode:
-        """Return a mode that records attention calls without changing them."""
-        return _AttentionRecorder(self)
-
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:
         """Record the calls of ``module`` and of its submodules inside the ``with`` block, by hooks."""
@@ -119,7 +115,7 @@ class Recording:
             self.note("call", name, (args, kwargs))
             depths.append(len(self.running))
             self.running.append(name)
-            modes.append(self.notes_attention())
+            modes.append(AttentionRecorder(self))
             modes[-1].__enter__()
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -137,7 +133,9 @@ class Recording:
         ]
 
 
-class _AttentionRecorder(TorchFunctionMode):
+class AttentionRecorder(TorchFunctionMode):
+    """A mode that records attention calls in ``recording``, without changing them."""
+
     def __init__(self, recording: Recording) -> None:
         super().__init__()
         self._recording = recording
@@ -330,24 +328,19 @@ def _described(
     if calls[0]:
         facts.append(f"alone: {calls[0][0]}")
         facts += [f"rank {rank}: {of_rank[0]}" for rank, of_rank in enumerate(calls[1:]) if of_rank]
-    facts += _settings(submodule, calls)
+    whole, held = (calls[0][0].keys, max(of_rank[0].keys for of_rank in calls[1:])) if all(calls) else (0, 0)
+    config = getattr(getattr(submodule, "config", None), "__dict__", {})
+    for setting, value in {**vars(submodule), **{f"config.{key}": value for key, value in config.items()}}.items():
+        # Settings of the module and of its config that may limit attention, such as windows.
+        key = setting.removeprefix("config.")
+        limits = "window" in key or "causal" in key or key in ("layer_type", "attention_type")
+        if limits and isinstance(value, (bool, int, str, tuple)):
+            fact = f"{setting} = {value!r}"
+            if type(value) is int and held <= value < whole:
+                fact += f": not shorter than a rank's part ({held} tokens), but shorter than the sequence ({whole})"
+            facts.append(fact)
     facts += _advice(calls)
     return Difference(name, original_class(submodule).__name__, reason, tuple(facts), error)
-
-
-def _settings(module: nn.Module, calls: Sequence[Sequence[AttentionRecord]]) -> list[str]:
-    """Return settings of the module and of its config that may limit attention, such as windows, as lines of text."""
-    facts = []
-    whole, held = (calls[0][0].keys, max(of_rank[0].keys for of_rank in calls[1:])) if all(calls) else (0, 0)
-    for source, values in (("", vars(module)), ("config.", getattr(getattr(module, "config", None), "__dict__", {}))):
-        for name, value in values.items():
-            limits = "window" in name or "causal" in name or name in ("layer_type", "attention_type")
-            if limits and isinstance(value, (bool, int, str, tuple)):
-                fact = f"{source}{name} = {value!r}"
-                if type(value) is int and held <= value < whole:
-                    fact += f": not shorter than a rank's part ({held} tokens), but shorter than the sequence ({whole})"
-                facts.append(fact)
-    return facts
 
 
 def _advice(calls: Sequence[Sequence[AttentionRecord]]) -> list[str]:

@@ -20,7 +20,7 @@ from para_core.plans.current_call import segments_under_way
 from para_core.plans.plan import Plan, Split
 from para_core.plans.region import apply_plan
 from para_core.torch_internals import crop_block_mask, tree_flatten, tree_unflatten
-from para_core.verify.first_difference import Recording
+from para_core.verify.first_difference import AttentionRecorder, Recording
 from para_core.verify.virtual_ranks import RankOutcome, device_of, outcomes_on_virtual_ranks, with_same_weights
 
 # The mesh dim over which ranks share attention.
@@ -155,7 +155,7 @@ def run_parallel(
                 recording.at_each_event = lambda: result.note_segments_of(copied)
                 apply_plan(copied, run.plan, mesh)
                 return copied(*own_inputs.args, **own_inputs.kwargs)
-            with _NotingMode(mesh, result, own_inputs) as cp, recording.notes_attention():
+            with _NotingMode(mesh, result, own_inputs) as cp, AttentionRecorder(recording):
                 if run.forward is not None:
                     return run.forward(cp, copied, *own_inputs.args, **own_inputs.kwargs)
                 sharded = own_inputs.with_leaves(lambda i, leaf: cp.shard(leaf, run.dims[i]) if i in run.dims else leaf)
