@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM
 from para_core.fleet.models import Model
 from para_core.fleet.modular import open_modular
 from para_core.fleet.recipe import Recipe
-from para_core.planner.mesh_plan import RESERVED
-from para_core.planner.prediction import default_text_encoders, memory_of
+from para_core.planner.prediction import RESERVED, default_text_encoders, memory_of
 from para_core.planner.traffic import MeshShape
 from para_core.planner.weights import Placement
 
@@ -114,10 +113,7 @@ def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[f
     usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
     resident = recipe.resident_blocks if recipe.offload == "blocks" else None
     placement = Placement(recipe.text_encoders or usual, resident, recipe.quantize, recipe.vae_placement or "replicate")
-    if recipe.quantize is not None and work.weights.in_8_bits is not None:
-        work = replace(work, weights=work.weights.in_8_bits)
-    own = work.calls[shape.batch if len(work.calls[shape.batch].parts) > 1 else 1].parts[0]
-    return memory_of(shape, work, own, 1, placement), side * side * work.frames
+    return memory_of(shape, work, placement), side * side * work.frames
 
 
 def without_weights(model: Model, dtype: torch.dtype) -> Any:

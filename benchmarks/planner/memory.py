@@ -105,7 +105,7 @@ def predicted(stack: Stack, dims: dict[str, int], fsdp: bool) -> float:
     with without_data(stack.sizes.dtype):
         calls = count_calls(transformer, stack.sizes)
     work = Workload("", calls, 1, 1, weights_of(transformer, [], vae=0.0, other=0.0), 0.0, 0.0, 1)
-    return memory_of(replace(MeshShape(**dims), fsdp=fsdp), work, calls[1].parts[0], passes=1)
+    return memory_of(replace(MeshShape(**dims), fsdp=fsdp), work)
 
 
 def measured(name: str, dims: dict[str, int], fsdp: bool) -> dict[str, Any]:

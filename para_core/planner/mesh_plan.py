@@ -16,17 +16,13 @@ from para_core.planner.prediction import (
     MeshPrediction,
     Workload,
     default_text_encoders,
-    most_resident,
     predict,
     shapes,
+    with_most_resident,
 )
 from para_core.planner.traffic import MeshShape
 from para_core.planner.weights import Choices, Placement
 
-# Bytes of device memory that a model cannot use: the CUDA context and the allocator's fragmentation take them.
-RESERVED = 6e9
-# Bytes of an NCCL communicator, mostly for buffers. An assumption: it depends on the links and on NCCL's channels.
-COMMUNICATOR = 0.2e9
 # Published seconds of other software on several devices, divided by the predicted seconds: the smallest and the largest
 # ratio if the transformer is compiled (True), and if it runs eagerly (False). See
 # benchmarks/results/planner_check.json.
@@ -72,7 +68,7 @@ class MeshPlan:
     def advice(self) -> str:
         """A sentence on whether using all ``ranks`` ranks is worthwhile or, if no mesh runs, on what could run."""
         fastest, best = self.fastest, self.best
-        if not _runs(best, self.machine):
+        if not best.runs:
             return self._way_out()
         if fastest.shape.ranks < self.ranks:
             fewer = fastest.shape.ranks
@@ -95,9 +91,8 @@ class MeshPlan:
         if least.problem is not None:
             needed, smaller = least.problem, ""
         else:
-            room = room_of(self.machine, least.shape)
-            needed = f"it needs at least {least.memory / 1e9:.0f} GB of {room / 1e9:.0f} on each ({least})"
-            device = (least.memory + self.machine.device.memory - room) / 1e9
+            needed = f"it needs at least {least.memory / 1e9:.0f} GB of {least.room / 1e9:.0f} on each ({least})"
+            device = (least.memory + self.machine.device.memory - least.room) / 1e9
             smaller = f"devices of {device:.0f} GB, or {'fewer frames' if self.work.frames > 1 else 'a smaller image'}"
         more = "" if self.more is None else f"{self.more.shape.ranks} ranks ({self.more})"
         ways = "; or ".join(filter(None, [more, smaller])) or "another model"
@@ -117,8 +112,8 @@ class MeshPlan:
     def notes(self) -> list[str]:
         """Sentences about the best mesh: whether it fits, the code that uses it, and how reliable the prediction is."""
         best, notes = self.best, []
-        if _runs(best, self.machine):
-            held, room = best.memory / 1e9, room_of(self.machine, best.shape) / 1e9
+        if best.runs:
+            held, room = best.memory / 1e9, best.room / 1e9
             notes.append(f"The first row fits: {held:.0f} GB of {room:.0f} on each rank. {best.call}")
         if best.host_memory:
             notes.append(f"Each rank keeps {best.host_memory / 1e9:.0f} GB in host memory.")
@@ -144,7 +139,7 @@ class MeshPlan:
 
     def runs(self, row: MeshPrediction) -> bool:
         """Whether ``row`` can run and fits into device memory."""
-        return _runs(row, self.machine)
+        return row.runs
 
     def markdown(self) -> str:
         """Return the plan as Markdown, with a table that shows all parts of a step."""
@@ -209,34 +204,6 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def communicators(shape: MeshShape) -> int:
-    """Return the largest number of NCCL communicators that a rank of a mesh holds.
-
-    There is one communicator for each mesh dim with several ranks, and one for FSDP2. With pipeline stages, each pair
-    of a sender and a receiver has one of its own. The last stage takes part in most pairs: it receives tokens from the
-    stage before it, and sends its output to all other stages.
-
-    >>> communicators(MeshShape(ring=2, ulysses=4)), communicators(MeshShape(pipe=4, ulysses=2))
-    (2, 6)
-    """
-    dims = (shape.batch, shape.pipe, shape.ring, shape.ulysses, shape.tensor)
-    edges = shape.pipe if shape.pipe > 1 else 0
-    return sum(size > 1 for size in dims) + edges + shape.fsdp
-
-
-def room_of(machine: Machine, shape: MeshShape) -> float:
-    """Return how many bytes of device memory a rank can use for weights and activations."""
-    return machine.device.memory - RESERVED - COMMUNICATOR * communicators(shape)
-
-
-def _fits(row: MeshPrediction, machine: Machine) -> bool:
-    return row.memory <= room_of(machine, row.shape)
-
-
-def _runs(row: MeshPrediction, machine: Machine) -> bool:
-    return row.problem is None and _fits(row, machine)
-
-
 def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
     """Return a phrase that says in which part of a step ``row`` loses most time compared with ``best``."""
     phrases = {
@@ -257,11 +224,11 @@ def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | N
     rows = _rows(work, machine, ranks, choices)
     sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < ranks]
     smaller = {size: _rows(work, machine, size, choices)[0] for size in sizes}
-    fewer = {size: row for size, row in smaller.items() if _runs(row, machine)}
+    fewer = {size: row for size, row in smaller.items() if row.runs}
     more = None
-    if not _runs(rows[0], machine):
+    if not rows[0].runs:
         larger = (_rows(work, machine, size, choices)[0] for size in (2, 4, 8, 16, 32, 64) if size > ranks)
-        more = next((row for row in larger if _runs(row, machine)), None)
+        more = next((row for row in larger if row.runs), None)
     return MeshPlan(work, machine, ranks, tuple(rows), fewer, more)
 
 
@@ -280,16 +247,15 @@ def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> lis
     for placed in choices.fallbacks(work.weights, ranks):
         # List meshes that cannot run only once, for the first of these choices.
         rows += [row for row in _placed_rows(work, machine, ranks, placed) if not rows or row.problem is None]
-        if any(_runs(row, machine) for row in rows):
+        if any(row.runs for row in rows):
             break
 
     def order(row: MeshPrediction) -> tuple[bool, bool, float, int, int]:
         # Of equally fast meshes, those with a small ring and tensor dim come first: they need fewer process groups.
-        can_run, fits = row.problem is None, _fits(row, machine)
-        return not can_run, not fits, round(row.seconds, 9), row.shape.ring, row.shape.tensor
+        return row.problem is not None, not row.fits, round(row.seconds, 9), row.shape.ring, row.shape.tensor
 
     best, *others = sorted(rows, key=order)
-    return [best, *[replace(row, why=_why(row, best, machine)) for row in others]]
+    return [best, *[replace(row, why=_why(row, best)) for row in others]]
 
 
 def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
@@ -298,12 +264,12 @@ def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices)
     for shape in shapes(ranks, sharing=choices.sharing, pipefusion=choices.pipefusion):
         row = _with_text_encoders(shape, work, machine, choices)
         rows.append(row)
-        if _fits(row, machine) or row.problem is not None:
+        if row.fits or row.problem is not None:
             continue
         if "fsdp" in choices.sharing and shape.sequence > 1 and shape.tensor == shape.pipe == 1:
             rows.append(_with_text_encoders(replace(shape, fsdp=True), work, machine, choices))
         if choices.offload:
-            placed = most_resident(shape, work, room_of(machine, shape), row.placement)
+            placed = with_most_resident(row, work)
             rows += [] if placed is None else [predict(shape, work, machine, placed)]
     return rows
 
@@ -318,14 +284,14 @@ def _with_text_encoders(shape: MeshShape, work: Workload, machine: Machine, choi
     row = predict(shape, work, machine, usual)
     # Keep the usual placement if the user has chosen it, or if moving text encoders does not help: the mesh cannot run,
     # or fits already, or the pipeline has no text encoders.
-    if choices.text_encoders is not None or row.problem or _fits(row, machine) or not work.weights.encoders.total:
+    if choices.text_encoders is not None or row.problem or row.fits or not work.weights.encoders.total:
         return row
     return predict(shape, work, machine, replace(usual, text_encoders="first" if shape.ranks > 1 else "offload"))
 
 
-def _why(row: MeshPrediction, best: MeshPrediction, machine: Machine) -> str:
-    if not _fits(row, machine):
-        return f"{row.memory / 1e9:.0f} GB do not fit into {room_of(machine, row.shape) / 1e9:.0f}"
+def _why(row: MeshPrediction, best: MeshPrediction) -> str:
+    if not row.fits:
+        return f"{row.memory / 1e9:.0f} GB do not fit into {row.room / 1e9:.0f}"
     if row.shape.pipe > 1 and row.shape.pipefusion is None:
         longer = 1e3 * (row.step.total - best.step.total)
         return f"its stages compute one after the other: {longer:+.3g} ms per step"

@@ -40,6 +40,11 @@ from para_core.planner.weights import (
 )
 from para_core.weights.pipefusion import PipeFusion
 
+# Bytes of device memory that a model cannot use: the CUDA context and the allocator's fragmentation take them.
+RESERVED = 6e9
+# Bytes of an NCCL communicator, mostly for buffers. An assumption: it depends on the links and on NCCL's channels.
+COMMUNICATOR = 0.2e9
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -66,6 +71,16 @@ class Workload:
     frames: int = 1
     encodings: int = 1
 
+    def of_rank(self, shape: MeshShape) -> tuple[CallWork, int]:
+        """Return the work of a transformer call on the first rank of a mesh, and the number of its calls per step."""
+        parts = self.calls[shape.batch].parts
+        return parts[0], self.branches if len(parts) > 1 else -(-self.branches // shape.batch)
+
+    def quantized(self, placement: Placement) -> Workload:
+        """Return this work, with weights in 8 bits if ``placement`` quantizes them."""
+        weights = None if placement.quantize is None else self.weights.in_8_bits
+        return self if weights is None else replace(self, weights=weights)
+
 
 @dataclass(frozen=True)
 class MeshPrediction:
@@ -77,6 +92,7 @@ class MeshPrediction:
         seconds (`float`): Seconds of the whole generation.
         sent (`int`): Bytes that the first rank sends per step.
         memory (`float`): Peak bytes of device memory, of the rank that uses most.
+        room (`float`): Bytes of device memory that a rank can use for weights and activations.
         problem (`str`, *optional*): The reason why the mesh cannot run; None if it can.
         why (`str`): The reason why the mesh is slower than the best mesh; empty for the best mesh.
         placement (`Placement`): The placement of weights that the mesh does not shard.
@@ -90,6 +106,7 @@ class MeshPrediction:
     seconds: float
     sent: int
     memory: float
+    room: float = 0.0
     problem: str | None = None
     why: str = ""
     placement: Placement = field(default_factory=Placement)
@@ -113,6 +130,16 @@ class MeshPrediction:
         return ", ".join(words)
 
     @property
+    def fits(self) -> bool:
+        """Whether the mesh fits into device memory."""
+        return self.memory <= self.room
+
+    @property
+    def runs(self) -> bool:
+        """Whether the mesh can run and fits into device memory."""
+        return self.problem is None and self.fits
+
+    @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of ``parallelize_pipe`` for this mesh, except ``mesh``."""
         shape, options = self.shape, dict[str, Any]()
@@ -133,15 +160,8 @@ class MeshPrediction:
     @property
     def mesh_options(self) -> dict[str, int]:
         """The keyword arguments of ``init_context_parallel_mesh`` for this mesh."""
-        shape = self.shape
-        sizes = {
-            "max_pipe_dim_size": shape.pipe if shape.pipe > 1 else None,
-            "max_batch_dim_size": shape.batch if shape.batch > 1 else None,
-            "max_ring_dim_size": shape.ring,
-            "max_ulysses_dim_size": shape.ulysses,
-            "max_tensor_dim_size": shape.tensor if shape.tensor > 1 else None,
-        }
-        return {name: size for name, size in sizes.items() if size is not None}
+        sizes = {name: getattr(self.shape, name) for name in ("pipe", "batch", "ring", "ulysses", "tensor")}
+        return {f"max_{name}_dim_size": n for name, n in sizes.items() if n > 1 or name in ("ring", "ulysses")}
 
     @property
     def call(self) -> str:
@@ -219,17 +239,34 @@ def problem_of(shape: MeshShape, work: Workload, quantize: str | None = None) ->
     return None
 
 
+def communicators(shape: MeshShape) -> int:
+    """Return the largest number of NCCL communicators that a rank of a mesh holds.
+
+    There is one communicator for each mesh dim with several ranks, and one for FSDP2. With pipeline stages, each pair
+    of a sender and a receiver has one of its own. The last stage takes part in most pairs: it receives tokens from the
+    stage before it, and sends its output to all other stages.
+
+    >>> communicators(MeshShape(ring=2, ulysses=4)), communicators(MeshShape(pipe=4, ulysses=2))
+    (2, 6)
+    """
+    dims = (shape.batch, shape.pipe, shape.ring, shape.ulysses, shape.tensor)
+    edges = shape.pipe if shape.pipe > 1 else 0
+    return sum(size > 1 for size in dims) + edges + shape.fsdp
+
+
+def room_of(machine: Machine, shape: MeshShape) -> float:
+    """Return how many bytes of device memory a rank can use for weights and activations."""
+    return machine.device.memory - RESERVED - COMMUNICATOR * communicators(shape)
+
+
 def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Placement | None = None) -> MeshPrediction:
     """Return the predicted seconds, bytes and memory of one mesh.
 
     ``placement`` is that of the weights that the mesh does not shard, by default as in ``parallelize_pipe``.
     """
     placement = placement or Placement(default_text_encoders(shape))
-    if placement.quantize is not None and work.weights.in_8_bits is not None:
-        work = replace(work, weights=work.weights.in_8_bits)
-    call = work.calls[shape.batch]
-    own = call.parts[0]
-    passes = work.branches if len(call.parts) > 1 else -(-work.branches // shape.batch)
+    work = work.quantized(placement)
+    own, passes = work.of_rank(shape)
     if shape.pipe > 1:
         exact_step = staged(own, passes, shape, machine)
     else:
@@ -258,33 +295,34 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
         encoder,
         decoder,
         denoising + encoder + decoder,
-        _sent(call, shape, work, machine, passes),
-        memory_of(shape, work, own, passes, placement),
+        _sent(shape, work, machine),
+        memory_of(shape, work, placement),
+        room_of(machine, shape),
         problem_of(shape, work, placement.quantize),
         placement=placement,
         host_memory=work.weights.in_host_memory(placement),
     )
 
 
-def most_resident(shape: MeshShape, work: Workload, room: float, placement: Placement) -> Placement | None:
-    """Return ``placement`` with as many transformer blocks on the device as fit into ``room`` bytes; None if none fit.
+def with_most_resident(row: MeshPrediction, work: Workload) -> Placement | None:
+    """Return the placement of ``row`` with as many transformer blocks on the device as fit; None if none fit.
 
     Also return None for a mesh that shards weights, because only whole blocks can be moved between host and device.
     """
-    weights = work.weights if placement.quantize is None else work.weights.in_8_bits or work.weights
-    if shape.fsdp or shape.tensor > 1 or shape.pipe > 1 or not weights.blocks:
+    shape, placement = row.shape, row.placement
+    if shape.fsdp or shape.tensor > 1 or shape.pipe > 1 or not work.weights.blocks:
         return None
-    own, own_work = work.calls[shape.batch].parts[0], replace(work, weights=weights)
 
     def is_too_large(resident: int) -> bool:
-        return memory_of(shape, own_work, own, work.branches, replace(placement, resident=resident)) > room
+        return memory_of(shape, work, replace(placement, resident=resident)) > row.room
 
-    resident = bisect.bisect_left(range(len(weights.blocks)), True, key=is_too_large)
+    resident = bisect.bisect_left(range(len(work.weights.blocks)), True, key=is_too_large)
     return replace(placement, resident=resident - 1) if resident else None
 
 
-def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, passes: int) -> int:
+def _sent(shape: MeshShape, work: Workload, machine: Machine) -> int:
     """Return the bytes that the first rank sends per step: for attention, gathers, sums, and between stages."""
+    call, (part, passes) = work.calls[shape.batch], work.of_rank(shape)
 
     def of_rank(x: Operation) -> Operation:
         return of_tensor_rank(x, shape.tensor) if isinstance(x, CountedAttention) else x
@@ -294,24 +332,24 @@ def _sent(call: ModelCall, shape: MeshShape, work: Workload, machine: Machine, p
     own = sent_in_rounds([[later] * work.branches], shape, 0, apart=work.branches > 1)
     summed = sum(
         number * product_seconds(x, shape, machine)[1]
-        for x, number in call.parts[0].operations.items()
+        for x, number in part.operations.items()
         if isinstance(x, Product)
     )
     gathered = passes * work.weights.transformer.gathered(shape.sequence) if shape.fsdp else 0.0
-    between_stages = round(passes * stream_bytes(call.parts[0], shape)) if shape.pipe > 1 else 0
+    between_stages = round(passes * stream_bytes(part, shape)) if shape.pipe > 1 else 0
     # The attention calls are those of all stages, and each stage makes only its share of them.
     return own // shape.pipe + round(passes * summed + gathered) + between_stages
 
 
-def memory_of(
-    shape: MeshShape, work: Workload, own: CallWork, passes: int, placement: Placement | None = None
-) -> float:
+def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = None) -> float:
     """Return the peak bytes of device memory of a rank: its weights, and the larger need of a step and of encoding.
 
     A step needs memory for its activations at their peak, gathered weights, buffers of exchanges, and keys stored by
     PipeFusion.
     """
-    placement, weights = placement or Placement(default_text_encoders(shape)), work.weights
+    placement = placement or Placement(default_text_encoders(shape))
+    weights = work.quantized(placement).weights
+    own, passes = work.of_rank(shape)
     # Tensor ranks split the activations between a column-sharded layer and the row-sharded layer after it. These are
     # about half of the peak (measured: 26 to 70 %).
     share = region_share(own, shape.sequence) * (1 + 1 / shape.tensor) / 2

@@ -2,7 +2,7 @@
 
 import pytest
 
-from para_core.planner.mesh_plan import COMMUNICATOR, communicators, room_of
+from para_core.planner.prediction import COMMUNICATOR, communicators, room_of
 from para_core.planner.traffic import MeshShape
 from tests.planner.test_cost import machine
 
