@@ -182,16 +182,11 @@ LINKS = {
         Link("gloo", 2e-4, 2e9, source="benchmarks/results/host_cost.json: one call on 2 gloo ranks"),
     )
 }
-# The generation of each device's links, for a link that the user names without it, such as "nvlink". Devices that are
-# missing here have the _DEFAULT_GENERATION.
+# The generations of links that the user may name without it, and of devices whose usual link is of another kind.
 _GENERATIONS = {
-    "nvlink": {
-        **dict.fromkeys(("A100", "A100 40GB", "A100 PCIe", "A100 40GB PCIe"), "nvlink3"),
-        **dict.fromkeys(("B200", "GB200"), "nvlink5"),
-    },
-    "pcie": {"H100 PCIe": "pcie5", "H100": "pcie5", "H200": "pcie5", "B200": "pcie5", "RTX 4090": "pcie4 via host"},
+    "nvlink": ("nvlink4", {"A100 PCIe": "nvlink3", "A100 40GB PCIe": "nvlink3"}),
+    "pcie": ("pcie4", {"H100": "pcie5", "H200": "pcie5", "B200": "pcie5"}),
 }
-_DEFAULT_GENERATION = {"nvlink": "nvlink4", "pcie": "pcie4"}
 
 
 # These words of CUDA's device names are ignored, because they do not distinguish variants of a device in the table.
@@ -274,7 +269,8 @@ def link_named(name: str | Link | None, device: Device) -> Link:
             f"link is {name!r}; expected a name such as 'nvlink', or a para_core.planner.Link with its figures."
         )
     if name in _GENERATIONS:
-        name = _GENERATIONS[name].get(device.name, _DEFAULT_GENERATION[name])
+        default, others = _GENERATIONS[name]
+        name = device.link if device.link.startswith(name) else others.get(device.name, default)
     if name not in LINKS:
         raise ValueError(
             f"link is {name!r}; expected one of {', '.join([*_GENERATIONS, *LINKS])}. Or pass a para_core.planner.Link "
