@@ -51,7 +51,7 @@ from para_core.plans.samples import number_of_samples, own_samples
 from para_core.torch_internals import FakeTensor, pytree
 from para_core.weights.tensor_plan import TensorPlan
 
-_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+_PRODUCTS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 
 
 class _ModelObserver(TorchFunctionMode):
@@ -184,19 +184,15 @@ class _ModelObserver(TorchFunctionMode):
             if (name, names.count(name)) in attention.sums:
                 self._note(CountedSum(self._segments[attention.segment], out.numel() * out.element_size()))
             names.append(name)
-        if func is F.linear:
-            self._note_linear(*args, **kwargs)
-        elif func in _CONVOLUTIONS:
+        if func in _PRODUCTS:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
-            rows = self._segments_of(out.numel() // weight.shape[0])
-            self._note(Product(1, rows, weight[0].numel(), weight.shape[0], weight.element_size()))
+            columns, inner = weight.shape[0], weight.numel() // weight.shape[0]
+            samples, rows = 1, out.numel() // columns
+            if func is F.linear and out.ndim > 1:
+                samples, rows = rows // out.shape[-2], out.shape[-2]
+            split = self._tensor_splits.get(id(weight))
+            self._note(Product(samples, self._segments_of(rows), inner, columns, weight.element_size(), split))
         return out
-
-    def _note_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-        rows, inner = x.shape[-2] if x.ndim > 1 else 1, x.shape[-1]
-        samples, tokens = x.numel() // (rows * inner), self._segments_of(rows)
-        split = self._tensor_splits.get(id(weight))
-        self._note(Product(samples, tokens, inner, weight.shape[0], weight.element_size(), split))
 
     def _segments_of(self, rows: int) -> tuple[Tokens, ...]:
         """Return the segments whose lengths add up to ``rows``; else a single :class:`Tokens` of no segment."""
