@@ -158,6 +158,19 @@ def is_view(func: OpOverload) -> bool:
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
+# The names of c10d's operators, and of the collectives in _c10d_functional that do the same.
+_KINDS = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "allgather_": "all_gather_into_tensor",
+    "_allgather_base_": "all_gather_into_tensor",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "alltoall_base_": "all_to_all_single",
+    "broadcast_": "broadcast",
+    "send": "send",
+}
+
+
 def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
     """Return the bytes that this rank sends to other ranks in a call of the operator ``func``.
 
@@ -169,59 +182,36 @@ def bytes_sent(func: OpOverload, args: Sequence[Any]) -> int | None:
     if namespace == "para_core" and name == "all_to_all":
         return _to_others(args[0], args[1], group_named(args[3]))
     if namespace == "c10d":
-        return _sent_by_c10d(name, args)
-    if namespace == "_c10d_functional":
-        name = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")
-        inputs = [args[0]] if isinstance(args[0], Tensor) else args[0]
-        total = sum(int(x.nbytes) for x in inputs)
+        boxed = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
+        if boxed is None or name not in _KINDS:
+            return None
+        kind, group = _KINDS[name], dist.ProcessGroup.unbox(boxed)
+        # These four operators take the output first and the input second; the others take the input first.
+        output_first = name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
+        inputs = tensors_in(args[1] if output_first else args[0])
+        if kind == "all_to_all_single":
+            return _to_others(args[1], args[4] or [len(args[1]) // group.size()] * group.size(), group)
+        if "allgather" in name and all(x.dtype == torch.uint8 and x.device.type == "cpu" for x in inputs):
+            return None
+    elif namespace == "_c10d_functional":
         strings = [value for value in args if isinstance(value, str)]
         if not strings:
             return None
         # The last string among the arguments is the name of the group.
-        group = group_named(strings[-1])
-        if name == "all_to_all_single":
+        kind, group = name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced"), group_named(strings[-1])
+        inputs = tensors_in(args[0])
+        if kind == "all_to_all_single":
             return _to_others(args[0], args[2], group)
-        return _sent_by_kind(name, total, group)
-    return None
-
-
-_KINDS = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "allgather_": "all_gather_into_tensor",
-    "_allgather_base_": "all_gather_into_tensor",
-    "_reduce_scatter_base_": "reduce_scatter_tensor",
-    "broadcast_": "broadcast",
-    "send": "send",
-}
-
-
-def _sent_by_c10d(name: str, args: Sequence[Any]) -> int | None:
-    boxed = next((value for value in args if isinstance(value, torch.ScriptObject)), None)
-    if boxed is None:
+    else:
         return None
-    if name == "alltoall_base_":
-        _, x, boxed, _, sizes, *_ = args
-        group = dist.ProcessGroup.unbox(boxed)
-        return _to_others(x, sizes or [len(x) // group.size()] * group.size(), group)
-    if name not in _KINDS:
-        return None
-    # These three operators take the output first and the input second; the others take the input first.
-    inputs = tensors_in(args[1] if name in ("allgather_", "_allgather_base_", "_reduce_scatter_base_") else args[0])
-    if "allgather" in name and all(x.dtype == torch.uint8 and x.device.type == "cpu" for x in inputs):
-        return None
-    return _sent_by_kind(_KINDS[name], sum(x.nbytes for x in inputs), dist.ProcessGroup.unbox(boxed))
-
-
-def _sent_by_kind(name: str, total: int, group: dist.ProcessGroup) -> int | None:
-    ranks = group.size()
+    ranks, total = group.size(), sum(x.nbytes for x in inputs)
     sent = {
         "all_reduce": 2 * total * (ranks - 1) / ranks,
         "all_gather_into_tensor": total * (ranks - 1),
         "reduce_scatter_tensor": total * (ranks - 1) / ranks,
         "broadcast": total,
         "send": total,
-    }.get(name)
+    }.get(kind)
     return None if sent is None else round(sent)
 
 
