@@ -258,7 +258,11 @@ def bytes_of_attention(call: CountedAttention, shape: MeshShape, rank: int) -> A
     if not keys:
         return AttentionBytes()
     block, index = divmod(rank, ulysses)
-    heads, kv_heads = _heads_of_ranks(call, ulysses)
+    group = call.heads // call.kv_heads
+    heads = [shard_size(call.heads, rank, ulysses) for rank in range(ulysses)]
+    # If neighbouring ranks have query heads that share a key head, each of them receives this key head.
+    ends = [*zip(heads, accumulate(heads), strict=True)]
+    kv_heads = [-(-end // group) - (end - own) // group if own else 0 for own, end in ends]
     both = call.head_dim + call.value_dim
     own_queries = held_by(call.queries, rank, ranks)
     way_in = own_queries * (call.heads - heads[index]) * call.head_dim
@@ -282,14 +286,8 @@ def bytes_of_attention(call: CountedAttention, shape: MeshShape, rank: int) -> A
 def _sent_in_grid(
     call: CountedAttention, heads: int, kv_heads: int, shape: MeshShape, block: int
 ) -> tuple[int, int, int]:
-    """Return the bytes that a rank sends in Attention2D, as ``(queries, keys and values, results)``.
-
-    Queries are sent along the rank's row, keys and values along its column, and results back along the row. See
-    ``para_core/attention/attention_2d.py``.
-
-    Args:
-        heads, kv_heads (`int`): Numbers of query and key heads that this rank computes.
-        block (`int`): Ring index of the rank.
+    """Return the bytes that ring rank ``block`` sends in Attention2D: queries along its row, keys and values along its
+    column, and results back along the row. The rank computes ``heads`` query heads and ``kv_heads`` key heads.
     """
     ranks, ulysses = shape.sequence, shape.ulysses
     rows, columns = choose_grid(shape.ring, call.heads, call.kv_heads)
@@ -302,15 +300,6 @@ def _sent_in_grid(
     results = heads * others * (call.value_dim * call.element_size + _LSE_BYTES)
     unit = call.samples * call.element_size
     return unit * to_row, unit * to_column, call.samples * results
-
-
-def _heads_of_ranks(call: CountedAttention, ulysses: int) -> tuple[list[int], list[int]]:
-    """Return the number of query heads and the number of key heads that each Ulysses rank computes, as two lists."""
-    group = call.heads // call.kv_heads
-    heads = [shard_size(call.heads, rank, ulysses) for rank in range(ulysses)]
-    ends = accumulate(heads)
-    # If neighbouring ranks have query heads that share a key head, each of them receives this key head.
-    return heads, [-(-end // group) - (end - own) // group if own else 0 for own, end in zip(heads, ends, strict=True)]
 
 
 def _tokens_sent_in_gather(tokens: Sequence[Tokens], shape: MeshShape, rank: int) -> int:

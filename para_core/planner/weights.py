@@ -237,26 +237,23 @@ def patched(own: CallWork, calls: int, shape: MeshShape, machine: Machine) -> Se
     computed.
     """
     patches = shape.pipefusion.num_patches if shape.pipefusion is not None else 1
-    patch = call_seconds(_patch_work(own, patches), replace(shape, pipe=1), machine)
-    # With fewer patches than stages, some stages have no patch to work on.
-    step = patch.times(calls * max(patches, shape.pipe) / shape.pipe)
-    link = machine.topology.link(shape.ranks // shape.pipe, shape.pipe)
-    sending = link.seconds(calls * stream_bytes(own, shape), messages=calls * patches, all_to_all=True)
-    return replace(step, communication=step.communication + max(0.0, sending - step.compute))
-
-
-def _patch_work(own: CallWork, patches: int) -> CallWork:
-    """Return the work of one of ``patches`` equal patches of a call. Its queries attend to the keys of all patches."""
 
     def of_patch(tokens: tuple[Tokens, ...]) -> tuple[Tokens, ...]:
         return tuple(replace(x, total=-(-x.total // patches)) for x in tokens)
 
     def change(x: Operation) -> Operation:
+        # The queries of a patch attend to the keys of all patches.
         if isinstance(x, CountedAttention):
             return replace(x, queries=of_patch(x.queries))
         return replace(x, rows=of_patch(x.rows)) if isinstance(x, Product) else x
 
-    return replace(own.map(change), moved=(own.moved[0] // patches, own.moved[1]))
+    work = replace(own.map(change), moved=(own.moved[0] // patches, own.moved[1]))
+    patch = call_seconds(work, replace(shape, pipe=1), machine)
+    # With fewer patches than stages, some stages have no patch to work on.
+    step = patch.times(calls * max(patches, shape.pipe) / shape.pipe)
+    link = machine.topology.link(shape.ranks // shape.pipe, shape.pipe)
+    sending = link.seconds(calls * stream_bytes(own, shape), messages=calls * patches, all_to_all=True)
+    return replace(step, communication=step.communication + max(0.0, sending - step.compute))
 
 
 def stale_key_bytes(own: CallWork, calls: int, stages: int) -> float:
