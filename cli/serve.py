@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,7 +59,7 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
-    from para_core.cli.ranks import count_ranks, quiet
+    from para_core.cli.ranks import count_ranks, quiet, terminable
     from para_core.fleet.recipe import refuse_options, require_loras
 
     quiet(debug)
@@ -100,7 +98,8 @@ def serve(
         warmup=tuple(_warmup_request(pipeline, size) for size in warmup or ()),
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    with _sigterm_like_ctrl_c(), _without_ray_messages(debug):
+    # Ray prints messages on stdout, while this command uses stderr. docker stop and systemd send SIGTERM.
+    with Path(os.devnull).open("w") as sink, nullcontext() if debug else redirect_stdout(sink), terminable():
         try:
             serving.start(
                 pipeline,
@@ -129,26 +128,6 @@ def serve(
                 time.sleep(1)
         except KeyboardInterrupt:
             serving.stop()
-
-
-@contextmanager
-def _sigterm_like_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt for SIGTERM inside this context. docker stop and systemd send that signal."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-@contextmanager
-def _without_ray_messages(debug: bool) -> Iterator[None]:
-    """Discard stdout inside this context unless ``debug``: Ray prints messages there, while the command uses stderr."""
-    if debug:
-        yield
-        return
-    with Path(os.devnull).open("w") as sink, redirect_stdout(sink):
-        yield
 
 
 def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
