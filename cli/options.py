@@ -208,7 +208,7 @@ def make_recipe(model: str, options: LoadOptions) -> Recipe:
     Raise ImportError if a backend's library is not installed; ValueError or typer.BadParameter if an option is invalid.
     """
     from para_core.attention.libraries import require_library
-    from para_core.fleet.recipe import Recipe, read_mesh_sizes
+    from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes
 
     values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
     schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
@@ -216,7 +216,20 @@ def make_recipe(model: str, options: LoadOptions) -> Recipe:
     for backend in (options.backend, options.cross_backend, *(schedule.backends if schedule else ())):
         require_library(backend)
     if isinstance(options, RunOptions):
-        values["cache"], values["lora"] = _read_cache(options.cache), _read_loras(options.lora or ())
+        if options.cache is not None and options.cache != "default":
+            try:
+                values["cache"] = float(options.cache)
+            except ValueError:
+                values["cache"] = math.nan
+            if not math.isfinite(values["cache"]):
+                raise typer.BadParameter(f"--cache {options.cache}: expected a threshold such as 0.08, or default.")
+        values["lora"] = tuple(options.lora or ())
+        if values["lora"] and find_spec("peft") is None:
+            raise ModuleNotFoundError("--lora needs peft", name="peft")
+        for text in values["lora"]:
+            name, scale = read_lora(text)
+            if not name or not math.isfinite(scale):
+                raise typer.BadParameter(f"--lora {text!r}: expected a file or Hub name, and a finite scale if any.")
     return Recipe(model, **values)
 
 
@@ -243,27 +256,3 @@ def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | N
     except ValueError as error:
         arguments = f"--attention-schedule {text}" + ("" if exact is None else f" with --backend {exact}")
         raise typer.BadParameter(f"{arguments}: {error}") from None
-
-
-def _read_cache(text: str | None) -> float | str | None:
-    if text is None or text == "default":
-        return text
-    try:
-        threshold = float(text)
-    except ValueError:
-        threshold = math.nan
-    if not math.isfinite(threshold):
-        raise typer.BadParameter(f"--cache {text}: expected a threshold such as 0.08, or default.")
-    return threshold
-
-
-def _read_loras(texts: Sequence[str]) -> tuple[str, ...]:
-    from para_core.fleet.recipe import read_lora
-
-    if texts and find_spec("peft") is None:
-        raise ModuleNotFoundError("--lora needs peft", name="peft")
-    for text in texts:
-        name, scale = read_lora(text)
-        if not name or not math.isfinite(scale):
-            raise typer.BadParameter(f"--lora {text!r}: expected a file or Hub name, and a finite scale if any.")
-    return tuple(texts)
