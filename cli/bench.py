@@ -45,7 +45,7 @@ def bench(
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from para_core.cli.measurement import MeasurementJob, measure
-    from para_core.cli.ranks import count_ranks, describe_signal, quiet, terminable
+    from para_core.cli.ranks import count_ranks, describe_signal, is_first_rank, quiet, terminable
     from para_core.fleet.foresee import mesh_of_recipe
     from para_core.fleet.recipe import refuse_options, require_loras
 
@@ -57,7 +57,10 @@ def bench(
     num_ranks = count_ranks(ranks, 1)
     require_loras(recipe)
     mesh_of_recipe(recipe, num_ranks)  # raises if the mesh is too small
-    _require_new_file(out)
+    if out is not None and is_first_rank():
+        require_file(out)
+        if out.exists():
+            raise FileExistsError(f"{out} exists, and is not overwritten. Use another file with --out, or delete it.")
     _require_new_traces(profile, num_ranks)
     request = _read_request(pipeline, common, prompt, call.seed)
     job = MeasurementJob(recipe, request, warmup_runs, runs, check, profile, debug)
@@ -66,7 +69,7 @@ def bench(
             figures = measure(job, num_ranks)
     except (KeyboardInterrupt, SignalException) as end:
         ended, code = describe_signal(end)
-        Console(stderr=True, soft_wrap=True, quiet=not _is_first()).print(f"{ended}: there are no figures.")
+        Console(stderr=True, soft_wrap=True, quiet=not is_first_rank()).print(f"{ended}: there are no figures.")
         raise typer.Exit(code) from None
     if figures is None:
         return
@@ -75,18 +78,6 @@ def bench(
         write_atomically(out, (json.dumps(figures, indent=2) + "\n").encode())
     if check and not figures["check"]["passed"]:
         raise typer.Exit(1)
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _require_new_file(path: Path | None) -> None:
-    if not _is_first():
-        return
-    require_file(path)
-    if path is not None and path.exists():
-        raise FileExistsError(f"{path} exists, and is not overwritten. Use another file with --out, or delete it.")
 
 
 def _require_new_traces(folder: Path | None, ranks: int) -> None:

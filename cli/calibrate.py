@@ -5,7 +5,6 @@ Runs in one process, or on the ranks that torchrun started.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -39,7 +38,7 @@ def calibrate(
     """Find the threshold of First Block Cache for a quality or a speed, on your prompts."""
     from para_core.adapters import calibrate_cache
     from para_core.adapters.cache.calibration.result import Metric
-    from para_core.cli.ranks import process_group, quiet
+    from para_core.cli.ranks import is_first_rank, process_group, quiet
     from para_core.fleet.loading import build
     from para_core.fleet.modular import set_guidance
 
@@ -72,7 +71,7 @@ def calibrate(
             tries=tries,
             seed=seed,
         )
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         Console(soft_wrap=True, highlight=False).print(str(calibration), markup=False)
         if out is not None:
             calibration.to_json(out)

@@ -18,7 +18,7 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.bars import Bars
-from para_core.cli.ranks import RankJob, describe_signal, run_job, terminable
+from para_core.cli.ranks import RankJob, describe_signal, is_first_rank, run_job, terminable
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,
@@ -178,7 +178,7 @@ def _absolute(value: Any) -> Any:
 
 def run_task(task: GenerationTask, debug: bool) -> int:
     """Generate the lines of ``task``, report on stderr, and return the exit code of the command."""
-    first = os.environ.get("RANK", "0") == "0"
+    first = is_first_rank()
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
     for problem in task.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)

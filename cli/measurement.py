@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 import sys
@@ -23,7 +22,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from para_core.adapters.registry import mesh_of
 from para_core.cli.bars import Bars
 from para_core.cli.comparison import Reference, compare, make_reference
-from para_core.cli.ranks import describe_end, ending_on_error, gather, in_torchrun, launch_ranks, process_group, quiet
+from para_core.cli.ranks import (
+    describe_end,
+    ending_on_error,
+    gather,
+    in_torchrun,
+    is_first_rank,
+    launch_ranks,
+    process_group,
+    quiet,
+)
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
@@ -92,16 +100,15 @@ def measure_rank(job: MeasurementJob) -> dict[str, Any] | None:
                 file.write(f"{reason}\n".encode())
 
     quiet(job.debug)
-    first = os.environ.get("RANK", "0") == "0"
     with ending_on_error(note, debug=job.debug, launched=job.errors is not None):
         # The reference is made before the process group exists, so that the pipeline runs on this rank alone.
-        reference = make_reference(job.recipe, job.request) if job.check and first else None
+        reference = make_reference(job.recipe, job.request) if job.check and is_first_rank() else None
         with process_group(job.recipe, late=_ALONE if job.check else 0.0):
             return _measure(job, reference)
 
 
 def _measure(job: MeasurementJob, reference: Reference | None) -> dict[str, Any] | None:
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = is_first_rank()
     pipe = build(job.recipe)
     extra = 1 + (job.profile is not None) + 2 * job.check
     total = job.warmup_runs + job.runs + extra

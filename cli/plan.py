@@ -14,6 +14,7 @@ from rich.text import Text
 from para_core.cli import options
 from para_core.cli.options import flag, option
 from para_core.fleet.outputs import require_file
+from para_core.fleet.request import read_size
 
 if TYPE_CHECKING:
     from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
@@ -52,7 +53,7 @@ def plan(
         return
     require_file(out)
     _require_chart(out)
-    width, height = _read_size(size)
+    width, height = (None, None) if size is None else read_size(size)
     mesh_plan = plan_mesh(
         model,
         ranks=ranks,
@@ -140,15 +141,6 @@ def _command(
         hosts = -(-plan.ranks // per_host)
         start = f"torchrun --nnodes={hosts} --nproc_per_node={per_host} … -m para_core generate"
     return " ".join([start, *named, "--prompt TEXT"])
-
-
-def _read_size(text: str | None) -> tuple[int | None, int | None]:
-    if text is None:
-        return None, None
-    width, _, height = text.partition("x")
-    if not (width.isdigit() and height.isdigit()):
-        raise typer.BadParameter(f"--size {text}: expected width x height in pixels, such as 1024x768.")
-    return int(width), int(height)
 
 
 def doctor(

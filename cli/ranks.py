@@ -67,6 +67,11 @@ def in_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, in the process group if there is one, or no rank at all."""
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+
+
 def count_ranks(requested: int | None, replicas: int) -> int:
     """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else one per available GPU.
 
@@ -251,7 +256,7 @@ def _run_lines(job: RankJob) -> None:
     lines = from_first_rank(job.lines)
     encode_first = EncodeFirst()
     pipe = build(job.recipe, encode_first if len(lines) > 1 else None)
-    first = not dist.is_initialized() or dist.get_rank() == 0
+    first = is_first_rank()
 
     def fails_alike(line: Line) -> bool:
         if _all_ranks_failed("encoding", line.number):
