@@ -44,8 +44,8 @@ def bench(
     """Measure a generation: seconds, memory, launches and bytes sent. No image or video is written."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from para_core.cli.measurement import MeasurementJob, measure
-    from para_core.cli.ranks import count_ranks, describe_signal, is_first_rank, quiet, terminable
+    from para_core.cli.measurement import MeasurementJob, measure_rank
+    from para_core.cli.ranks import count_ranks, describe_signal, is_first_rank, quiet, run_on_ranks, terminable
     from para_core.fleet.foresee import mesh_of_recipe
     from para_core.fleet.recipe import refuse_options, require_loras
 
@@ -66,7 +66,7 @@ def bench(
     job = MeasurementJob(recipe, request, warmup_runs, runs, check, profile, debug)
     try:
         with terminable():
-            figures = measure(job, num_ranks)
+            figures = run_on_ranks(measure_rank, job, num_ranks)
     except (KeyboardInterrupt, SignalException) as end:
         ended, code = describe_signal(end)
         Console(stderr=True, soft_wrap=True, quiet=not is_first_rank()).print(f"{ended}: there are no figures.")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 import resource
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -17,21 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from para_core.adapters.registry import mesh_of
 from para_core.cli.bars import Bars
 from para_core.cli.comparison import Reference, compare, make_reference
-from para_core.cli.ranks import (
-    describe_end,
-    ending_on_error,
-    gather,
-    in_torchrun,
-    is_first_rank,
-    launch_ranks,
-    process_group,
-    quiet,
-)
+from para_core.cli.ranks import ending_on_error, gather, is_first_rank, process_group, quiet
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
@@ -52,7 +41,7 @@ class MeasurementJob:
         check (`bool`): Whether to compare the result with that of one rank.
         profile (`Path`, *optional*): Folder in which each rank writes a profiler trace. None writes no traces.
         debug (`bool`): Whether to show tracebacks and other libraries' log messages.
-        errors (`Path`, *optional*): File to which ranks started by :func:`measure` append their error messages.
+        errors (`Path`, *optional*): File for error messages of ranks, set by :func:`para_core.cli.ranks.run_on_ranks`.
     """
 
     recipe: Recipe
@@ -65,23 +54,6 @@ class MeasurementJob:
     errors: Path | None = None
 
 
-def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
-    """Measure on ``ranks`` new processes, or in this process if ``ranks`` is 1 or torchrun started it.
-
-    Return the figures on the first rank, None on others. Raise RuntimeError if a new process ended early.
-    """
-    if ranks == 1 or in_torchrun():
-        return measure_rank(job)
-    with tempfile.TemporaryDirectory() as folder:
-        errors = Path(folder) / "errors"
-        try:
-            figures: dict[str, Any] = launch_ranks(measure_rank, replace(job, errors=errors), ranks)[0]
-        except ChildFailedError as error:
-            reasons = errors.read_text().splitlines() if errors.exists() else []
-            raise RuntimeError(reasons[0] if reasons else describe_end(error)) from None
-    return figures
-
-
 def trace_path(folder: Path, rank: int) -> Path:
     """Return the path of a rank's profiler trace in ``folder``."""
     return folder / f"rank-{rank}.json.gz"
@@ -92,15 +64,8 @@ def measure_rank(job: MeasurementJob) -> dict[str, Any] | None:
 
     If a launcher started this process, an exception ends it: other ranks may wait for this one in a collective.
     """
-
-    def note(reason: str) -> None:
-        if job.errors is not None:
-            # One short write in append mode is atomic, so messages of several ranks do not mix.
-            with job.errors.open("ab", buffering=0) as file:
-                file.write(f"{reason}\n".encode())
-
     quiet(job.debug)
-    with ending_on_error(note, debug=job.debug, launched=job.errors is not None):
+    with ending_on_error(job.errors, debug=job.debug):
         # The reference is made before the process group exists, so that the pipeline runs on this rank alone.
         reference = make_reference(job.recipe, job.request) if job.check and is_first_rank() else None
         with process_group(job.recipe, late=_ALONE if job.check else 0.0):

@@ -49,7 +49,7 @@ class RankJob:
         folder (`Path`): Folder of the results.
         journal (`Path`): File to which ranks append events, such as the end of a line, as one JSON object per line.
         debug (`bool`): Whether to show tracebacks and other libraries' log messages.
-        launched (`bool`): Whether another process started the ranks and prints the errors in the journal.
+        errors (`Path`, *optional*): File for error messages of ranks, set by :func:`run_on_ranks`.
     """
 
     recipe: Recipe
@@ -59,7 +59,11 @@ class RankJob:
     fps: int
     journal: Path
     debug: bool = False
-    launched: bool = False
+    errors: Path | None = None
+
+
+class RankEndedError(RuntimeError):
+    """Raised if a new process of :func:`run_on_ranks` ended early, with the message of the first that failed."""
 
 
 def in_torchrun() -> bool:
@@ -95,50 +99,48 @@ def count_ranks(requested: int | None, replicas: int) -> int:
 
 
 def run_job(job: RankJob, ranks: int) -> list[Problem]:
-    """Generate all lines on ``ranks`` new processes, or in this process if ``ranks`` is 1 or torchrun started it.
+    """Generate all lines on ``ranks`` ranks (see :func:`run_on_ranks`), and return a problem for each failed line.
 
-    Return a problem for each failed line. If the new processes end during a line, it has failed, and new processes
-    generate the rest. Raise RuntimeError if they ended before their first line, or a result cannot be written.
+    If new processes end during a line, it has failed, and new processes generate the rest. Raise RankEndedError if they
+    ended before their first line, or a result cannot be written.
     """
     problems: list[Problem] = []
     remaining = job.lines
     while remaining:
-        reason = None
+        ended = None
         job.journal.write_bytes(b"")
-        if ranks == 1 or in_torchrun():
-            run_rank(replace(job, lines=remaining))
-        else:
-            try:
-                launch_ranks(run_rank, replace(job, lines=remaining, launched=True), ranks)
-            except ChildFailedError as error:
-                reason = describe_end(error)
+        try:
+            run_on_ranks(run_rank, replace(job, lines=remaining), ranks)
+        except RankEndedError as error:
+            ended = error
         events = _read_journal(job.journal)
         done = {event["line"] for event in events if event["event"] == "done"}
         problems += [Problem(event["line"], event["reason"]) for event in events if event["event"] == "failed"]
         begun = {event["line"] for event in events if event["event"] == "begin"}
-        if reason is None:
+        if ended is None:
             break
         in_flight = begun - {*done, *(problem.number for problem in problems)}
-        reasons = [event["reason"] for event in events if event["event"] == "error"]
-        reason = reasons[0] if reasons else reason
         if not in_flight or any(event["event"] == "unwritten" for event in events):
-            raise RuntimeError(reason)
-        problems += [Problem(number, reason) for number in in_flight]
+            raise ended
+        problems += [Problem(number, str(ended)) for number in in_flight]
         remaining = tuple(line for line in remaining if line.number not in begun)
     return sorted(problems, key=lambda problem: problem.number)
 
 
-def launch_ranks(function: Callable[[Any], Any], job: Any, ranks: int) -> dict[int, Any]:
-    """Run ``function(job)`` on ``ranks`` new processes of this machine, and return the results by rank.
+def run_on_ranks(function: Callable[[Any], T], job: Any, ranks: int) -> T:
+    """Run ``function(job)`` on ``ranks`` new processes, or in this process if ``ranks`` is 1 or torchrun started it.
 
-    ``job`` is pickled. Its attribute ``debug`` says whether torchrun's messages are shown. Raise ChildFailedError if a
-    rank ended early; :func:`describe_end` says why.
+    Return the first rank's result, under torchrun this rank's. ``job`` is pickled. Its attribute ``debug`` says whether
+    torchrun's messages are shown. ``function`` runs in :func:`ending_on_error`. Raise RankEndedError if a new process
+    ended early.
     """
+    if ranks == 1 or in_torchrun():
+        return function(job)
     if not job.debug:
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed."):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as logs, _one_thread_per_rank():
+    with tempfile.TemporaryDirectory() as folder, _one_thread_per_rank():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -148,10 +150,15 @@ def launch_ranks(function: Callable[[Any], Any], job: Any, ranks: int) -> dict[i
             rdzv_endpoint="127.0.0.1:0",
             max_restarts=0,
             start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        returned: dict[int, Any] = elastic_launch(config, function)(job)
-        return returned
+        errors = Path(folder) / "errors"
+        try:
+            result: T = elastic_launch(config, function)(replace(job, errors=errors))[0]
+        except ChildFailedError as error:
+            reasons = errors.read_text().splitlines() if errors.exists() else []
+            raise RankEndedError(reasons[0] if reasons else _describe_end(error)) from None
+        return result
 
 
 @contextmanager
@@ -167,7 +174,7 @@ def _one_thread_per_rank() -> Iterator[None]:
         del os.environ["OMP_NUM_THREADS"]
 
 
-def describe_end(error: ChildFailedError) -> str:
+def _describe_end(error: ChildFailedError) -> str:
     """Return a sentence that says which rank ended early, and how."""
     # If a rank ends, the launcher stops the other ranks with SIGTERM. So the rank with another exit code ended first.
     rank, failure = next(
@@ -184,31 +191,26 @@ def describe_end(error: ChildFailedError) -> str:
 def run_rank(job: RankJob) -> None:
     """Generate the job's requests on this rank. An exception ends the process if a launcher started it."""
     quiet(job.debug)
-    with (
-        ending_on_error(
-            lambda reason: _note(job, event="error", reason=reason), debug=job.debug, launched=job.launched
-        ),
-        process_group(job.recipe),
-    ):
+    with ending_on_error(job.errors, debug=job.debug), process_group(job.recipe):
         _run_lines(job)
 
 
 @contextmanager
-def ending_on_error(note: Callable[[str], None], *, debug: bool, launched: bool) -> Iterator[None]:
-    """If an exception is raised inside this context, pass its message to ``note``, then end the process.
+def ending_on_error(errors: Path | None, *, debug: bool) -> Iterator[None]:
+    """If an exception is raised inside this context, append its message to the file ``errors``, and end the process.
 
-    Print the message unless the process that ``launched`` the ranks does. A process that no launcher started does not
-    end: the exception is raised.
+    Without a file, print the message. A process that no launcher started does not end: the exception is raised.
     """
     try:
         yield
     except Exception as error:
-        note(sentence(error))
+        if errors is not None:
+            _append(errors, sentence(error))
         if debug:
             traceback.print_exc()
         if "RANK" not in os.environ:
             raise
-        if not launched:
+        if errors is None:
             sys.stderr.write(f"error: rank {os.environ['RANK']}: {sentence(error)}\n")
         # Exit at once, without cleanup: the launcher then stops the other ranks, which may wait in a collective.
         sys.stderr.flush()
@@ -337,9 +339,13 @@ def _all_ranks_failed(phase: str, number: int) -> bool:
 
 
 def _note(job: RankJob, **event: Any) -> None:
-    # One short write in append mode is atomic, so events of several ranks do not mix.
-    with job.journal.open("ab", buffering=0) as file:
-        file.write((json.dumps(event) + "\n").encode())
+    _append(job.journal, json.dumps(event))
+
+
+def _append(path: Path, line: str) -> None:
+    # One short write in append mode is atomic, so lines of several ranks do not mix.
+    with path.open("ab", buffering=0) as file:
+        file.write(f"{line}\n".encode())
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
