@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from para_core.adapters.registry import mesh_of
 from para_core.cli.bars import Bars
 from para_core.cli.comparison import Reference, compare, make_reference
 from para_core.cli.ranks import ending_on_error, gather, is_first_rank, process_group, quiet
@@ -127,7 +126,7 @@ def timed_run(pipe: Any, request: Request) -> dict[str, Any]:
         else:
             marks.append(time.perf_counter())
 
-    options = step_callback(pipe, mesh_of(pipe), Watch(progress=mark))
+    options = step_callback(pipe, Watch(progress=mark))
     _wait_for_ranks()
     start = time.perf_counter()
     call_pipe(pipe, [request], **options)
@@ -196,7 +195,7 @@ def count_run(pipe: Any, request: Request) -> dict[str, Any]:
     def note(step: int) -> None:
         at_steps.append((counter.launches, counter.collectives, counter.bytes_sent))
 
-    options = step_callback(pipe, mesh_of(pipe), Watch(progress=note))
+    options = step_callback(pipe, Watch(progress=note))
     _wait_for_ranks()
     # RunCounter is a dispatch mode, inside which a module compiled in place (module.compile()) raises. So run it
     # uncompiled.

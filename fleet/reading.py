@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import io
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -166,9 +165,7 @@ def read_request(
     )
 
     def read_image(text: str) -> bytes:
-        data = files.get(text)
-        if data is None:
-            return _decode_image(text, limits.pixels)
+        data = files[text] if text in files else _decode_base64(text)
         open_image(data, limits.pixels)
         return data
 
@@ -265,20 +262,18 @@ def _require_size(request: Request, model: Model, limits: Limits) -> None:
     raise RequestError(400, "too_large", f"{pixels} pixels in total are {why}: {hint}.")
 
 
-def _decode_image(text: str, max_pixels: int) -> bytes:
+def _decode_base64(text: str) -> bytes:
     """Return the contents of an image given as a ``data:`` URL or as base64.
 
     Paths and other URLs raise ValueError: the server must not open files or addresses that a client chooses.
     """
     encoded = text.partition(",")[2] if text.startswith("data:") else text
     try:
-        data = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
+        return base64.b64decode(encoded, validate=True)
+    except ValueError:
         raise ValueError(
             "an image must be base64, or data:image/png;base64,…; paths and addresses are not opened."
         ) from None
-    open_image(data, max_pixels)
-    return data
 
 
 _MAX_FILES, _MAX_FIELDS = 32, 200

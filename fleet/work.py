@@ -18,7 +18,6 @@ from torch import Tensor
 from para_core.adapters import cache_report
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
-from para_core.distributed.mesh import GuidedMesh
 from para_core.fleet.loading import mesh_shape
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, encode, encode_image
@@ -84,7 +83,7 @@ def generate_batch(
         decodes = first or recipe.vae or recipe.vae_placement == "first"
         previews = Previews(requests[0], send, format_=format_, decodes=decodes)
     start = time.perf_counter()
-    output = call_pipe(pipe, requests, **step_callback(pipe, mesh, watch, previews))
+    output = call_pipe(pipe, requests, **step_callback(pipe, watch, previews))
     seconds = time.perf_counter() - start
     if not first:
         return None
@@ -144,15 +143,14 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def step_callback(
-    pipe: Any, mesh: GuidedMesh | None, watch: Watch, previews: Previews | None = None
-) -> dict[str, Callable[..., Any]]:
+def step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> dict[str, Callable[..., Any]]:
     """Return ``{"callback_on_step_end": function}``. The function calls the functions of ``watch`` after each step.
 
     Return an empty dict if the pipeline's call has no such parameter.
     """
     if not is_modular(pipe) and _CALLBACK not in inspect.signature(original_class(pipe).__call__).parameters:
         return {}
+    mesh = mesh_of(pipe)
 
     def at_step_end(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         if watch.progress is not None:
