@@ -16,8 +16,7 @@ from rich.table import Table
 
 from para_core.cli import options
 from para_core.cli.options import INPUT, flag, option
-from para_core.fleet.model_index import find_model
-from para_core.fleet.models import Model
+from para_core.fleet.models import Model, find_model
 from para_core.fleet.outputs import require_file, write_atomically
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from para_core.cli import options
 from para_core.cli.options import INPUT, option
-from para_core.fleet.model_index import find_model
+from para_core.fleet.models import find_model
 from para_core.fleet.outputs import require_file
 from para_core.fleet.prompts import read_prompts
 from para_core.fleet.request import call_arguments, make_request

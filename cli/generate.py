@@ -9,7 +9,7 @@ import typer
 
 from para_core.cli import options
 from para_core.cli.options import INPUT, RANKS, flag, option
-from para_core.fleet.model_index import find_model
+from para_core.fleet.models import find_model
 
 
 def generate(

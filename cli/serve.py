@@ -13,8 +13,7 @@ from rich.console import Console
 
 from para_core.cli import options
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
-from para_core.fleet.model_index import find_model
-from para_core.fleet.models import Kind, Model
+from para_core.fleet.models import Kind, Model, find_model
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.request import Request, make_request, read_size
 
