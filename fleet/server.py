@@ -191,9 +191,7 @@ class Server:
         if self._videos is not None:
             add_routes(add, self._videos, self._read, guard, body)
         if self._loras is not None:
-            add("/v1/loras", self._list_loras, dependencies=guard)
-            add("/v1/loras/{name}/set", self._set_lora, methods=["POST"], dependencies=guard)
-            add("/v1/loras/unset", self._unset_lora, methods=["POST"], dependencies=guard)
+            _add_lora_routes(add, self._loras, guard)
         add("/v1/files/{request_id}/{index}", self._file, dependencies=guard)
 
     async def _absent(self, http: HttpRequest, error: Any) -> Response:
@@ -232,31 +230,6 @@ class Server:
             message = f"no model {name[:80]!r} is served; expected {self._card['id']!r}."
             raise RequestError(404, "model_not_found", message)
         return JSONResponse(self._card)
-
-    async def _list_loras(self) -> Response:
-        """List the LoRAs that requests may name, and the default for requests that name none."""
-        if self._loras is None:
-            raise RequestError(404, "not_found", "this server takes no LoRAs of requests; see --loras.")
-        data = [{"id": name, "object": "lora"} for name in self._loras.names()]
-        return JSONResponse({"object": "list", "data": data, "set": self._loras.default})
-
-    async def _set_lora(self, name: str) -> Response:
-        """Set the default LoRA, as name or name:scale, for requests that name none."""
-        return await self._change_lora(name)
-
-    async def _unset_lora(self) -> Response:
-        """Remove the default LoRA, so that a request that names none is generated without one."""
-        return await self._change_lora(None)
-
-    async def _change_lora(self, name: str | None) -> Response:
-        if self._loras is not None:
-            try:
-                if name is not None:
-                    self._loras.find(name)
-            except ValueError as error:
-                raise RequestError(404, "not_found", str(error)) from None
-            self._loras.default = name
-        return await self._list_loras()
 
     async def _cancel(self, request_id: str) -> Response:
         """Cancel a request: at once if it waits, after its current step if it runs."""
@@ -319,6 +292,31 @@ class Server:
         finally:
             waiting.cancel()
             self._jobs.end(job)
+
+
+def _add_lora_routes(add: Callable[..., None], loras: LoraFolder, guard: list[Any]) -> None:
+    async def list_loras() -> Response:
+        """List the LoRAs that requests may name, and the default for requests that name none."""
+        data = [{"id": name, "object": "lora"} for name in loras.names()]
+        return JSONResponse({"object": "list", "data": data, "set": loras.default})
+
+    async def set_lora(name: str) -> Response:
+        """Set the default LoRA, as name or name:scale, for requests that name none."""
+        try:
+            loras.find(name)
+        except ValueError as error:
+            raise RequestError(404, "not_found", str(error)) from None
+        loras.default = name
+        return await list_loras()
+
+    async def unset_lora() -> Response:
+        """Remove the default LoRA, so that a request that names none is generated without one."""
+        loras.default = None
+        return await list_loras()
+
+    add("/v1/loras", list_loras, dependencies=guard)
+    add("/v1/loras/{name}/set", set_lora, methods=["POST"], dependencies=guard)
+    add("/v1/loras/unset", unset_lora, methods=["POST"], dependencies=guard)
 
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
