@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from datetime import timedelta
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,22 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from para_core.distributed.consistency import exchange
-from para_core.distributed.mesh import (
-    TENSOR_DIM,
-    GuidedMesh,
-    MeshDim,
-    dim_of_one,
-    find_or_make_group,
-    nccl_device,
-    one_rank,
-)
-from para_core.torch_internals import (
-    abort_groups,
-    default_store,
-    group_timeout,
-    is_registered,
-    process_groups,
-)
+from para_core.distributed.mesh import MeshDim, find_or_make_group, nccl_device, one_guided_rank
+from para_core.torch_internals import abort_groups, default_store, group_timeout, is_registered, process_groups
 
 # An edge is a directed connection between two ranks: (index of the sender, index of the receiver) along the mesh dim.
 Edge = tuple[int, int]
@@ -114,7 +100,7 @@ class Links:
         Raises:
             RuntimeError: A rank did not answer within the timeout.
         """
-        mesh = GuidedMesh(dim_of_one("batch"), one_rank(self._device.type), dim_of_one(TENSOR_DIM), self.dim)
+        mesh = replace(one_guided_rank(self._device.type), pipe=self.dim)
         started = [self._started[edge] for edge in self._edges]
         # Other Links between the same ranks share the communicators, and may have destroyed these.
         broken = self._broken or not all(map(is_registered, self._groups.values()))
@@ -210,16 +196,6 @@ class Links:
         self._groups = {}
         abort_groups(groups)
 
-    @property
-    def _timeout(self) -> timedelta | None:
-        """The time after which a wait on the host fails, read again because users may change it, and passed to gloo
-        because a send has no default; None on NCCL, where the host does not wait.
-        """
-        if self._nccl_device is not None:
-            return None
-        timeout: timedelta = group_timeout(self._group, torch.device("cpu"))
-        return timeout
-
     def _start(self, edge: Edge, x: Tensor) -> _Transfer:
         """Start to send ``x`` if this rank is the sender of ``edge``, or to receive into it if it is the receiver."""
         call, peer = (dist.isend, edge[1]) if self.dim.index == edge[0] else (dist.irecv, edge[0])
@@ -268,10 +244,11 @@ class Links:
         self._arriving.pop((transfer.edge, transfer.number), None)
 
     def wait(self, work: dist.Work) -> None:
-        if self._timeout is None:
-            work.wait()
+        if self._nccl_device is not None:
+            work.wait()  # The host does not wait on NCCL.
         else:
-            work.wait(self._timeout)
+            # Read the timeout again because users may change it, and pass it because a send on gloo has no default.
+            work.wait(group_timeout(self._group, torch.device("cpu")))
 
     def from_rank(self, x: Tensor, source: int) -> Tensor:
         """Broadcast ``x`` from the rank with index ``source``. On other ranks it only gives shape, dtype and device."""
