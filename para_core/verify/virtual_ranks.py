@@ -131,7 +131,7 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, rank: int, meeting: _Meeting, device_type: str) -> None:
         super().__init__(rank, len(meeting.sent))
-        self._rank, self._meeting = rank, meeting
+        self._meeting = meeting
         self._name = f"virtual ranks {next(_NAMES)}"
         # Include the CPU, so that the small exchanges of eager code use this group and not a separate gloo group.
         self._devices = [torch.device(name) for name in dict.fromkeys(("cpu", device_type))]
@@ -144,12 +144,6 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
     def _device_types(self) -> list[torch.device]:
         return self._devices
 
-    def size(self) -> int:
-        return len(self._meeting.sent)
-
-    def rank(self) -> int:
-        return self._rank
-
     def alltoall_base(self, received: Tensor, x: Tensor, receive_sizes: Any, send_sizes: Any, *_: Any) -> _Completed:
         even = [x.shape[0] // self.size()] * self.size()
         sends = x.split(list(send_sizes) or even)
@@ -157,9 +151,9 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
         def receive(sent: list[Sequence[Tensor]]) -> None:
             parts = received.split(list(receive_sizes) or even)
             for part, of_rank in zip(parts, sent, strict=True):
-                _copy(part, of_rank[self._rank])
+                _copy(part, of_rank[self.rank()])
 
-        self._meeting.exchange(self._rank, sends, receive)
+        self._meeting.exchange(self.rank(), sends, receive)
         return _Completed()
 
     def all_gather_single(self, gathered: Tensor, x: Tensor, *_: Any) -> _Completed:
@@ -167,17 +161,17 @@ class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
             for part, of_rank in zip(gathered.view(self.size(), -1), sent, strict=True):
                 _copy(part, of_rank.reshape(-1))
 
-        self._meeting.exchange(self._rank, x, receive)
+        self._meeting.exchange(self.rank(), x, receive)
         return _Completed()
 
     def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> _Completed:
         root = options.rootRank
 
         def receive(sent: list[Tensor]) -> None:
-            if self._rank != root:
+            if self.rank() != root:
                 _copy(tensors[0], sent[root])
 
-        self._meeting.exchange(self._rank, tensors[0], receive)
+        self._meeting.exchange(self.rank(), tensors[0], receive)
         return _Completed()
 
     # Also define these two collectives under the names that torch 2.11 calls.
