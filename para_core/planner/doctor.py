@@ -51,7 +51,15 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
     """
     if ring is not None and ring < 1:
         raise ValueError(f"ring is {ring}: expected a positive number of ranks.")
-    ranks = _join(on_cpu=cpu or not torch.cuda.is_available())
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    on_cpu, device = cpu or not torch.cuda.is_available(), torch.device("cpu")
+    if not on_cpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if size > 1:
+        # With this timeout a missing rank is reported instead of hanging the check.
+        dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    ranks = Ranks(rank, size, device, torch.float32 if on_cpu else torch.bfloat16)
     try:
         report = examine(ranks, ring=ring)
     finally:
@@ -62,19 +70,6 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
         if out is not None:
             report.write(out)
     return int(report.broken)
-
-
-def _join(*, on_cpu: bool) -> Ranks:
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    device = torch.device("cpu")
-    if not on_cpu:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    if size > 1:
-        backend = "gloo" if on_cpu else "cpu:gloo,cuda:nccl"
-        # With this timeout a missing rank is reported instead of hanging the check.
-        dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    return Ranks(rank, size, device, torch.float32 if on_cpu else torch.bfloat16)
 
 
 def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
