@@ -306,8 +306,13 @@ class Fusion:
                 stages.links.drain(self._sent_before.pop(0))
         try:
             for patch, run in enumerate(runs):
-                of_patch = self._arguments_of(arguments, patch)
-                output = self._run_patch(compute, keys, of_patch, patch, self.options.num_patches)
+                if isinstance(tokens, Patched) and (stages is None or stages.dim.index == 0):
+                    arguments = {**arguments, "hidden_states": tokens.source.up_to(patch)}
+                elif isinstance(tokens, Patched):
+                    # Stages after the first receive embedded tokens from the previous stage.
+                    zeros = torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+                    arguments = {**arguments, "hidden_states": zeros}
+                output = self._run_patch(compute, keys, arguments, patch, self.options.num_patches)
                 self._exchange_output(output, whole.narrow(dim, *run), arrival, run)
         finally:
             if stages is not None:
@@ -345,18 +350,6 @@ class Fusion:
         if stages is not None:
             for stage in range(stages.dim.size - 1):
                 stages.links.send(computed, stage)
-
-    def _arguments_of(self, arguments: Mapping[str, Any], patch: int) -> Mapping[str, Any]:
-        """Return the call's arguments with ``hidden_states`` that are valid for patches 0 to ``patch``.
-
-        Stages after the first get zeros instead, because they receive embedded tokens from the previous stage.
-        """
-        tokens = arguments["hidden_states"]
-        if not isinstance(tokens, Patched):
-            return arguments
-        if self._stages is None or self._stages.dim.index == 0:
-            return {**arguments, "hidden_states": tokens.source.up_to(patch)}
-        return {**arguments, "hidden_states": torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)}
 
 
 def fusion_of(module: nn.Module) -> Fusion | None:
