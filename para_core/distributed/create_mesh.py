@@ -222,7 +222,12 @@ def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | Sequen
         or not any(dim.group is not None and nccl_device(dim.group) for dim in ranks.dims)
     ):
         return
-    gpus = {dist.get_rank(): _current_gpu()}
+    gpu: tuple[str, str] | None = None  # The host name and the UUID of this rank's GPU, if it has used one.
+    if torch.cuda.is_initialized():
+        index = torch.cuda.current_device()
+        # Use the UUID, because with CUDA_VISIBLE_DEVICES the same index may mean different GPUs on two ranks.
+        gpu = socket.gethostname(), str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
+    gpus = {dist.get_rank(): gpu}
     for dim in ranks.dims:
         if dim.group is not None:
             parts: list[Any] = [None] * dim.size
@@ -231,15 +236,6 @@ def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | Sequen
     problem = shared_gpu({rank: gpu for rank, gpu in sorted(gpus.items()) if gpu is not None})
     if problem is not None:
         raise RuntimeError(problem)
-
-
-def _current_gpu() -> tuple[str, str] | None:
-    """Return the host name and the UUID of this rank's current GPU; None if the process has not used a GPU."""
-    if not torch.cuda.is_initialized():
-        return None
-    index = torch.cuda.current_device()
-    # Use the UUID, because with CUDA_VISIBLE_DEVICES the same index may mean different GPUs on two ranks.
-    return socket.gethostname(), str(getattr(torch.cuda.get_device_properties(index), "uuid", index))
 
 
 def shared_gpu(gpus: Mapping[int, tuple[str, str]]) -> str | None:
