@@ -42,7 +42,7 @@ from para_core.fleet.outputs import (
 )
 from para_core.fleet.prompts import Line, Problem, read_prompts
 from para_core.fleet.recipe import Recipe, refuse_options, require_loras
-from para_core.fleet.request import USUAL_PIXELS, estimated_pixels, make_request
+from para_core.fleet.request import USUAL_PIXELS, Delivery, estimated_pixels, make_request
 from para_core.fleet.work import Result
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,6 @@ class GenerationTask:
     folder: Path
     format_: str
     bytes_: int
-    fps: int
     ranks: int
     replicas: int
     room: float
@@ -111,17 +110,20 @@ def make_task(
         if "prompt" in model.fields and "prompt" not in common:
             raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
         request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
-        lines: Sequence[Line] = (Line(1, request),)
+        lines = [Line(1, request)]
     else:
         # Validate the options alone first, so that an invalid option is reported once and not again for every line.
         fields = {**common, "prompt": common.get("prompt") or "a"} if "prompt" in model.fields else common
         make_request(fields, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
         lines, problems = read_prompts(prompts, model, common, seed=seed)
-        reasons = {line.number: too_large(folder, line.request, model, chosen) for line in lines}
+    delivery = Delivery(chosen, fps)
+    lines = [replace(line, request=replace(line.request, delivery=delivery)) for line in lines]
+    if prompts is not None:
+        reasons = {line.number: too_large(folder, line.request, model.kind) for line in lines}
         lines = [line for line in lines if reasons[line.number] is None]
         oversized = [Problem(number, reason) for number, reason in reasons.items() if reason is not None]
         problems = sorted([*problems, *oversized], key=lambda problem: problem.number)
-    lines = [replace(line, digest=digest(line.request, recipe, model.kind, chosen, fps)) for line in lines]
+    lines = [replace(line, digest=digest(line.request, recipe, model.kind)) for line in lines]
     left, finished = choose_names(folder, lines, prefix)
     room = room or _room_of_rank(ranks * replicas)
     too_large_for_ranks = _memory_problems(left, model, recipe, ranks, room)
@@ -129,9 +131,9 @@ def make_task(
         raise ValueError(too_large_for_ranks[0].reason)
     left = [line for line in left if line.number not in {problem.number for problem in too_large_for_ranks}]
     problems = sorted([*problems, *too_large_for_ranks], key=lambda problem: problem.number)
-    disk = require_room(folder, [line.request for line in left], model, chosen)
+    disk = require_room(folder, [line.request for line in left], model.kind)
     return GenerationTask(
-        model, recipe, tuple(left), tuple(finished), tuple(problems), folder, chosen, disk, fps, ranks, replicas, room
+        model, recipe, tuple(left), tuple(finished), tuple(problems), folder, chosen, disk, ranks, replicas, room
     )
 
 
@@ -224,7 +226,7 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     if task.replicas == 1:
         with tempfile.TemporaryDirectory() as folder:
             journal = Path(folder) / "journal"
-            job = RankJob(task.recipe, task.lines, task.folder, task.format_, task.fps, journal, debug=debug)
+            job = RankJob(task.recipe, task.lines, task.folder, journal, debug=debug)
             return run_job(job, task.ranks)
     from para_core.fleet.group import ReplicaShape, generate_lines
 
@@ -241,8 +243,6 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
             task.recipe,
             ReplicaShape(task.ranks),
             task.replicas,
-            format_=task.format_,
-            fps=task.fps,
             write=write,
             debug=debug,
         )

@@ -55,8 +55,6 @@ class RankJob:
     recipe: Recipe
     lines: tuple[Line, ...]
     folder: Path
-    format_: str
-    fps: int
     journal: Path
     debug: bool = False
     errors: Path | None = None
@@ -297,7 +295,7 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars, first: bool) -> N
     watch = Watch(progress=bars.step if first else None)
     try:
         with torch.profiler.record_function("para_core: one request") if job.debug else nullcontext():
-            result = generate(pipe, line.request, job.recipe, format_=job.format_, fps=job.fps, watch=watch)
+            result = generate(pipe, line.request, job.recipe, watch)
     except Exception as error:
         if job.debug:
             traceback.print_exc()

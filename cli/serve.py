@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from para_core.cli import options
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
 from para_core.fleet.models import Kind, Model, find_model
 from para_core.fleet.outputs import choose_format, require_file
-from para_core.fleet.request import Request, make_request, read_size
+from para_core.fleet.request import Delivery, Request, make_request, read_size
 
 if TYPE_CHECKING:
     from para_core.fleet.recipe import Recipe
@@ -88,13 +89,12 @@ def serve(
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     _require_fit(recipe, max_batch, loras)
     require_file(request_log)
+    chosen = choose_format(pipeline, format_)
     replica_options = ReplicaOptions(
-        choose_format(pipeline, format_),
-        fps,
         room=None if memory is None else memory * 1e9,
         prompt_bytes=int(encoded_prompts * 1e9),
         loras=0 if loras is None else max_loras,
-        warmup=tuple(_warmup_request(pipeline, size) for size in warmup or ()),
+        warmup=tuple(_warmup_request(pipeline, size, Delivery(chosen, fps)) for size in warmup or ()),
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     # Ray prints messages on stdout, while this command uses stderr. docker stop and systemd send SIGTERM.
@@ -108,6 +108,7 @@ def serve(
                 ServerOptions(
                     replicas,
                     api_key,
+                    chosen,
                     fps,
                     videos=results.expanduser().absolute(),
                     keep_hours=keep_hours,
@@ -150,7 +151,7 @@ def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
             raise typer.BadParameter(f"--loras with {name} {value}: LoRAs of requests need layers that can change.")
 
 
-def _warmup_request(model: Model, size: str) -> Request:
+def _warmup_request(model: Model, size: str, delivery: Delivery) -> Request:
     """Return a request of two steps for ``size``, given as ``"WxH"`` or ``"WxHxFRAMES"``."""
     fields: dict[str, Any] = {"prompt": "warm-up", "size": size}
     if "num_inference_steps" in model.fields:
@@ -159,7 +160,7 @@ def _warmup_request(model: Model, size: str) -> Request:
         fields["size"], _, frames = size.rpartition("x")
         fields["frames"] = int(frames) if frames.isdecimal() else 0
     try:
-        return make_request(fields, model)
+        return replace(make_request(fields, model), delivery=delivery)
     except ValueError as error:
         raise typer.BadParameter(f"--warmup {size}: {error}") from None
 

@@ -195,8 +195,6 @@ def generate_lines(
     shape: ReplicaShape,
     replicas: int,
     *,
-    format_: str,
-    fps: int,
     write: Callable[[Line, Result], None],
     debug: bool = False,
 ) -> list[Problem]:
@@ -208,8 +206,7 @@ def generate_lines(
     connected = connect(shape.ranks * replicas, debug=debug)
     try:
         require_cluster(shape, replicas)
-        options = ReplicaOptions(format_, fps)
-        fleet = [Replica(recipe, shape, options) for _ in range(min(replicas, len(lines)))]
+        fleet = [Replica(recipe, shape, ReplicaOptions()) for _ in range(min(replicas, len(lines)))]
         return asyncio.run(_generate_all(lines, fleet, write))
     finally:
         if connected:

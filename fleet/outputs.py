@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from para_core.fleet.models import Kind, Model
 from para_core.fleet.prompts import Line
-from para_core.fleet.request import Request, estimated_pixels
+from para_core.fleet.request import Delivery, Request, estimated_pixels
 
 if TYPE_CHECKING:
     from para_core.fleet.recipe import Recipe
@@ -67,9 +67,9 @@ def choose_format(model: Model, format_: str | None) -> str:
     return chosen
 
 
-def too_large(folder: Path, request: Request, model: Model, format_: str) -> str | None:
+def too_large(folder: Path, request: Request, kind: Kind) -> str | None:
     """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else None."""
-    needed = int(estimated_pixels(request, model.kind) * _BYTES_PER_PIXEL[format_])
+    needed = _estimated_bytes([request], kind)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
     if needed + _SPARE_BYTES <= free or needed <= _SPARE_BYTES:
@@ -77,17 +77,20 @@ def too_large(folder: Path, request: Request, model: Model, format_: str) -> str
     return f"its result may take {_amount(needed)}, and {folder} has {_amount(free)} free."
 
 
+def _estimated_bytes(requests: Sequence[Request], kind: Kind) -> int:
+    return int(sum(estimated_pixels(x, kind) * _BYTES_PER_PIXEL[x.delivery.format_] for x in requests))
+
+
 def _amount(number: int) -> str:
     return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
-def require_room(folder: Path, requests: Iterable[Request], model: Model, format_: str) -> int:
+def require_room(folder: Path, requests: Sequence[Request], kind: Kind) -> int:
     """Make the folder, and return an upper estimate of the bytes that the results of ``requests`` take.
 
     Raise OSError if the folder cannot be made or written to, or its disk has too little free space.
     """
-    sizes = [estimated_pixels(request, model.kind) for request in requests]
-    needed = int(sum(sizes) * _BYTES_PER_PIXEL[format_])
+    needed = _estimated_bytes(requests, kind)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -99,7 +102,7 @@ def require_room(folder: Path, requests: Iterable[Request], model: Model, format
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:
         raise OSError(
-            f"{folder} has {_amount(free)} free, and {len(sizes)} results may take {_amount(needed)} (with "
+            f"{folder} has {_amount(free)} free, and {len(requests)} results may take {_amount(needed)} (with "
             f"{_amount(_SPARE_BYTES)} to spare). Use a folder on another disk with --out, or generate fewer at once."
         )
     return needed
@@ -127,9 +130,10 @@ def require_name(name: str | None) -> None:
         raise ValueError(f"name is {name!r}; expected the beginning of a file name, such as 'cat', without a folder.")
 
 
-def digest(request: Request, recipe: Recipe, kind: Kind, format_: str, fps: int) -> str:
+def digest(request: Request, recipe: Recipe, kind: Kind) -> str:
     """Return a string that is equal for results with equal files: digests of request and recipe, format, frame rate."""
-    return " ".join([request.digest, recipe.digest, format_, *([f"{fps} fps"] if kind == "video" else [])])
+    rate = [f"{request.delivery.fps} fps"] if kind == "video" else []
+    return " ".join([request.digest, recipe.digest, request.delivery.format_, *rate])
 
 
 def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple[list[Line], list[Line]]:
@@ -168,25 +172,16 @@ def digest_of(folder: Path, name: str) -> str:
         return ""
 
 
-def encode(result: Any, format_: str, *, fps: int, quality: int | None = None) -> list[Output]:
-    """Encode the PIL images or frames of a pipeline's output, one file for each image or video, at ``fps``.
-
-    Equal pixels give equal bytes. ``quality``, 0 to 100, is for JPEG and WebP images. By default JPEG has 95, and WebP
-    is lossless.
-    """
-    videos = getattr(result, "frames", None)
-    if videos is not None:
-        files = [_encode_video(frames, format_, fps) for frames in videos]
-    else:
-        files = [encode_image(image, format_, quality) for image in result.images]
-    several = len(files) > 1
-    return [Output(f"-{i}.{format_}" if several else f".{format_}", data) for i, data in enumerate(files)]
+def encode(samples: Sequence[Any], delivery: Delivery) -> list[Output]:
+    """Encode each sample, a PIL image or a sequence of PIL frames, as one file. Equal pixels give equal bytes."""
+    files = [_encode_video(x, delivery) if isinstance(x, Sequence) else _encode_image(x, delivery) for x in samples]
+    suffix = f".{delivery.format_}"
+    return [Output(f"-{i}{suffix}" if len(files) > 1 else suffix, data) for i, data in enumerate(files)]
 
 
-def encode_image(image: Any, format_: str, quality: int | None = None) -> bytes:
-    """Return a PIL image encoded as ``"png"``, ``"jpg"`` or ``"webp"``. For ``quality`` see :func:`encode`."""
-    buffer = io.BytesIO()
-    lossy = {} if quality is None else {"quality": quality}
+def _encode_image(image: Any, delivery: Delivery) -> bytes:
+    buffer, format_ = io.BytesIO(), delivery.format_
+    lossy = {} if delivery.quality is None else {"quality": delivery.quality}
     options: dict[str, dict[str, Any]] = {
         "png": {},
         "jpg": lossy or {"quality": 95},
@@ -196,17 +191,17 @@ def encode_image(image: Any, format_: str, quality: int | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def _encode_video(frames: Sequence[Any], format_: str, fps: int) -> bytes:
-    if format_ == "mp4":
+def _encode_video(frames: Sequence[Any], delivery: Delivery) -> bytes:
+    if delivery.format_ == "mp4":
         from diffusers.utils import export_to_video
 
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "video.mp4"
-            export_to_video(list(frames), str(path), fps=fps)
+            export_to_video(list(frames), str(path), fps=delivery.fps)
             return path.read_bytes()
     buffer = io.BytesIO()
-    rest: dict[str, Any] = {"append_images": list(frames[1:]), "duration": 1000 // fps, "loop": 0}
-    frames[0].save(buffer, format_.upper(), save_all=True, **rest)
+    rest: dict[str, Any] = {"append_images": list(frames[1:]), "duration": 1000 // delivery.fps, "loop": 0}
+    frames[0].save(buffer, delivery.format_.upper(), save_all=True, **rest)
     return buffer.getvalue()
 
 

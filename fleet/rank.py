@@ -38,16 +38,12 @@ class ReplicaOptions:
     """Options of a replica, besides its recipe and shape.
 
     Args:
-        format_ (`str`): Format of results for requests that state none.
-        fps (`int`): Frames per second of videos.
         room (`float`, *optional*): Bytes that a rank may hold, weights included. Defaults to the memory of its device.
         prompt_bytes (`int`): Bytes of host memory for cached outputs of text encoders. 0 disables the cache.
         loras (`int`): Largest number of LoRAs of requests that stay loaded. 0 refuses requests with a LoRA.
         warmup (`tuple[Request, ...]`): Requests that a replica of a server generates before it is ready.
     """
 
-    format_: str
-    fps: int = 16
     room: float | None = None
     prompt_bytes: int = 0
     loras: int = 0
@@ -142,8 +138,7 @@ class Rank:
                 self._loras.use(lora)
             elif lora is not None:
                 raise ValueError("this replica takes no LoRA of a request.")
-            format_, fps = self._options.format_, self._options.fps
-            results = generate_batch(self._pipe, requests, self._recipe, format_=format_, fps=fps, watch=watch)
+            results = generate_batch(self._pipe, requests, self._recipe, watch)
             return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
         except Cancelled as error:
             return [Answer("cancelled", reason=str(error), steps=self.steps_done(id_)) for id_ in ids]

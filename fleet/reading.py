@@ -134,6 +134,7 @@ def read_request(
     model: Model,
     limits: Limits,
     *,
+    format_: str,
     fps: int,
     loras: LoraFolder | None,
 ) -> Request:
@@ -143,7 +144,8 @@ def read_request(
 
     Args:
         schema (`type[BaseModel]`): The result of :func:`body_schema`.
-        fps (`int`): Frames per second, by which the field ``seconds`` becomes a number of frames.
+        format_ (`str`): Format of the result if the body states none.
+        fps (`int`): Frames per second of videos, by which the field ``seconds`` becomes a number of frames.
         loras (`LoraFolder`, *optional*): LoRAs that a request may name. None refuses all.
     """
     try:
@@ -153,10 +155,11 @@ def read_request(
         raise RequestError(400, code, describe_error(error, model, "body")) from None
     for name in _IGNORED:
         fields.pop(name, None)
-    format_ = fields.pop("output_format", None)
+    format_ = fields.pop("output_format", format_)
     lora = fields.pop("lora", None if loras is None else loras.default)
     delivery = Delivery(
         _FORMAT_NAMES.get(format_, format_),
+        fps,
         fields.pop("output_compression", None),
         fields.pop("partial_images", 0),
         url=fields.pop("response_format", None) == "url",

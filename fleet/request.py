@@ -40,15 +40,18 @@ class Delivery:
     """Options for encoding and sending the result of a request. They do not change what the pipeline generates.
 
     Args:
-        format_ (`str`, *optional*): Format of the files, such as ``"png"``. Defaults to that of the replica.
-        quality (`int`, *optional*): As in :func:`~para_core.fleet.outputs.encode`.
+        format_ (`str`): Format of the files.
+        fps (`int`): Frames per second of videos.
+        quality (`int`, *optional*): Quality of JPEG and WebP images, 0 to 100. By default JPEG has 95, and WebP is
+            lossless.
         partial_images (`int`): Number of previews that are sent while the request runs.
         url (`bool`): Whether a server's response has URLs of the files instead of the files as base64.
         stream (`bool`): Whether the response is a stream of server-sent events.
         progress (`bool`): Whether the stream also reports finished steps.
     """
 
-    format_: str | None = None
+    format_: str = "png"
+    fps: int = 16
     quality: int | None = None
     partial_images: int = 0
     url: bool = False

@@ -92,6 +92,7 @@ class ServerOptions:
         replicas (`int`): Number of replicas.
         api_key (`str`, *optional*): Key that requests must send. Without one, only requests to ``localhost``,
             ``127.0.0.1`` or ``::1`` are accepted.
+        format_ (`str`): Format of results for requests that state none.
         fps (`int`): Frames per second of videos.
         videos (`Path`, *optional*): Folder for results of asynchronous videos. None disables their routes.
         keep_hours (`float`): Hours for which an asynchronous video is kept after it has ended.
@@ -103,6 +104,7 @@ class ServerOptions:
 
     replicas: int
     api_key: str | None = None
+    format_: str = "png"
     fps: int = 16
     videos: Path | None = None
     keep_hours: float = 24.0
@@ -255,6 +257,7 @@ class Server:
             self._body_schema,
             self._model,
             self._limits,
+            format_=self._options.format_,
             fps=self._options.fps,
             loras=self._loras,
         )

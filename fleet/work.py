@@ -8,8 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from types import SimpleNamespace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.fleet.loading import mesh_shape
 from para_core.fleet.modular import call_modular, is_modular
-from para_core.fleet.outputs import Output, encode, encode_image
+from para_core.fleet.outputs import Output, encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, batch_arguments
 from para_core.instance_patching import original_class
@@ -57,19 +56,18 @@ class Result:
     metadata: Mapping[str, Any]
 
 
-def generate(pipe: Any, request: Request, recipe: Recipe, *, format_: str, fps: int, watch: Watch) -> Result | None:
+def generate(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()) -> Result | None:
     """Run the pipeline for one request. A collective call.
 
     Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank if
-    ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank. ``format_`` is
-    for requests that state none; ``fps`` is for videos.
+    ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank.
     """
-    results = generate_batch(pipe, [request], recipe, format_=format_, fps=fps, watch=watch)
+    results = generate_batch(pipe, [request], recipe, watch)
     return None if results is None else results[0]
 
 
 def generate_batch(
-    pipe: Any, requests: Sequence[Request], recipe: Recipe, *, format_: str, fps: int, watch: Watch
+    pipe: Any, requests: Sequence[Request], recipe: Recipe, watch: Watch = Watch()
 ) -> list[Result] | None:
     """Run one call of the pipeline for requests with the same ``batch_key``, and return a result for each.
 
@@ -81,23 +79,20 @@ def generate_batch(
         send = watch.preview if first else lambda output: None
         # Decoding is a collective call if the VAE runs on all ranks, or on the first rank for all.
         decodes = first or recipe.vae or recipe.vae_placement == "first"
-        previews = Previews(requests[0], send, format_=format_, decodes=decodes)
+        previews = Previews(requests[0], send, decodes=decodes)
     start = time.perf_counter()
     output = call_pipe(pipe, requests, **step_callback(pipe, watch, previews))
     seconds = time.perf_counter() - start
     if not first:
         return None
-    name = "images" if getattr(output, "frames", None) is None else "frames"
-    samples = getattr(output, name)
+    videos = getattr(output, "frames", None)
+    samples = output.images if videos is None else videos
     results = []
     for request, share in zip(requests, [samples] if len(requests) == 1 else [[x] for x in samples], strict=True):
-        delivery = request.delivery
-        share_of_output = SimpleNamespace(**{name: share})
-        files = encode(share_of_output, delivery.format_ or format_, fps=fps, quality=delivery.quality)
         # The size is read from the result, because the pipeline may have rounded the requested one.
-        image = share[0] if name == "images" else share[0][0]
-        size = {"size": f"{image.width}x{image.height}"}
-        results.append(Result(tuple(files), {**metadata(pipe, request, recipe, seconds), **size}))
+        image = share[0] if videos is None else share[0][0]
+        described = {**metadata(pipe, request, recipe, seconds), "size": f"{image.width}x{image.height}"}
+        results.append(Result(tuple(encode(share, request.delivery)), described))
     return results
 
 
@@ -178,13 +173,12 @@ class Previews:
 
     Args:
         send (`Callable[[Output], None]`): Called with each preview.
-        format_ (`str`): Format of previews if the request states none.
         decodes (`bool`): Whether this rank decodes previews. All ranks must if the VAE runs on several ranks.
     """
 
-    def __init__(self, request: Request, send: Callable[[Output], None], *, format_: str, decodes: bool) -> None:
+    def __init__(self, request: Request, send: Callable[[Output], None], *, decodes: bool) -> None:
         self._send, self._decodes = send, decodes
-        self._count, self._format = request.delivery.partial_images, request.delivery.format_ or format_
+        self._count, self._delivery = request.delivery.partial_images, replace(request.delivery, quality=None)
         self._sides = request.fields.get("height"), request.fields.get("width")
         self._last: Tensor | None = None
 
@@ -201,7 +195,7 @@ class Previews:
             # The latents of an unknown pipeline may have any form. A missing preview is no error of the request.
             logger.debug("no preview of %s: %s", type(pipe).__name__, error)
             return
-        self._send(Output(f".{self._format}", encode_image(image, self._format)))
+        self._send(*encode([image], self._delivery))
 
 
 def _predicted(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Tensor:

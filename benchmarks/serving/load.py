@@ -75,7 +75,7 @@ class PlainBackend:
         start = time.perf_counter()
         output = self._pipe(**call_arguments(request), generator=torch.Generator().manual_seed(request.seed))
         seconds = time.perf_counter() - start
-        return Result(tuple(encode(output, "png", fps=16)), {"seconds": seconds})
+        return Result(tuple(encode(output.images, request.delivery)), {"seconds": seconds})
 
     def png(self, request: Request) -> bytes:
         """Return the image of ``request``."""
@@ -112,7 +112,7 @@ def replica_server(model: Model, limits: Limits, port: int, replicas: int, ranks
     from para_core.fleet.rank import ReplicaOptions
 
     shape, recipe = ReplicaShape(ranks), Recipe(model.name)
-    options = (ServerOptions(replicas), ReplicaOptions("png", prompt_bytes=2**30))
+    options = (ServerOptions(replicas), ReplicaOptions(prompt_bytes=2**30))
     serving.start(model, recipe, shape, limits, *options, host=HOST, port=port)
     try:
         yield

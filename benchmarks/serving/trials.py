@@ -111,9 +111,7 @@ def try_prompts() -> dict[str, Any]:
                 os.kill(rank_processes()[0], signal.SIGKILL)
                 killed.append(time.perf_counter() - start)
 
-        problems += generate_lines(
-            lines, Recipe(model.name), ReplicaShape(RANKS), REPLICAS, format_="png", fps=16, write=write
-        )
+        problems += generate_lines(lines, Recipe(model.name), ReplicaShape(RANKS), REPLICAS, write=write)
         seconds = time.perf_counter() - start
         plain = PlainBackend(model.name)
         some = lines[:: max(1, PROMPTS // COMPARED)][:COMPARED]

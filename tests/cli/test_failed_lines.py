@@ -44,7 +44,7 @@ def generate_lines(folder, num_stages, pipefusion, failing):
     model = find_model(None)
     request = make_request({"prompt": "a large red circle", "size": "64x48", "steps": STEPS}, model, seed=3)
     lines = tuple(Line(number, request) for number in ((1, 2) if failing else (2,)))
-    job = RankJob(Recipe(str(find_tiny_flux())), lines, folder, "png", 8, folder / "journal")
+    job = RankJob(Recipe(str(find_tiny_flux())), lines, folder, folder / "journal")
     with mock.patch.object(para_core.cli.ranks, "build", lambda recipe, encode_first: pipe):
         _run_lines(job)
 
@@ -82,7 +82,7 @@ def encode_lines(folder, failing):
     requests = [make_request({"prompt": prompt, **options}, model, seed=3) for prompt in prompts]
     lines = tuple(Line(number, request) for number, request in enumerate(requests, 1))
     recipe = Recipe(str(find_tiny_flux()), timeout=20)
-    job = RankJob(recipe, lines, folder, "png", 8, folder / "journal")
+    job = RankJob(recipe, lines, folder, folder / "journal")
     with (
         mock.patch.object(para_core.cli.ranks, "build", build_without_memory),
         mock.patch.object(para_core.cli.ranks, "_AGREEMENT_TIMEOUT", timedelta(seconds=5)),

@@ -12,7 +12,6 @@ import sys
 import time
 from collections import namedtuple
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ import para_core.cli.ranks
 from para_core.cli.app import app, run
 from para_core.fleet.outputs import alone_in, digest, encode, write_atomically
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Request
+from para_core.fleet.request import Delivery, Request
 from para_core.fleet.work import Result
 from tests.scripts import command_on_ranks
 
@@ -357,9 +356,9 @@ def stand_in(monkeypatch):
     """Replace generation by a fixed image; return the list of prompts that were generated."""
     generated, image = [], Image.new("RGB", (2, 1), "red")
 
-    def generate(pipe, request, recipe, *, format_, **_):
+    def generate(pipe, request, recipe, watch):
         generated.append(request.fields["prompt"])
-        return Result(tuple(encode(SimpleNamespace(images=[image]), format_, fps=1)), {"request": request.fields})
+        return Result(tuple(encode([image], request.delivery)), {"request": request.fields})
 
     monkeypatch.setattr(para_core.cli.ranks, "build", lambda *_: None)
     monkeypatch.setattr(para_core.cli.ranks, "generate", generate)
@@ -410,8 +409,8 @@ def test_other_format_is_another_result(tmp_path, monkeypatch):
     assert generated_files(tmp_path, "--prompt", "a") == ["00001.json", "00001.png"]
     assert generated_files(tmp_path, "--prompt", "a", "--format", "jpg") == ["00002.jpg", "00002.json"]
     assert generated_files(tmp_path, "--prompt", "a", "--fps", "3") == []
-    request, recipe = Request({"prompt": "a"}), Recipe("model")
-    of_videos = {digest(request, recipe, "video", format_, fps) for format_ in ("mp4", "gif") for fps in (8, 16)}
+    ways = [Delivery(format_, fps) for format_ in ("mp4", "gif") for fps in (8, 16)]
+    of_videos = {digest(Request({"prompt": "a"}, delivery=way), Recipe("model"), "video") for way in ways}
     assert len(of_videos) == 4
 
 

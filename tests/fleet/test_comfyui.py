@@ -36,7 +36,7 @@ class Painter(StandIn):
             Image.new("RGB", size, (200, 0 if i < 3 else 40 * i, 0)) for i in range(request.fields.get("num_frames", 1))
         ]
         if "num_frames" in request.fields:
-            outputs = encode(types.SimpleNamespace(frames=[frames]), "webp", fps=16)
+            outputs = encode([frames], request.delivery)
             return Result(tuple(outputs), {"seconds": 0.5})
         buffer = io.BytesIO()
         frames[0].save(buffer, "PNG")

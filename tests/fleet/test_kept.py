@@ -25,7 +25,7 @@ def request(prompt=PROMPTS[0], seed=0, lora=None, **fields):
 
 
 def make_rank(**kept):
-    rank = Rank(Recipe(str(find_tiny_flux())), 0, 1, ReplicaOptions("png", **kept))
+    rank = Rank(Recipe(str(find_tiny_flux())), 0, 1, ReplicaOptions(**kept))
     rank.join("127.0.0.1", 0)
     return rank
 

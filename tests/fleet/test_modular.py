@@ -24,7 +24,7 @@ from para_core.fleet.models import find_model
 from para_core.fleet.modular import call_modular, load_modular, open_modular
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe, refuse_options
-from para_core.fleet.request import Request, make_request
+from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.work import Cancelled, Watch, call_pipe, generate, generate_batch
 from tests.modular_folders import plain_modular, save_modular
 from zoo.tiny.pipelines.modular import MODULAR as TINY_MODULAR
@@ -71,7 +71,7 @@ def run(pipe, fields):
 def result_of(recipe, fields, format_):
     """Return the metadata of a result, its pixels, and those of a next request without a guidance scale."""
     pipe = build(recipe)
-    result = generate(pipe, Request(fields, seed=3), recipe, format_=format_, fps=16, watch=Watch())
+    result = generate(pipe, Request(fields, seed=3, delivery=Delivery(format_)), recipe)
     return result and result.metadata, run(pipe, fields), run(pipe, {**fields, "guidance_scale": None})
 
 
@@ -160,11 +160,11 @@ def test_prompts_are_encoded_before_denoising(folders):
 
 def test_batch_equals_single_requests(folders):
     recipe = Recipe(folders("flux"))
-    pipe, options = build(recipe), {"format_": "png", "fps": 16, "watch": Watch()}
+    pipe = build(recipe)
     requests = [Request({**SIZE, "prompt": prompt}, seed=seed) for seed, prompt in enumerate(("a", "a red circle"))]
-    together = generate_batch(pipe, requests, recipe, **options)
+    together = generate_batch(pipe, requests, recipe)
     for request, result in zip(requests, together, strict=True):
-        alone = generate(pipe, request, recipe, **options)
+        alone = generate(pipe, request, recipe)
         assert np.abs(frames_of(result) - frames_of(alone)).max() <= 1
 
 
@@ -215,7 +215,7 @@ def cancelled_after(folder, step):
     before = call_pipe(pipe, [request]).images[0].tobytes()
     assert cache_report(pipe).rows
     with pytest.raises(Cancelled, match=f"after step {step}"):
-        generate(pipe, request, recipe, format_="png", fps=16, watch=watch)
+        generate(pipe, request, recipe, watch=watch)
     return len(done), call_pipe(pipe, [request]).images[0].tobytes() == before
 
 

@@ -17,7 +17,7 @@ from para_core.fleet.models import find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
-from para_core.fleet.work import Watch, generate
+from para_core.fleet.work import generate
 
 # Ray's own sockets and threads, which end with the cluster.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -45,8 +45,6 @@ def test_spread_ranks_equal_plain_pipeline(two_nodes):
             recipe,
             shape,
             1,
-            format_="png",
-            fps=16,
             write=lambda line, result: written.append(result),
         )
 
@@ -54,7 +52,7 @@ def test_spread_ranks_equal_plain_pipeline(two_nodes):
         on(group.ReplicaShape(2))
     assert on(group.ReplicaShape(2, spread=True)) == []
     alone = Recipe(model.name)
-    expected = generate(build(alone), request, alone, format_="png", fps=16, watch=Watch()).outputs[0].data
+    expected = generate(build(alone), request, alone).outputs[0].data
     assert np.abs(pixels(written[0].outputs[0].data) - pixels(expected)).max() <= 1
 
 

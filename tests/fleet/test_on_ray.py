@@ -31,7 +31,7 @@ from para_core.fleet.reading import Limits
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.server import ServerOptions
-from para_core.fleet.work import Watch, generate
+from para_core.fleet.work import generate
 
 # Ray keeps sockets and threads open until the cluster ends, which raises warnings.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 PORT = 8123
 PATH = "/v1/images/generations"
 SMALL = {"size": "64x48", "steps": 3}
-PLAIN = (Limits(), ServerOptions(1), ReplicaOptions("png"))
+PLAIN = (Limits(), ServerOptions(1), ReplicaOptions())
 PROMPTS = ["a large red circle", "a blue square", "a green triangle", "a small star"]
 
 
@@ -68,7 +68,7 @@ def server(model, recipe):
         "options": ServerOptions(2, max_batch=2),
         "host": "127.0.0.1",
         "port": PORT,
-        "replica_options": ReplicaOptions("png", room=6e7, prompt_bytes=2**30),
+        "replica_options": ReplicaOptions(room=6e7, prompt_bytes=2**30),
     }
     serving.start(model, recipe, shape, limits, **options)
     yield PORT
@@ -106,7 +106,7 @@ def test_prompts_finish_although_a_replica_is_killed(model, recipe):
         if len(written) == 3:
             os.kill(rank_processes()[0], signal.SIGKILL)
 
-    problems = group.generate_lines(lines, recipe, group.ReplicaShape(2), 2, format_="png", fps=16, write=write)
+    problems = group.generate_lines(lines, recipe, group.ReplicaShape(2), 2, write=write)
     assert problems == []
     assert sorted(written) == list(range(1, 9))
 
@@ -173,7 +173,7 @@ def test_same_request_gives_same_bytes_on_any_replica(server, model, recipe):
     # The plain pipeline on one device differs only by the order of float sums.
     alone = Recipe(model.name)
     request = make_request(fields, model)
-    expected = generate(build(alone), request, alone, format_="png", fps=16, watch=Watch()).outputs[0].data
+    expected = generate(build(alone), request, alone).outputs[0].data
     assert difference(images[0], expected) <= 1
 
 

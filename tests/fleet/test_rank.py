@@ -40,7 +40,7 @@ def make_rank(monkeypatch, outcomes):
         return outcome
 
     monkeypatch.setattr(rank_module, "generate_batch", generate)
-    return Rank(Recipe(""), 0, 1, ReplicaOptions("png"))
+    return Rank(Recipe(""), 0, 1, ReplicaOptions())
 
 
 def test_failed_request_is_answered_on_busy_device(monkeypatch):
@@ -108,7 +108,7 @@ def test_rank_is_not_the_launcher_process(monkeypatch, launcher):
     monkeypatch.setattr(rank_module, "build", lambda recipe: at_build.update(os.environ))
     with environment_restored():
         os.environ.update(dict.fromkeys((*launcher, *KEPT), "3"))
-        Rank(Recipe(""), 0, 1, ReplicaOptions("png")).join("127.0.0.1", 0)
+        Rank(Recipe(""), 0, 1, ReplicaOptions()).join("127.0.0.1", 0)
     assert [name for name in launcher if name in at_build] == []
     assert [at_build[name] for name in KEPT] == ["3"] * len(KEPT)
 
@@ -121,7 +121,7 @@ def local_rank_at_build():
     # The rank joins a group of its own, as a fresh actor does.
     index = dist.get_rank()
     ports = [None, None]
-    rank = Rank(Recipe("", timeout=30), index, 2, ReplicaOptions("png"))
+    rank = Rank(Recipe("", timeout=30), index, 2, ReplicaOptions())
     dist.all_gather_object(ports, rank.open_store("127.0.0.1") if index == 0 else 0)
     dist.destroy_process_group()
     at_build = []

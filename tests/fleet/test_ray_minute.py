@@ -84,7 +84,7 @@ def time_limit(cluster):
 def server(cluster):
     """Serve with one replica of two ranks."""
     model = find_model(None)
-    shape, options = group.ReplicaShape(ranks=2), (ServerOptions(1), ReplicaOptions("png", prompt_bytes=2**30))
+    shape, options = group.ReplicaShape(ranks=2), (ServerOptions(1), ReplicaOptions(prompt_bytes=2**30))
     recipe, address = Recipe(model.name, timeout=60), {"host": "127.0.0.1", "port": PORT}
     with within(SECONDS):
         serving.start(model, recipe, shape, Limits(waiting=2), *options, **address)

@@ -31,7 +31,7 @@ PATH = "/v1/images/generations"
 class StandIn:
     """One replica whose steps take ``seconds`` each; a prompt may make it fail."""
 
-    format_, count, server = "png", 1, None
+    count, server = 1, None
 
     def __init__(self, seconds=0.0):
         self.seconds, self.turn, self.cancelled, self.ran, self.deaths = seconds, asyncio.Lock(), set(), [], 0
@@ -50,7 +50,7 @@ class StandIn:
                     raise RequestCancelled(f"cancelled after step {step + 1}.")
                 progress(step + 1)
             self.ran.append((id_, request))
-            suffix = f".{request.delivery.format_ or self.format_}"
+            suffix = f".{request.delivery.format_}"
             return Result((Output(suffix, f"{prompt} {request.seed}".encode()),), {"seconds": 0.5})
 
     def cancel(self, id_):
@@ -61,10 +61,9 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipeline, format_="png", **options):
+def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipeline, **options):
     """Yield the port of a running server and its backend."""
     backend = backend or StandIn()
-    backend.format_ = format_
     model = describe("", pipeline, {})
     server = Server(backend, model, limits or Limits(), ServerOptions(1, api_key, **options))
     backend.server = server

@@ -40,7 +40,7 @@ def result_of(recipe):
     pipe = build(recipe)
     if recipe.rotate_method is not None:
         assert region_of(pipe.transformer).options.rotate_method == recipe.rotate_method
-    return generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
+    return generate(pipe, REQUEST, recipe)
 
 
 @pytest.mark.sample(1)
@@ -72,7 +72,7 @@ def test_each_recipe_equals_plain_pipeline(rank_pool, options, mesh):
 def preview(recipe):
     """Return the image and the number of partial images that this rank sends."""
     request, sent = replace(REQUEST, delivery=Delivery("png", partial_images=1)), []
-    result = generate(build(recipe), request, recipe, format_="png", fps=16, watch=Watch(preview=sent.append))
+    result = generate(build(recipe), request, recipe, watch=Watch(preview=sent.append))
     return result, len(sent)
 
 
@@ -91,10 +91,10 @@ def cancel_after(step):
     done = []
     # Only the first rank knows that the request was cancelled.
     watch = Watch(done.append, lambda: dist.get_rank() == 0 and len(done) == step)
-    before = generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
+    before = generate(pipe, REQUEST, recipe)
     with pytest.raises(Cancelled, match=f"after step {step}"):
-        generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=watch)
-    after = generate(pipe, REQUEST, recipe, format_="png", fps=16, watch=Watch())
+        generate(pipe, REQUEST, recipe, watch=watch)
+    after = generate(pipe, REQUEST, recipe)
     return len(done), before and before.outputs, after and after.outputs
 
 
@@ -157,7 +157,7 @@ def batch_and_lora(lora):
     requests = [REQUEST, Request({**FIELDS, "prompt": "a blue square"}, seed=4)]
 
     def run(requests):
-        results = generate_batch(pipe, requests, recipe, format_="png", fps=16, watch=Watch())
+        results = generate_batch(pipe, requests, recipe)
         return [] if results is None else [pixels(result) for result in results]
 
     alone = [*run(requests[:1]), *run(requests[1:])]
