@@ -30,6 +30,7 @@ from para_core.fleet.foresee import (
 from para_core.fleet.loading import dtype_of
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import (
+    Result,
     alone_in,
     choose_format,
     choose_names,
@@ -43,7 +44,6 @@ from para_core.fleet.outputs import (
 from para_core.fleet.prompts import Line, Problem, read_prompts
 from para_core.fleet.recipe import Recipe, refuse_options, require_loras
 from para_core.fleet.request import USUAL_PIXELS, Delivery, estimated_pixels, make_request
-from para_core.fleet.work import Result
 
 logger = logging.getLogger(__name__)
 
@@ -233,8 +233,7 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     bars = Bars(len(task.lines), steps=False)
 
     def write(line: Line, result: Result) -> None:
-        numbers = {"line": line.number, "digest": line.digest}
-        write_result(task.folder, line.name, result.outputs, {**numbers, **result.metadata})
+        write_result(task.folder, line, result)
         bars.end()
 
     with bars:

@@ -307,8 +307,7 @@ def _run_line(job: RankJob, pipe: Any, line: Line, bars: Bars, first: bool) -> N
     else:
         if result is not None:
             try:
-                numbers = {"line": line.number, "digest": line.digest}
-                write_result(job.folder, line.name, result.outputs, {**numbers, **result.metadata})
+                write_result(job.folder, line, result)
             except OSError:
                 # This event ends the job, because no other result could be written either.
                 _note(job, event="unwritten", line=line.number)

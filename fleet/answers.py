@@ -12,8 +12,7 @@ from typing import Any
 
 from para_core.fleet.failures import RequestError
 from para_core.fleet.jobs import Job
-from para_core.fleet.outputs import Output
-from para_core.fleet.work import Result
+from para_core.fleet.outputs import Output, Result
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp", "gif": "image/gif", "mp4": "video/mp4"}
 # Formats whose names in OpenAI's API differ from the suffix of their files.

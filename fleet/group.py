@@ -18,12 +18,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.foresee import Memory
-from para_core.fleet.outputs import Output
+from para_core.fleet.outputs import Output, Result
 from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.rank import CONTROL, Answer, Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.work import Result
 from para_core.foreign_errors import is_slow_start_of_ray
 
 # Seconds between two reads of the number of finished steps from the first rank.

@@ -14,10 +14,9 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestError, RequestFailed
-from para_core.fleet.outputs import Output
+from para_core.fleet.outputs import Output, Result
 from para_core.fleet.reading import Limits
 from para_core.fleet.request import Request, batch_key
-from para_core.fleet.work import Result
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Interval in seconds at which a waiting request checks that its client is still connected.

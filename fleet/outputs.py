@@ -43,6 +43,14 @@ class Output:
         return self.suffix.rpartition(".")[2]
 
 
+@dataclass(frozen=True)
+class Result:
+    """The result of one request: its encoded files, and metadata such as the request, mesh and seconds."""
+
+    outputs: tuple[Output, ...]
+    metadata: Mapping[str, Any]
+
+
 def choose_format(model: Model, format_: str | None) -> str:
     """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for videos.
 
@@ -154,13 +162,13 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     for line in lines:
         numbers = results.get(line.digest)
         if numbers:
-            finished.append(replace(line, file=f"{prefix}{numbers.pop():05d}"))
+            finished.append(replace(line, name=f"{prefix}{numbers.pop():05d}"))
         else:
             left.append(line)
     # Unused numbers are larger than those of all files and of all lines, so that no two lines get the same number.
     free = count(1 + max([*taken, *(line.number for line in left)], default=0))
     numbers = [line.number if line.number not in taken else next(free) for line in left]
-    return [replace(line, file=f"{prefix}{number:05d}") for line, number in zip(left, numbers, strict=True)], finished
+    return [replace(line, name=f"{prefix}{number:05d}") for line, number in zip(left, numbers, strict=True)], finished
 
 
 def digest_of(folder: Path, name: str) -> str:
@@ -205,27 +213,27 @@ def _encode_video(frames: Sequence[Any], delivery: Delivery) -> bytes:
     return buffer.getvalue()
 
 
-def write_result(folder: Path, name: str, outputs: Sequence[Output], metadata: Mapping[str, Any]) -> list[Path]:
-    """Write the files of a result and its metadata, and return the paths of the files.
+def write_result(folder: Path, line: Line, result: Result) -> None:
+    """Write the files of the line's result, and a record of its metadata with the line's number and digest.
 
-    The metadata go to ``name.json``, which is written last: if it exists, the other files are complete. A PNG also has
-    the metadata inside, in its text chunks ``prompt`` and ``para_core`` (JSON). If one of the files exists, nothing is
+    The record is ``line.name.json``, which is written last: if it exists, the other files are complete. A PNG also has
+    the record inside, in its text chunks ``prompt`` and ``para_core`` (JSON). If one of the files exists, nothing is
     written, and FileExistsError is raised.
     """
-    paths = [folder / f"{name}{output.suffix}" for output in outputs]
-    record_path = folder / f"{name}.json"
+    paths = [folder / f"{line.name}{output.suffix}" for output in result.outputs]
+    record_path = folder / f"{line.name}.json"
     for path in (*paths, record_path):
         if path.exists():
             raise FileExistsError(f"{path} exists, and is not overwritten. Use another --name or --out.")
-    record = {**metadata, "files": [path.name for path in paths]}
+    numbers = {"line": line.number, "digest": line.digest}
+    record = {**numbers, **result.metadata, "files": [path.name for path in paths]}
     text = json.dumps(record, indent=2) + "\n"
-    prompt = metadata.get("request", {}).get("prompt") or ""
+    prompt = result.metadata.get("request", {}).get("prompt") or ""
     prompt = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-    for path, output in zip(paths, outputs, strict=True):
+    for path, output in zip(paths, result.outputs, strict=True):
         is_png = path.suffix == ".png"
         write_atomically(path, _with_texts(output.data, prompt=prompt, para_core=text) if is_png else output.data)
     write_atomically(record_path, text.encode())
-    return paths
 
 
 def _with_texts(png: bytes, **texts: str) -> bytes:

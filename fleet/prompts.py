@@ -21,18 +21,13 @@ class Line:
         number (`int`): Number of the line, from 1.
         request (`Request`): The request.
         digest (`str`): See :func:`~para_core.fleet.outputs.digest`.
-        file (`str`): Name of the result's files, without suffix. If empty, they are named by the number.
+        name (`str`): Name of the result's files, without suffix.
     """
 
     number: int
     request: Request
     digest: str = ""
-    file: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the result's files, without suffix."""
-        return self.file or f"{self.number:05d}"
+    name: str = ""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from para_core.fleet.failures import sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.loading import build, mesh_shape
 from para_core.fleet.loras import LoadedLoras
-from para_core.fleet.outputs import Output
+from para_core.fleet.outputs import Output, Result
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.work import Cancelled, Result, Watch, generate_batch
+from para_core.fleet.work import Cancelled, Watch, generate_batch
 
 # Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
 CONTROL = "control"

@@ -29,10 +29,10 @@ from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import Backend, Job, Jobs
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
+from para_core.fleet.outputs import Result
 from para_core.fleet.reading import Limits, body_schema, read_content, read_request
 from para_core.fleet.request import Request, estimated_pixels
 from para_core.fleet.videos import Videos, add_routes
-from para_core.fleet.work import Result
 
 Message = MutableMapping[str, Any]
 

@@ -7,7 +7,7 @@ import inspect
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
 from para_core.fleet.loading import mesh_shape
 from para_core.fleet.modular import call_modular, is_modular
-from para_core.fleet.outputs import Output, encode
+from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, batch_arguments
 from para_core.instance_patching import original_class
@@ -46,14 +46,6 @@ class Watch:
     progress: Callable[[int], None] | None = None
     cancelled: Callable[[], bool] | None = None
     preview: Callable[[Output], None] | None = None
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of one request: its encoded files, and metadata such as the request, mesh and seconds."""
-
-    outputs: tuple[Output, ...]
-    metadata: Mapping[str, Any]
 
 
 def generate(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()) -> Result | None:

@@ -28,12 +28,11 @@ from diffusers import FluxPipeline
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.fleet.models import Model, find_model
-from para_core.fleet.outputs import encode
+from para_core.fleet.outputs import Result, encode
 from para_core.fleet.reading import Limits
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, call_arguments
 from para_core.fleet.server import Server, ServerOptions
-from para_core.fleet.work import Result
 
 # Loads relative to the capacity of a server.
 FACTORS = (1, 2, 4)

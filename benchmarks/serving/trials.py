@@ -32,12 +32,11 @@ from PIL import Image
 from benchmarks.harness import ROOT, markdown_table, parser_of, read_results, write_results
 from benchmarks.serving.load import PATH, PlainBackend, replica_server, response_of
 from para_core.fleet.models import find_model
-from para_core.fleet.outputs import write_result
+from para_core.fleet.outputs import Result, choose_names, write_result
 from para_core.fleet.prompts import Line, read_prompts
 from para_core.fleet.reading import Limits
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
-from para_core.fleet.work import Result
 
 PORT = 8127
 CAPTIONS = ("a large red circle", "a blue square", "a green triangle", "a small yellow star")
@@ -102,10 +101,11 @@ def try_prompts() -> dict[str, Any]:
         out.mkdir()
         file.write_text("\n".join(json.dumps({"prompt": CAPTIONS[i % 4], **SMALL}) for i in range(PROMPTS)))
         lines, problems = read_prompts(file, model, {})
+        lines, _ = choose_names(out, lines, None)
         start = time.perf_counter()
 
         def write(line: Line, result: Result) -> None:
-            write_result(out, line.name, result.outputs, {"line": line.number, **result.metadata})
+            write_result(out, line, result)
             written[line.number] = time.perf_counter() - start
             if len(written) == PROMPTS // 2:
                 os.kill(rank_processes()[0], signal.SIGKILL)

@@ -43,7 +43,7 @@ def generate_lines(folder, num_stages, pipefusion, failing):
     pipe.transformer.register_forward_pre_hook(run_out_of_memory, with_kwargs=True)
     model = find_model(None)
     request = make_request({"prompt": "a large red circle", "size": "64x48", "steps": STEPS}, model, seed=3)
-    lines = tuple(Line(number, request) for number in ((1, 2) if failing else (2,)))
+    lines = tuple(Line(number, request, name=f"{number:05d}") for number in ((1, 2) if failing else (2,)))
     job = RankJob(Recipe(str(find_tiny_flux())), lines, folder, folder / "journal")
     with mock.patch.object(para_core.cli.ranks, "build", lambda recipe, encode_first: pipe):
         _run_lines(job)
@@ -80,7 +80,7 @@ def encode_lines(folder, failing):
     options = {"size": "64x48", "steps": 1}
     prompts = ("a large red circle", "a blue square", "a small green ring")
     requests = [make_request({"prompt": prompt, **options}, model, seed=3) for prompt in prompts]
-    lines = tuple(Line(number, request) for number, request in enumerate(requests, 1))
+    lines = tuple(Line(number, request, name=f"{number:05d}") for number, request in enumerate(requests, 1))
     recipe = Recipe(str(find_tiny_flux()), timeout=20)
     job = RankJob(recipe, lines, folder, folder / "journal")
     with (

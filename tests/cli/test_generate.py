@@ -21,10 +21,9 @@ from PIL import Image
 
 import para_core.cli.ranks
 from para_core.cli.app import app, run
-from para_core.fleet.outputs import alone_in, digest, encode, write_atomically
+from para_core.fleet.outputs import Result, alone_in, digest, encode, write_atomically
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Request
-from para_core.fleet.work import Result
 from tests.scripts import command_on_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -13,9 +13,8 @@ import torch
 from diffusers import FluxInpaintPipeline, FluxPipeline, WanPipeline
 from PIL import Image
 
-from para_core.fleet.outputs import Output, encode
+from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.reading import Limits
-from para_core.fleet.work import Result
 from tests.fleet.test_server import StandIn, serving
 
 FOLDER = Path(__file__).parents[2] / "fleet" / "comfyui"

@@ -10,8 +10,7 @@ from diffusers import StableDiffusion3Img2ImgPipeline
 from PIL import Image
 from playwright import sync_api
 
-from para_core.fleet.outputs import Output
-from para_core.fleet.work import Result
+from para_core.fleet.outputs import Output, Result
 from tests.fleet.test_server import StandIn, serving
 
 pytestmark = pytest.mark.long

@@ -6,8 +6,8 @@ import pytest
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
 from para_core.fleet.jobs import RequestQueue
+from para_core.fleet.outputs import Result
 from para_core.fleet.request import Request
-from para_core.fleet.work import Result
 
 
 class Replicas:
