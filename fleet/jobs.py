@@ -38,24 +38,6 @@ class Metrics:
         self.deaths = Counter("replica_deaths", "Requests whose replica died.", **names)
 
 
-class Backend(Protocol):
-    """Interface through which a server generates. :class:`RequestQueue` implements it."""
-
-    async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
-        """Run a request as soon as a replica is free, and return its result.
-
-        ``progress`` is called with the number of finished steps, and with each partial image. Raise RequestFailed if
-        the pipeline raised on all ranks, RequestCancelled if :meth:`cancel` was called, and ReplicaDied if the replica
-        died.
-        """
-
-    def cancel(self, id_: str) -> None:
-        """Cancel a request: at once if it waits, after its current step if it runs."""
-
-    async def ready(self) -> int:
-        """Return the number of replicas that can answer."""
-
-
 @dataclass(eq=False)
 class QueuedRequest:
     """A request that waits or runs.
@@ -115,12 +97,19 @@ class RequestQueue:
         self._context = contextvars.copy_context()
 
     async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
+        """Run a request as soon as a replica is free, and return its result.
+
+        ``progress`` is called with the number of finished steps, and with each partial image. Raise RequestFailed if
+        the pipeline raised on all ranks, RequestCancelled if :meth:`cancel` was called, and ReplicaDied if the replica
+        died.
+        """
         entry = QueuedRequest(id_, request, progress, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
         self._dispatch()
         return await asyncio.shield(entry.answer)
 
     def cancel(self, id_: str) -> None:
+        """Cancel a request: at once if it waits, after its current step if it runs."""
         for entry in self._waiting:
             if entry.id_ == id_:
                 self._waiting.remove(entry)
@@ -130,6 +119,7 @@ class RequestQueue:
             self._context.copy().run(self._replicas.cancel, id_)
 
     async def ready(self) -> int:
+        """Return the number of replicas that can answer."""
         return await self._replicas.ready()
 
     def _dispatch(self) -> None:
@@ -185,10 +175,10 @@ class Job:
 
 
 class Jobs:
-    """All requests of a server that wait or run on ``backend``, and its metrics."""
+    """All requests of a server that wait or run in ``queue``, and its metrics."""
 
-    def __init__(self, backend: Backend, limits: Limits, replicas: int) -> None:
-        self._backend, self._limits, self._replicas = backend, limits, replicas
+    def __init__(self, queue: RequestQueue, limits: Limits, replicas: int) -> None:
+        self._queue, self._limits, self._replicas = queue, limits, replicas
         self._jobs: dict[str, Job] = {}
         self.metrics = Metrics()
 
@@ -208,7 +198,7 @@ class Jobs:
             raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
 
     def start(self, request: Request, id_: str | None = None) -> Job:
-        """Send ``request`` to the backend, by default under a random name.
+        """Send ``request`` to the queue, by default under a random name.
 
         Raise RequestError if too many requests wait already, or the name ``id_`` is in use or invalid.
         """
@@ -226,7 +216,7 @@ class Jobs:
         """Cancel a request. Raise RequestError (404) if no such request waits or runs."""
         if id_ not in self._jobs:
             raise RequestError(404, "not_found", f"no request {id_[:64]!r} is waiting or running.")
-        self._backend.cancel(id_)
+        self._queue.cancel(id_)
 
     async def wait(
         self, job: Job, disconnected: Callable[[], Awaitable[bool]] | None = None, seconds: float = float("inf")
@@ -267,7 +257,7 @@ class Jobs:
         if job.task.done():
             self._forget(job)
         else:
-            self._backend.cancel(job.id_)
+            self._queue.cancel(job.id_)
             job.task.add_done_callback(lambda _: self._forget(job))
 
     def _forget(self, job: Job) -> None:
@@ -287,7 +277,7 @@ class Jobs:
 
         for tries_left in range(self._limits.retries, -1, -1):
             try:
-                return await self._backend.generate(job.id_, job.request, progress)
+                return await self._queue.generate(job.id_, job.request, progress)
             except ReplicaDied:
                 self.metrics.deaths.inc()
                 job.steps_done = 0

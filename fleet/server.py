@@ -1,6 +1,7 @@
 """The HTTP server, as an ASGI application with the routes of OpenAI's images and videos API.
 
-The server generates through a :class:`para_core.fleet.jobs.Backend`. :mod:`para_core.fleet.serving` runs it on Ray.
+The server generates through a queue, :class:`para_core.fleet.jobs.RequestQueue`; :mod:`para_core.fleet.serving` runs it
+on Ray.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from para_core.fleet.access import Access
 from para_core.fleet.answers import MEDIA_TYPES, StoredResults, answer_body, answer_events
 from para_core.fleet.failures import RequestError
 from para_core.fleet.foresee import Memory
-from para_core.fleet.jobs import Backend, Job, Jobs
+from para_core.fleet.jobs import Job, Jobs, RequestQueue
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Result
@@ -115,16 +116,16 @@ class ServerOptions:
 
 
 class Server:
-    """HTTP routes in front of ``backend``. ``GET /docs`` documents the fields of a request.
+    """HTTP routes in front of ``queue``. ``GET /docs`` documents the fields of a request.
 
     Attributes:
         app: The ASGI application, which a web server such as uvicorn runs.
         loading: Whether requests are refused because no replica has loaded yet. Set by the creator of the server.
     """
 
-    def __init__(self, backend: Backend, model: Model, limits: Limits, options: ServerOptions) -> None:
-        self._backend, self._model, self._limits, self._options = backend, model, limits, options
-        self._jobs = Jobs(backend, limits, options.replicas)
+    def __init__(self, queue: RequestQueue, model: Model, limits: Limits, options: ServerOptions) -> None:
+        self._queue, self._model, self._limits, self._options = queue, model, limits, options
+        self._jobs = Jobs(queue, limits, options.replicas)
         self._stored = StoredResults()
         # If the model is a local folder, show only the last part of the path, because clients must not learn paths of
         # this machine.
@@ -210,7 +211,7 @@ class Server:
 
     async def _health(self) -> Response:
         """Report the number of ready replicas: status 200 if there are any, else 503."""
-        ready = await self._backend.ready()
+        ready = await self._queue.ready()
         status = "ok" if ready else "loading" if self.loading else "no replica is ready"
         body = {"status": status, "ready": ready, "replicas": self._options.replicas}
         return JSONResponse(body, 200 if ready else 503)
@@ -219,7 +220,7 @@ class Server:
         """Show the metrics in Prometheus' text format."""
         metrics = self._jobs.metrics
         metrics.accepted.set(len(self._jobs))
-        metrics.waiting.set(max(0, len(self._jobs) - await self._backend.ready()))
+        metrics.waiting.set(max(0, len(self._jobs) - await self._queue.ready()))
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
     async def _list_models(self) -> Response:
