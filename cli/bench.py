@@ -16,7 +16,7 @@ from rich.table import Table
 
 from para_core.cli import options
 from para_core.cli.options import INPUT, flag, option
-from para_core.fleet.models import Model, find_model
+from para_core.fleet.models import Model
 from para_core.fleet.outputs import require_file, write_atomically
 
 if TYPE_CHECKING:
@@ -46,15 +46,11 @@ def bench(
     from para_core.cli.measurement import MeasurementJob, measure_rank
     from para_core.cli.ranks import count_ranks, describe_signal, is_first_rank, quiet, run_on_ranks, terminable
     from para_core.fleet.foresee import mesh_of_recipe
-    from para_core.fleet.recipe import refuse_options, require_loras
 
     quiet(debug)
     common = call.fields()
-    pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
-    recipe = options.make_recipe(pipeline.name, run)
-    refuse_options(pipeline, recipe)
+    pipeline, recipe = options.model_and_recipe(model, run)
     num_ranks = count_ranks(ranks, 1)
-    require_loras(recipe)
     mesh_of_recipe(recipe, num_ranks)  # raises if the mesh is too small
     if out is not None and is_first_rank():
         require_file(out)

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from para_core.cli import options
 from para_core.cli.options import INPUT, option
-from para_core.fleet.models import find_model
 from para_core.fleet.outputs import require_file
 from para_core.fleet.prompts import read_prompts
 from para_core.fleet.request import call_arguments, make_request
@@ -48,7 +47,7 @@ def calibrate(
         raise typer.BadParameter("--prompt and --prompts: expected one of them.")
     if metric not in get_args(Metric):
         raise typer.BadParameter(f"--metric {metric}: expected one of {', '.join(get_args(Metric))}.")
-    pipeline = find_model(model, trust_remote_code=load.trust_remote_code)
+    pipeline, recipe = options.model_and_recipe(model, load)
     common: dict[str, Any] = {"size": size, "steps": steps, **options.read_fields(set_)}
     common = {name: value for name, value in common.items() if value is not None}
     if prompts is not None:
@@ -60,7 +59,6 @@ def calibrate(
         requests = [make_request({**common, "prompt": text}, pipeline, seed=seed) for text in prompt or []]
     if not requests:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
-    recipe = options.make_recipe(pipeline.name, load)
     with process_group(recipe):
         pipe, calls = build(recipe), [call_arguments(request) for request in requests]
         calibration = calibrate_cache(

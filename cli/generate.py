@@ -9,7 +9,6 @@ import typer
 
 from para_core.cli import options
 from para_core.cli.options import INPUT, RANKS, flag, option
-from para_core.fleet.models import find_model
 
 
 def generate(
@@ -39,8 +38,7 @@ def generate(
     if prompt is not None and prompts is not None:
         raise typer.BadParameter("--prompt and --prompts: expected one of them.")
     common = call.fields(prompt=prompt)
-    pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
-    recipe = options.make_recipe(pipeline.name, run)
+    pipeline, recipe = options.model_and_recipe(model, run)
     task = make_task(
         pipeline,
         recipe,

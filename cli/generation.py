@@ -42,7 +42,7 @@ from para_core.fleet.outputs import (
     write_result,
 )
 from para_core.fleet.prompts import Line, Problem, read_prompts
-from para_core.fleet.recipe import Recipe, refuse_options, require_loras
+from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import USUAL_PIXELS, Delivery, estimated_pixels, make_request
 
 logger = logging.getLogger(__name__)
@@ -101,8 +101,6 @@ def make_task(
     """
     chosen = choose_format(model, format_)
     require_name(prefix)
-    refuse_options(model, recipe)
-    require_loras(recipe)
     mesh_of_recipe(recipe, ranks)  # raises if the mesh is too small
     problems: Sequence[Problem] = ()
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from para_core.fleet import models
+
 if TYPE_CHECKING:
     from para_core.attention.attention_options import AttentionSchedule
     from para_core.fleet.recipe import Recipe
@@ -202,14 +204,16 @@ def name_options(text: str, arguments: Sequence[str]) -> str:
     return _SUBJECT.sub(option_of, text)
 
 
-def make_recipe(model: str, options: LoadOptions) -> Recipe:
-    """Return the recipe that command-line options describe.
+def model_and_recipe(name: str | None, options: LoadOptions) -> tuple[models.Model, Recipe]:
+    """Return the description of model ``name``, and the recipe that command-line options describe for it.
 
-    Raise ImportError if a backend's library is not installed; ValueError or typer.BadParameter if an option is invalid.
+    Raise FileNotFoundError if there is no such model or LoRA; ImportError if a backend's library is not installed;
+    ValueError or typer.BadParameter if an option is invalid, or the model cannot have it.
     """
     from para_core.attention.libraries import require_library
-    from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes
+    from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, refuse_options, require_loras
 
+    model = models.find_model(name, trust_remote_code=options.trust_remote_code)
     values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
     schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
     values |= {"backend": schedule or options.backend, "mesh": read_mesh_sizes(options.mesh)}
@@ -227,10 +231,13 @@ def make_recipe(model: str, options: LoadOptions) -> Recipe:
         if values["lora"] and find_spec("peft") is None:
             raise ModuleNotFoundError("--lora needs peft", name="peft")
         for text in values["lora"]:
-            name, scale = read_lora(text)
-            if not name or not math.isfinite(scale):
+            path, scale = read_lora(text)
+            if not path or not math.isfinite(scale):
                 raise typer.BadParameter(f"--lora {text!r}: expected a file or Hub name, and a finite scale if any.")
-    return Recipe(model, **values)
+    recipe = Recipe(model.name, **values)
+    refuse_options(model, recipe)
+    require_loras(recipe)
+    return model, recipe
 
 
 def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from para_core.cli import options
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
-from para_core.fleet.models import Kind, Model, find_model
+from para_core.fleet.models import Kind, Model
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.request import Delivery, Request, make_request, read_size
 
@@ -60,7 +60,6 @@ def serve(
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
     from para_core.cli.ranks import count_ranks, quiet, terminable
-    from para_core.fleet.recipe import refuse_options, require_loras
 
     quiet(debug)
     api_key = os.environ.get(api_key_env) or None
@@ -72,10 +71,7 @@ def serve(
     from para_core.fleet.reading import Limits
     from para_core.fleet.server import ServerOptions
 
-    pipeline = find_model(model, trust_remote_code=run.trust_remote_code)
-    recipe = options.make_recipe(pipeline.name, run)
-    refuse_options(pipeline, recipe)
-    require_loras(recipe)
+    pipeline, recipe = options.model_and_recipe(model, run)
     if memory is not None and not memory > 0:
         raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
     if queue < 0 or retries < 0:
