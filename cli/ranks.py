@@ -266,7 +266,7 @@ def _run_lines(job: RankJob) -> None:
         return False
 
     with Bars(len(lines), shown=first) as bars:
-        for batch in encode_first.batches(pipe, lines, lambda request: call_pipe(pipe, [request]), fails_alike):
+        for batch in encode_first.batches(lines, lambda request: call_pipe(pipe, [request]), fails_alike):
             for line in batch:
                 _run_line(job, pipe, line, bars, first)
 

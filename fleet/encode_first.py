@@ -56,7 +56,7 @@ class EncodeFirst:
         encoders, denoisers = text_encoders_of(pipe), {**transformers_of(pipe), **unets_of(pipe)}
         if not encoders or not denoisers:
             return
-        self._device = torch.device(device)
+        self._pipe, self._device = pipe, torch.device(device)
         self._names = list(denoisers)
         self._encoders = _Weights(encoders.values())
         self._denoisers = _Weights(denoisers.values() if park else ())
@@ -65,15 +65,14 @@ class EncodeFirst:
 
     def batches(
         self,
-        pipe: Any,
         lines: Sequence[Line],
         run: Callable[[Request], Any],
         fails_alike: Callable[[Line], bool] = lambda line: True,
     ) -> Iterator[Sequence[Line]]:
-        """Yield batches of ``lines`` whose prompts are encoded by ``run``, which calls ``pipe`` for one request.
+        """Yield batches of ``lines`` whose prompts are encoded by ``run``, which calls the pipeline for one request.
 
-        All ranks of ``pipe`` call this function. The last batch has the lines whose encoding failed. All weights are
-        then on the device, so that the caller runs the whole pipeline and gets the same exception again.
+        A collective call. The last batch has the lines whose encoding failed. All weights are then on the device, so
+        that the caller runs the whole pipeline and gets the same exception again.
         ``fails_alike`` is called on a rank where encoding a line raised, and returns whether all ranks raised. If not,
         the exception is raised at once, because the other ranks wait for this one.
         """
@@ -82,7 +81,7 @@ class EncodeFirst:
             return
         left, failed = list(lines), list[Line]()
         while left:
-            done, errors = self._encode(pipe, self._encoded, left, run, fails_alike)
+            done, errors = self._encode(self._encoded, left, run, fails_alike)
             left = left[len(done) + len(errors) :]
             failed += errors
             self._encoders.park(self._device, keep=bool(left or failed))
@@ -96,7 +95,6 @@ class EncodeFirst:
 
     def _encode(
         self,
-        pipe: Any,
         encoded: EncodedPrompts,
         lines: Sequence[Line],
         run: Callable[[Request], Any],
@@ -110,7 +108,7 @@ class EncodeFirst:
         done, failed = list[Line](), list[Line]()
         # The component of the pipeline is wrapped, and not the module inside torch.compile's wrapper, so that a
         # compiled denoiser stops before its graph is entered.
-        stopped = [getattr(pipe, name) for name in self._names]
+        stopped = [getattr(self._pipe, name) for name in self._names]
         for module in stopped:
             wrap_method(module, "__call__", _KEY, _stop, order=WrapperPriority.PARALLEL)
         try:

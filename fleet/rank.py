@@ -111,10 +111,6 @@ class Rank:
         room = bytes_of_device() if self._options.room is None else self._options.room
         return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
-    def generate(self, id_: str, request: Request) -> Answer:
-        """Run one request. A collective call: all ranks of the replica are called with the same request."""
-        return self.generate_batch([(id_, request)])[0]
-
     def generate_batch(self, batch: Sequence[tuple[str, Request]]) -> list[Answer]:
         """Run requests with the same ``batch_key`` as one call of the pipeline. A collective call.
 

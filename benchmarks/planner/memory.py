@@ -160,7 +160,7 @@ def encoded_first(folder: str, encodes_first: bool, count: int) -> dict[str, int
     pipe.transformer.x_embedder.register_forward_pre_hook(partial(record, "denoising"))
     fields = {"height": 48, "width": 64, "num_inference_steps": 1, "max_sequence_length": 64}
     lines = [Line(seed, Request({**fields, "prompt": f"{seed} red circles"}, seed)) for seed in range(count)]
-    for batch in encode_first.batches(pipe, lines, lambda request: call_pipe(pipe, [request])):
+    for batch in encode_first.batches(lines, lambda request: call_pipe(pipe, [request])):
         held["embeddings"] = max(held["embeddings"], encode_first.bytes)
         for line in batch:
             call_pipe(pipe, [line.request])

@@ -45,7 +45,7 @@ def generate(recipe, lines, max_bytes=2**32):
     next(x for x in pipe.text_encoder_2.modules() if isinstance(x, nn.Linear)).register_forward_hook(
         lambda *_: calls.append(1)
     )
-    for batch in encode_first.batches(pipe, lines, caller(pipe)):
+    for batch in encode_first.batches(lines, caller(pipe)):
         sizes.append(len(batch))
         num_calls = len(calls)
         for line in batch:
@@ -99,7 +99,7 @@ def test_a_line_that_cannot_be_encoded_comes_last_and_fails_for_its_reason():
     first, last = lines_of(["a red circle", "a blue circle"])
     encode_first = EncodeFirst()
     pipe = build(Recipe(str(TINY_FLUX)), encode_first)
-    batches = list(encode_first.batches(pipe, [first, bad, last], caller(pipe)))
+    batches = list(encode_first.batches([first, bad, last], caller(pipe)))
     assert batches == [[first, last], [bad]]
     with pytest.raises(ValueError, match="prompt_2"):
         call_pipe(pipe, [bad.request])
@@ -116,7 +116,7 @@ def test_a_line_that_fails_on_this_rank_only_ends_the_batches():
         return False
 
     with pytest.raises(ValueError, match="prompt_2"):
-        list(encode_first.batches(pipe, [*lines_of(["a red circle"]), bad], caller(pipe), fails_alike))
+        list(encode_first.batches([*lines_of(["a red circle"]), bad], caller(pipe), fails_alike))
     assert numbers == [9]
 
 
@@ -133,14 +133,14 @@ def test_placed_text_encoders_stay_where_they_are(recipe):
     pipe = build(recipe, encode_first)
     before = memory_of(pipe.text_encoder_2)
     lines = lines_of(["a red circle", "a blue circle"])
-    assert list(encode_first.batches(pipe, lines, caller(pipe))) == [lines]
+    assert list(encode_first.batches(lines, caller(pipe))) == [lines]
     assert memory_of(pipe.text_encoder_2) == before
 
 
 def test_a_prompt_that_was_not_encoded_is_an_error():
     encode_first = EncodeFirst()
     pipe = build(Recipe(str(TINY_FLUX)), encode_first)
-    list(encode_first.batches(pipe, lines_of(["a red circle"]), caller(pipe)))
+    list(encode_first.batches(lines_of(["a red circle"]), caller(pipe)))
     with pytest.raises(RuntimeError, match="text-encoders replicate"):
         pipe("a green circle", **SIZE)
 

@@ -30,6 +30,10 @@ def make_rank(**kept):
     return rank
 
 
+def generate(rank, id_, request):
+    return rank.generate_batch([(id_, request)])[0]
+
+
 def pixels(answer):
     assert answer.kind == "done", answer.reason
     return np.asarray(Image.open(io.BytesIO(answer.result.outputs[0].data))).astype(int)
@@ -59,28 +63,28 @@ def loras(tmp_path_factory):
 
 def test_prompt_with_another_seed_encodes_nothing(rank):
     kept = rank._encoded_prompts
-    first = pixels(rank.generate("a", request(seed=1)))
+    first = pixels(generate(rank, "a", request(seed=1)))
     misses, hits = kept.misses, kept.hits
-    second = pixels(rank.generate("b", request(seed=2)))
+    second = pixels(generate(rank, "b", request(seed=2)))
     assert kept.misses == misses
     assert kept.hits > hits
     assert np.abs(first - second).max() > 10
-    assert np.array_equal(second, pixels(make_rank().generate("c", request(seed=2))))
+    assert np.array_equal(second, pixels(generate(make_rank(), "c", request(seed=2))))
 
 
 def test_request_with_a_lora_changes_no_other(rank, loras):
     folder = LoraFolder(loras)
-    plain = pixels(rank.generate("plain", request()))
-    images = {name: pixels(rank.generate(name, request(lora=folder.find(name)))) for name in "abc"}
+    plain = pixels(generate(rank, "plain", request()))
+    images = {name: pixels(generate(rank, name, request(lora=folder.find(name)))) for name in "abc"}
     assert rank._loras.loads == 3
     assert len({image.tobytes() for image in (plain, *images.values())}) == 4
     # c and b are still loaded; a was used longest ago.
-    assert np.array_equal(pixels(rank.generate("b", request(lora=folder.find("b")))), images["b"])
+    assert np.array_equal(pixels(generate(rank, "b", request(lora=folder.find("b")))), images["b"])
     assert rank._loras.loads == 3
-    assert np.array_equal(pixels(rank.generate("a", request(lora=folder.find("a")))), images["a"])
+    assert np.array_equal(pixels(generate(rank, "a", request(lora=folder.find("a")))), images["a"])
     assert rank._loras.loads == 4
-    assert np.array_equal(pixels(rank.generate("plain", request())), plain)
-    half = pixels(rank.generate("half", request(lora=folder.find("a:0.5"))))
+    assert np.array_equal(pixels(generate(rank, "plain", request())), plain)
+    half = pixels(generate(rank, "half", request(lora=folder.find("a:0.5"))))
     assert 0 < np.abs(half - plain).mean() < np.abs(images["a"] - plain).mean()
     pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
@@ -91,10 +95,10 @@ def test_request_with_a_lora_changes_no_other(rank, loras):
 
 def test_broken_lora_fails_its_request_only(rank, tmp_path):
     (tmp_path / "broken.safetensors").write_text("no weights")
-    before = pixels(rank.generate("before", request()))
-    answer = rank.generate("a", request(lora=LoraFolder(tmp_path).find("broken")))
+    before = pixels(generate(rank, "before", request()))
+    answer = generate(rank, "a", request(lora=LoraFolder(tmp_path).find("broken")))
     assert (answer.kind, "'broken.safetensors'" in answer.reason) == ("failed", True)
-    assert np.array_equal(pixels(rank.generate("after", request())), before)
+    assert np.array_equal(pixels(generate(rank, "after", request())), before)
 
 
 def test_lora_folder_names_files_in_it_only(tmp_path):
@@ -113,7 +117,7 @@ def test_lora_folder_names_files_in_it_only(tmp_path):
 def test_batch_gives_each_request_its_own_image(rank):
     requests = [request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
     assert len({batch_key(each) for each in requests}) == 1
-    alone = [pixels(rank.generate(str(i), each)) for i, each in enumerate(requests)]
+    alone = [pixels(generate(rank, str(i), each)) for i, each in enumerate(requests)]
     together = rank.generate_batch([(str(i), each) for i, each in enumerate(requests)])
     for image, answer in zip(alone, together, strict=True):
         assert np.abs(image - pixels(answer)).max() <= 1
@@ -152,7 +156,7 @@ def test_previews_approach_the_image(rank, format_):
     wanted = Request(
         {**FIELDS, "prompt": PROMPTS[0], "num_inference_steps": 8}, 3, delivery=Delivery(format_, partial_images=3)
     )
-    answer = rank.generate("previews", wanted)
+    answer = generate(rank, "previews", wanted)
     image = pixels(answer)
     previews = [np.asarray(Image.open(io.BytesIO(each.data))).astype(int) for each in answer.previews]
     assert [each.suffix for each in answer.previews] == [f".{format_}"] * 3
@@ -160,4 +164,4 @@ def test_previews_approach_the_image(rank, format_):
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 0.5 * distances[0]
     plain = Request(dict(wanted.fields), 3, delivery=Delivery(format_))
-    assert np.array_equal(pixels(rank.generate("plain", plain)), image)
+    assert np.array_equal(pixels(generate(rank, "plain", plain)), image)

@@ -150,7 +150,7 @@ def test_prompts_are_encoded_before_denoising(folders):
     recipe, order = Recipe(folders("flux")), EncodeFirst()
     pipe = build(recipe, order)
     lines = [Line(1, Request({**SIZE, "guidance_scale": 2.0}, seed=3)), Line(2, Request(SIZE, seed=4))]
-    batches = order.batches(pipe, lines, lambda request: call_pipe(pipe, [request]))
+    batches = order.batches(lines, lambda request: call_pipe(pipe, [request]))
     results = []
     for batch in batches:
         assert pipe.text_encoder_2.get_input_embeddings().weight.stride() == (0, 0)  # freed

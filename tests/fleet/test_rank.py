@@ -48,7 +48,8 @@ def test_failed_request_is_answered_on_busy_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", released.wait)
     rank = make_rank(monkeypatch, [torch.OutOfMemoryError("out of 80 GB")])
     answers = []
-    thread = threading.Thread(target=lambda: answers.append(rank.generate("a", Request({}, seed=0))), daemon=True)
+    batch = [("a", Request({}, seed=0))]
+    thread = threading.Thread(target=lambda: answers.extend(rank.generate_batch(batch)), daemon=True)
     thread.start()
     thread.join(SECONDS)
     in_time = list(answers)
@@ -70,7 +71,7 @@ def test_request_after_failure_releases_memory_once(monkeypatch):
         return run(*args, **kwargs)
 
     monkeypatch.setattr(rank_module, "generate_batch", generate)
-    kinds = [rank.generate(str(index), Request({}, seed=0)).kind for index in range(len(outcomes))]
+    kinds = [rank.generate_batch([(str(index), Request({}, seed=0))])[0].kind for index in range(len(outcomes))]
     assert kinds == ["done", "failed", "failed", "done", "cancelled", "done"]
     first_three = ["generate", "generate", "release", "generate"]
     assert calls == [*first_three, "release", "generate", "generate", "generate"]
