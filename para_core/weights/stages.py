@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from para_core.distributed.consistency import RequireEqual
 from para_core.distributed.mesh import MeshDim
@@ -244,14 +245,18 @@ def others(stages: Stages) -> list[nn.Module]:
 
 
 def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
-    """Raise ``ValueError`` if a weight of ``blocks`` neither is a plain tensor nor consists of plain tensors."""
+    """Raise ``ValueError`` if a weight of ``blocks`` neither is a plain tensor nor consists of plain tensors.
+
+    Of a weight that is sharded now, and gathered before the stages start, this rank's part is examined.
+    """
     names = {id(x): name for name, x in module.named_parameters()}
     for staged in blocks:
         for weight, _ in weights_of(staged.block):
-            if not all(map(is_plain_weight, plain_tensors(weight))):
+            held = weight.to_local() if isinstance(weight, DTensor) else weight
+            if not all(map(is_plain_weight, plain_tensors(held))):
                 raise ValueError(
                     f"{names.get(id(weight), 'a buffer')} of this {original_class(module).__name__} is a "
-                    f"{type(weight).__name__}, which does not say of which tensors it consists (__tensor_flatten__), "
+                    f"{type(held).__name__}, which does not say of which tensors it consists (__tensor_flatten__), "
                     "so a stage could not give it back to the others. Use unquantized weights, or those of torchao; "
                     "or a mesh without 'pipe'."
                 )

@@ -11,6 +11,7 @@ from torch import nn
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters.parallel.model import TransformerPart
 from para_core.adapters.parallel.parts import TextEncodersPart
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from para_core.weights.fsdp import is_sharded
@@ -142,6 +143,35 @@ def test_another_placement_replaces_the_first(rank_pool, first, second):
         assert max(relative_error(out, expected) for out in outs) < 1e-5
         assert before == after
         assert left == []
+
+
+def stages_after_sharding(dim, weights):
+    """Shard all weights, then take stages with a failure, then stages, then remove them."""
+    pipe, stages = make("flux"), mesh_of({"pipe": 2})
+    before = {key: x.clone() for module in encoders(pipe).values() for key, x in module.state_dict().items()}
+    parallelize_pipe(pipe, mesh=mesh_of({dim: 2}), weights=weights, text_encoders="fsdp")
+    with mock.patch.object(TransformerPart, "complete", side_effect=OSError("disk")), pytest.raises(RuntimeError):
+        parallelize_pipe(pipe, mesh=stages)
+    outs = [generate(pipe, "flux")]
+    sharded = [[part for part, module in encoders(pipe).items() if is_sharded(module)]]
+    parallelize_pipe(pipe, mesh=stages)
+    outs.append(generate(pipe, "flux"))
+    sharded.append([part for part, module in encoders(pipe).items() if is_sharded(module)])
+    unparallelize_pipe(pipe)
+    outs.append(generate(pipe, "flux"))
+    weights = {key: x for module in encoders(pipe).values() for key, x in module.state_dict().items()}
+    return outs, sharded, all(torch.equal(x, weights[key]) for key, x in before.items())
+
+
+@pytest.mark.parametrize(
+    ("dim", "weights"), [("ulysses", "fsdp"), pytest.param("tensor", "tensor", marks=pytest.mark.long)]
+)
+def test_stages_replace_sharded_weights(rank_pool, dim, weights):
+    expected = generate(make("flux"), "flux")
+    for outs, sharded, equal in rank_pool.run(stages_after_sharding, 2, dim, weights):
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+        assert sharded == [["text_encoder", "text_encoder_2"], []]
+        assert equal
 
 
 def test_text_encoders_are_offloaded_on_one_rank_and_restored():
