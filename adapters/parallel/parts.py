@@ -17,7 +17,7 @@ from para_core.adapters.components import text_encoders_of
 from para_core.adapters.parallel.session import Part, Undo, nothing
 from para_core.adapters.weights.block_offload import OffloadedBlocks
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, require_not_offloaded
-from para_core.adapters.weights.shard import release_shards, shard_components
+from para_core.adapters.weights.shard import release_shards, restore_shards, shard_components
 from para_core.adapters.weights.sharded_component import Method
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import override_timeouts
@@ -63,7 +63,8 @@ class WeightsPart(Part):
         return self.method is not None
 
     def clear(self) -> Undo:
-        return nothing if self.shards_weights else release_shards(self.pipe, self.components)
+        # Sharding replaces earlier shards by itself; if a later step of the session fails, they must come back.
+        return (restore_shards if self.shards_weights else release_shards)(self.pipe, self.components)
 
     def apply(self) -> Undo:
         if self.method is None:

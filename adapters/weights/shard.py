@@ -310,14 +310,23 @@ def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[
 
     Both are collective calls. ``names=None`` stands for all components; unknown names are ignored.
     """
-    present = components_of(pipe)
-    chosen = {name: module for name, module in present.items() if names is None or name in names}
-    earlier = [component for component in map(sharded_component, chosen.values()) if component is not None]
-    unshard_weights(pipe, components=list(chosen))
+    shard_again = restore_shards(pipe, names)
+    unshard_weights(pipe, components=[name for name in components_of(pipe) if names is None or name in names])
+    return shard_again
+
+
+def restore_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[[], None]:
+    """Return a collective function that shards components again as they are sharded now, if they are gathered then.
+
+    ``names`` are the components, as for :func:`release_shards`. Their wrappers are not restored.
+    """
+    chosen = [module for name, module in components_of(pipe).items() if names is None or name in names]
+    earlier = [component for component in map(sharded_component, chosen) if component is not None]
 
     def shard_again() -> None:
         for component in earlier:
-            component.apply()
+            if not is_distributed(component.module):
+                component.apply()
 
     return shard_again
 

@@ -1,0 +1,104 @@
+"""One call of parallelize_pipe replaces another: it fails and changes nothing, then succeeds, and is undone."""
+
+import traceback
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from para_core import PipeFusion
+from para_core.adapters import AttentionSchedule, parallelize_pipe, unparallelize_pipe
+from para_core.adapters.parallel.model import TransformerPart
+from tests.adapters.parallel.test_undo import changes_since, state_of
+from tests.rank_pool import heartbeat
+from tests.tiny import relative_error
+from tests.weights.pipes import generate, make
+from tests.weights.test_text_encoders import mesh_of
+
+# For each kind of settings: the dims of the mesh, and the options. Without dims each rank has a mesh of its own.
+SETTINGS = {
+    "ulysses": ({"ulysses": 2}, {}),
+    "ring": ({"ring": 2}, {"rotate_method": "allgather", "text": "replicate", "timeout": 90}),
+    "vae": ({"ring": 2}, {"vae": True}),
+    "stages": ({"pipe": 2}, {}),
+    "pipefusion": ({"pipe": 2}, {"pipefusion": PipeFusion(warmup_steps=1)}),
+    "fsdp": ({"ulysses": 2}, {"weights": "fsdp"}),
+    "fsdp and offload": ({"ulysses": 2}, {"weights": "fsdp", "text_encoders": "offload", "vae_placement": "first"}),
+    "tensor": ({"tensor": 2}, {"weights": "tensor"}),
+    "text encoders": ({"ring": 2}, {"text_encoders": "fsdp", "vae_placement": "offload"}),
+    "first": ({"pipe": 2}, {"text_encoders": "first", "vae": True}),
+    "blocks": ({"ulysses": 2}, {"offload": "blocks", "backend": "math"}),
+    "one rank": ({}, {"offload": "blocks", "text_encoders": "offload"}),
+    "schedule": ({"ulysses": 2}, {"backend": AttentionSchedule("math", 1, 1)}),
+    "8 bits": ({"ring": 2}, {"comm_dtype": torch.int8}),
+}
+
+
+def parallelize(pipe, kind):
+    dims, options = SETTINGS[kind]
+    mesh = mesh_of(dims) if dims else init_device_mesh("cpu", (2, 1), mesh_dim_names=("replica", "ulysses"))["ulysses"]
+    return parallelize_pipe(pipe, mesh=mesh, **options)
+
+
+def replace(pairs):
+    """Return what differs from what it should be when the second settings of each pair replace the first."""
+    expected = {}
+    for kind in dict.fromkeys(kind for pair in pairs for kind in pair):
+        heartbeat()
+        expected[kind] = generate(parallelize(make("flux"), kind), "flux", num_inference_steps=8)
+    plain = generate(make("flux"), "flux", num_inference_steps=8)
+    problems = []
+    for first, second in pairs:
+        heartbeat()
+        try:
+            problems += replaced(first, second, expected, plain)
+        except Exception:
+            problems.append(f"{first} -> {second}: {traceback.format_exc()}")
+    return problems
+
+
+def replaced(first, second, expected, plain):
+    """Take ``first``, then ``second`` with a failure, then ``second``, then neither."""
+    out = []
+    pipe = make("flux")
+    generate(pipe, "flux", num_inference_steps=8)
+    before = state_of(pipe)
+
+    def check(what, target):
+        error = relative_error(generate(pipe, "flux", num_inference_steps=8), target)
+        if error > 1e-5:
+            out.append(f"{first} -> {second}, {what}: error {error}")
+
+    parallelize(pipe, first)
+    check("first", expected[first])
+    held = state_of(pipe)
+    with (
+        mock.patch.object(TransformerPart, "complete", side_effect=OSError("disk")),
+        pytest.raises((RuntimeError, OSError)),
+    ):
+        parallelize(pipe, second)
+    out += [f"{first} -> {second}, failed: {change}" for change in changes_since(held, pipe)]
+    check("failed", expected[first])
+    parallelize(pipe, second)
+    check("second", expected[second])
+    unparallelize_pipe(pipe)
+    check("undone", plain)
+    out += [f"{first} -> {second}, undone: {change}" for change in changes_since(before, pipe)]
+    return out
+
+
+# Each of these replaces sharded weights.
+SHORT = [("fsdp", "tensor"), ("text encoders", "fsdp"), ("fsdp and offload", "stages")]
+
+
+def test_settings_replace_sharded_weights(rank_pool):
+    for problems in rank_pool.run(replace, 2, SHORT):
+        assert not problems, "\n".join(problems)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", SETTINGS)
+def test_settings_replace_all_others(rank_pool, first):
+    for problems in rank_pool.run(replace, 2, [(first, second) for second in SETTINGS if second != first]):
+        assert not problems, "\n".join(problems)
