@@ -159,7 +159,7 @@ def weights_row(work: Workload) -> dict[str, Any]:
     for ranks in WEIGHT_RANKS:
         shape = MeshShape(ring=ranks, fsdp=True)
         # Either denoises or encodes; the other rests.
-        gathered = max(weights.while_denoising(shape), weights.while_encoding(shape, placement))
+        gathered = max(weights.transformer.at_once, weights.while_encoding(placement))
         fsdp[ranks] = (weights.at_rest(shape, placement) + gathered) / 1e9
     passes = work.branches * len(work.calls[1].parts)
     received = {

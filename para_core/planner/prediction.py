@@ -362,5 +362,6 @@ def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = No
 
     attention = own.attention if shape.ulysses > 1 else []
     largest = max((exchanged(of_tensor_rank(x, shape.tensor)) for x in attention), default=0.0)
-    denoising = weights.while_denoising(shape) + own.peak[0] * share + own.peak[1] + kept + largest
-    return weights.at_rest(shape, placement) + max(denoising, weights.while_encoding(shape, placement))
+    gathered = weights.transformer.at_once if shape.fsdp else 0.0
+    denoising = gathered + own.peak[0] * share + own.peak[1] + kept + largest
+    return weights.at_rest(shape, placement) + max(denoising, weights.while_encoding(placement))

@@ -73,11 +73,10 @@ class Placement:
     """The placement of weights that the mesh does not shard.
 
     Args:
-        text_encoders (`str`): Placement of the text encoders, as in ``parallelize_pipe``.
+        text_encoders, vae (`str`): Placements of the text encoders and of the VAE, as in ``parallelize_pipe``.
         resident (`int`, *optional*): Number of transformer blocks, counted from the first, that stay on the device; the
             others wait in host memory. None if all blocks stay on the device.
         quantize (`str`, *optional*): Scheme of ``from_pretrained_sharded(quantize=...)``, which is not exact.
-        vae (`str`): Placement of the VAE, as ``vae_placement`` of ``parallelize_pipe``.
     """
 
     text_encoders: TextEncoders = "replicate"
@@ -147,11 +146,7 @@ class Weights:
         encoders = {"replicate": float(self.encoders.total), "fsdp": self.encoders.at_rest(shape.ranks)}
         return self._transformers(shape, placement) + encoders.get(placement.text_encoders, 0.0) + vae + self.other
 
-    def while_denoising(self, shape: MeshShape) -> float:
-        """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while a transformer runs."""
-        return self.transformer.at_once if shape.fsdp else 0.0
-
-    def while_encoding(self, shape: MeshShape, placement: Placement) -> float:
+    def while_encoding(self, placement: Placement) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the text encoders run."""
         if placement.text_encoders == "fsdp":
             return self.encoders.at_once
