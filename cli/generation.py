@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -102,59 +101,49 @@ def make_task(
     chosen = choose_format(model, format_)
     require_name(prefix)
     mesh_of_recipe(recipe, ranks)  # raises if the mesh is too small
-    problems: Sequence[Problem] = ()
+    problems: list[Problem] = []
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
-    if prompts is None:
-        if "prompt" in model.fields and "prompt" not in common:
-            raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
-        request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
-        lines = [Line(1, request)]
-    else:
-        # Validate the options alone first, so that an invalid option is reported once and not again for every line.
-        fields = {**common, "prompt": common.get("prompt") or "a"} if "prompt" in model.fields else common
-        make_request(fields, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
+    if prompts is None and "prompt" in model.fields and "prompt" not in common:
+        raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
+    fields = common
+    if prompts is not None and "prompt" in model.fields:
+        fields = {**common, "prompt": common.get("prompt") or "a"}
+    # With a prompt file this validates the options alone, so that an invalid option is reported once and not for every
+    # line.
+    request = make_request(fields, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
+    lines = [Line(1, request)]
+    if prompts is not None:
         lines, problems = read_prompts(prompts, model, common, seed=seed)
     delivery = Delivery(chosen, fps)
     lines = [replace(line, request=replace(line.request, delivery=delivery)) for line in lines]
-    if prompts is not None:
-        reasons = {line.number: too_large(folder, line.request, model.kind) for line in lines}
-        lines = [line for line in lines if reasons[line.number] is None]
-        oversized = [Problem(number, reason) for number, reason in reasons.items() if reason is not None]
-        problems = sorted([*problems, *oversized], key=lambda problem: problem.number)
     lines = [replace(line, digest=digest(line.request, recipe, model.kind)) for line in lines]
     left, finished = choose_names(folder, lines, prefix)
-    room = room or _room_of_rank(ranks * replicas)
-    too_large_for_ranks = _memory_problems(left, model, recipe, ranks, room)
-    if too_large_for_ranks and prompts is None:
-        raise ValueError(too_large_for_ranks[0].reason)
-    left = [line for line in left if line.number not in {problem.number for problem in too_large_for_ranks}]
-    problems = sorted([*problems, *too_large_for_ranks], key=lambda problem: problem.number)
+    room = room or bytes_of_device(ranks * replicas)
+    reasons = _memory_problems(left, model, recipe, ranks, room)
+    if reasons and prompts is None:
+        raise ValueError(reasons[1])
+    if prompts is not None:
+        sizes = {line.number: too_large(folder, line.request, model.kind) for line in left}
+        reasons |= {number: reason for number, reason in sizes.items() if reason is not None}
+    problems = sorted([*problems, *starmap(Problem, reasons.items())], key=lambda problem: problem.number)
+    left = [line for line in left if line.number not in reasons]
     disk = require_room(folder, [line.request for line in left], model.kind)
     return GenerationTask(
         model, recipe, tuple(left), tuple(finished), tuple(problems), folder, chosen, disk, ranks, replicas, room
     )
 
 
-def _room_of_rank(ranks: int) -> float:
-    """Return the bytes that a rank may hold: the memory of its GPU, else the machine's memory divided by ``ranks``."""
-    if torch.cuda.is_available():
-        return bytes_of_device()
-    return bytes_of_device() * (os.cpu_count() or 1) / ranks
-
-
-def _memory_problems(
-    lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float
-) -> tuple[Problem, ...]:
-    """Return a problem for each line that is predicted to need more than ``room`` bytes on a rank.
+def _memory_problems(lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float) -> dict[int, str]:
+    """Return error messages by number for the lines that are predicted to need more than ``room`` bytes on a rank.
 
     A prediction takes seconds, so if no line exceeds the usual size of a result, no prediction is made.
     """
     pixels = {line.number: estimated_pixels(line.request, model.kind) for line in lines}
     if all(number <= USUAL_PIXELS[model.kind] for number in pixels.values()):
-        return ()
+        return {}
     memory = _predict_memory(model, recipe, ranks, room)
     reasons = {} if memory is None else {number: memory.problem(pixels[number]) for number in pixels}
-    return tuple(Problem(number, reason) for number, reason in reasons.items() if reason is not None)
+    return {number: reason for number, reason in reasons.items() if reason is not None}
 
 
 def _predict_memory(model: Model, recipe: Recipe, ranks: int, room: float) -> Memory | None:
@@ -194,7 +183,7 @@ def run_task(task: GenerationTask, debug: bool) -> int:
         _print_results(task, failures, console)
         return code
     except Exception:
-        if _made(task):
+        if _finished_names(task):
             _print_results(task, failures, console)
         raise
     _print_results(task, failures, console)
@@ -208,14 +197,14 @@ def _print_results(task: GenerationTask, failures: Sequence[Problem], console: C
     for problem in failures:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(task.problems) + len(failures)
-    names = _made(task)
+    names = _finished_names(task)
     files = f" ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})" if names else ""
     console.print(
         f"{len(names)} generated in {task.folder}/{files}" + (f", {failed} failed" if failed else ""), markup=False
     )
 
 
-def _made(task: GenerationTask) -> list[str]:
+def _finished_names(task: GenerationTask) -> list[str]:
     """Return the names of the task's results that are complete in its folder."""
     return [line.name for line in task.lines if digest_of(task.folder, line.name) == line.digest]
 

@@ -68,14 +68,14 @@ class Memory:
         return f"{pixels} pixels in total are {self.prediction(pixels)}: at most {self.pixels} pixels fit."
 
 
-def bytes_of_device() -> float:
+def bytes_of_device(shares: int | None = None) -> float:
     """Return the bytes that a rank may hold: the memory of the current GPU, less a reserve.
 
-    Without a GPU, return the memory of the machine divided by the number of CPU cores.
+    Without a GPU, return the memory of the machine divided by ``shares``, by default the number of CPU cores.
     """
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory - RESERVED
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (os.cpu_count() or 1)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (shares or os.cpu_count() or 1)
 
 
 def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float) -> Memory | None:
