@@ -21,8 +21,7 @@ _HOST = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,
 class Access:
     """Access check of requests: by the API key, or if the server has none, by the headers Host and Origin.
 
-    Args:
-        api_key, origins: ``api_key`` and ``cors`` of :class:`~para_core.fleet.server.ServerOptions`.
+    The arguments are ``api_key`` and ``cors`` of :class:`~para_core.fleet.server.ServerOptions`.
     """
 
     def __init__(self, api_key: str | None, origins: Sequence[str] = ()) -> None:
@@ -43,7 +42,17 @@ class Access:
         if host is None:
             raise RequestError(400, "invalid_host", "expected one Host header with a host name and an optional port.")
         if self._keys:
-            self._require_key(http)
+            # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1, so
+            # encoding as Latin-1 restores the bytes that the client sent.
+            scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
+            sent = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+            if not any(hmac.compare_digest(sent, key) for key in self._keys):
+                raise RequestError(
+                    401,
+                    "invalid_api_key",
+                    "expected the header Authorization: Bearer with the server's key.",
+                    {"WWW-Authenticate": "Bearer"},
+                )
             return
         # A page of another site can send requests to its own host name after that name resolves to loopback (DNS
         # rebinding). The Host header then has that site's name.
@@ -61,17 +70,4 @@ class Access:
                 403,
                 "foreign_page",
                 f"pages of {origin[:80]} may not use this server, which has no API key; see --cors.",
-            )
-
-    def _require_key(self, http: HttpRequest) -> None:
-        # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1, so encoding
-        # as Latin-1 restores the bytes that the client sent.
-        scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
-        sent = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
-        if not any(hmac.compare_digest(sent, key) for key in self._keys):
-            raise RequestError(
-                401,
-                "invalid_api_key",
-                "expected the header Authorization: Bearer with the server's key.",
-                {"WWW-Authenticate": "Bearer"},
             )

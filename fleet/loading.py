@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
-from para_core.adapters.components import Quantize, TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
+from para_core.adapters.components import TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.registry import mesh_of, transformers_of
 from para_core.adapters.weights.quantize import loading_config, quantize_transformers
 from para_core.distributed.create_mesh import init_context_parallel_mesh
@@ -116,8 +116,15 @@ def _load_whole(
 
     ``weights`` says how the caller will shard the weights, None for not at all.
     """
-    quantize = recipe.quantize
-    pipe = _load_pipeline(recipe, quantize if weights is None else None)
+    from diffusers import DiffusionPipeline
+
+    quantize, dtype = recipe.quantize, dtype_of(recipe)
+    early = quantize if weights is None else None
+    if has_modular_index(recipe.model):
+        pipe = load_modular(recipe.model, dtype=dtype, quantize=early, trust_remote_code=recipe.trust_remote_code)
+    else:
+        config = {} if early is None else {"quantization_config": loading_config(early)}
+        pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype, **config)
     if quantize is not None and not transformers_of(pipe):
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
     _load_lora(pipe, recipe.lora)
@@ -137,20 +144,6 @@ def _load_whole(
             if isinstance(part, nn.Module) and name not in on_host:
                 part.to(device)
     return pipe
-
-
-def _load_pipeline(recipe: Recipe, quantize: Quantize | None) -> Any:
-    from diffusers import DiffusionPipeline
-
-    if has_modular_index(recipe.model):
-        return load_modular(
-            recipe.model,
-            dtype=dtype_of(recipe),
-            quantize=quantize,
-            trust_remote_code=recipe.trust_remote_code,
-        )
-    config = {} if quantize is None else {"quantization_config": loading_config(quantize)}
-    return DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype_of(recipe), **config)
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:
