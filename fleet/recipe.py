@@ -27,36 +27,30 @@ MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
 class Recipe:
     """Options for loading a pipeline on a group of ranks.
 
+    Fields that are not listed here are arguments of :func:`parallelize_pipe`.
+
     Args:
         model (`str`): Folder, or repository on the Hub.
         dtype (`str`): ``"auto"`` is bfloat16 on a GPU and float32 elsewhere.
         mesh (`tuple[tuple[str, int], ...]`): Largest sizes of mesh dims, as pairs with a name of :data:`MESH_NAMES`.
             Empty leaves the choice to :func:`parallelize_pipe`.
-        rotate_method (`str`, *optional*): How keys and values are exchanged along the ring, as in
-            :func:`parallelize_pipe`. Defaults to the choice made with the mesh.
         cache (`float` or `"default"`, *optional*): Threshold of First Block Cache; ``"default"`` is that of the model
             family. None disables it.
         compile (`"no"`, `"blocks"` or `"whole"`): Compile the transformer's blocks, with one graph for equal ones, or
             the whole transformer.
         weights (`"replicate"`, `"fsdp"` or `"tensor"`): How weights are distributed over ranks.
-        text_encoders (`str`, *optional*): Placement of the text encoders, as in :func:`parallelize_pipe`. Defaults to
-            ``"fsdp"`` if the weights are sharded, else to every rank's device.
+        text_encoders (`str`, *optional*): As in :func:`parallelize_pipe`, but with ``offload="blocks"`` the default is
+            ``"offload"``.
         offload (`"blocks"` or `"model"`, *optional*): Modules that stay in host memory until they run: the
             transformer's blocks, as in :func:`parallelize_pipe`; or whole components (``enable_model_cpu_offload``,
             CUDA only).
-        resident_blocks (`int`): With offload ``"blocks"``, the number of first blocks that stay on the device.
         pipefusion (`int`, *optional*): Number of patches of PipeFusion, with pipeline stages (a ``pipe`` mesh dim) or
             on one rank. Not exact. None disables it.
         quantize (`str`, *optional*): How the transformers are quantized by torchao: ``"int8"``, ``"fp8"``,
             ``"int8-dynamic"`` or ``"fp8-dynamic"``. Not exact.
-        backend (`str` or `AttentionSchedule`, *optional*): Backend of local attention, as in :func:`parallelize_pipe`.
-        cross_backend (`str`, *optional*): Backend of attention to another sequence, as in :func:`parallelize_pipe`.
         comm_dtype (`"int8"` or `"float8_e4m3fn"`, *optional*): 8-bit dtype to which attention rounds the tensors that
             ranks exchange. Not exact.
-        vae (`bool`): Whether the VAE also runs on all ranks.
-        vae_placement (`str`, *optional*): Placement of the VAE, as in :func:`parallelize_pipe`.
         lora (`tuple[str, ...]`): Files or repositories, each with ``:scale`` if the scale is not 1.
-        timeout (`float`): Seconds that ranks wait for each other.
         trust_remote_code (`bool`): Whether code of a modular pipeline's repository may run.
     """
 
