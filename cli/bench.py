@@ -56,7 +56,8 @@ def bench(
         require_file(out)
         if out.exists():
             raise FileExistsError(f"{out} exists, and is not overwritten. Use another file with --out, or delete it.")
-    _require_new_traces(profile, num_ranks)
+    if profile is not None:
+        _require_new_traces(profile, num_ranks)
     request = _read_request(pipeline, common, prompt, call.seed)
     job = MeasurementJob(recipe, request, warmup_runs, runs, check, profile, debug)
     try:
@@ -75,13 +76,8 @@ def bench(
         raise typer.Exit(1)
 
 
-def _require_new_traces(folder: Path | None, ranks: int) -> None:
-    """Make the folder for the profiler traces, one file per rank. Do nothing if ``folder`` is None.
-
-    Raise OSError if it cannot be written to, or already holds one of these files.
-    """
-    if folder is None:
-        return
+def _require_new_traces(folder: Path, ranks: int) -> None:
+    """Make the folder for the traces. Raise OSError if it cannot be written to, or already holds one of the traces."""
     from para_core.cli.measurement import trace_path
     from para_core.cli.ranks import in_torchrun
 

@@ -6,7 +6,7 @@ Runs in one process, or on the ranks that torchrun started.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Console
@@ -48,8 +48,7 @@ def calibrate(
     if metric not in get_args(Metric):
         raise typer.BadParameter(f"--metric {metric}: expected one of {', '.join(get_args(Metric))}.")
     pipeline, recipe = options.model_and_recipe(model, load)
-    common: dict[str, Any] = {"size": size, "steps": steps, **options.read_fields(set_)}
-    common = {name: value for name, value in common.items() if value is not None}
+    common = options.CallOptions(size=size, steps=steps, set_=set_).fields()
     if prompts is not None:
         lines, problems = read_prompts(prompts, pipeline, common, seed=seed)
         if problems:

@@ -280,10 +280,7 @@ def _vae(recipe: Recipe) -> str:
 
 
 def _mesh(task: GenerationTask) -> str:
-    """Return a phrase with the sizes of the mesh that loading the pipeline will choose.
-
-    If the mesh cannot be predicted, the phrase says instead by which rule it will be chosen.
-    """
+    """Return a phrase with the sizes of the mesh that loading will choose, or the rule if they cannot be predicted."""
     try:
         pipe = None if task.recipe.mesh else without_weights(task.model, dtype_of(task.recipe))
         sizes = foresee_mesh(pipe, task.recipe, task.ranks)

@@ -39,8 +39,7 @@ class MeasurementJob:
         runs (`int`): Number of timed generations.
         check (`bool`): Whether to compare the result with that of one rank.
         profile (`Path`, *optional*): Folder in which each rank writes a profiler trace. None writes no traces.
-        debug (`bool`): Whether to show tracebacks and other libraries' log messages.
-        errors (`Path`, *optional*): File for error messages of ranks, set by :func:`para_core.cli.ranks.run_on_ranks`.
+        debug, errors: As in :class:`~para_core.cli.ranks.RankJob`.
     """
 
     recipe: Recipe
@@ -145,10 +144,7 @@ def _wait_for_ranks() -> None:
 
 
 def _seconds(runs_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return median, minimum and maximum of the seconds per generation and per step. The slowest rank counts.
-
-    ``runs_of_ranks`` are results of :func:`timed_run` for each rank and run.
-    """
+    """Summarize the results of :func:`timed_run` for each rank and run. The slowest rank counts."""
     runs = list(zip(*runs_of_ranks, strict=True))
     generations = [max(rank["seconds"] for rank in run) for run in runs]
     # The cache may skip some steps, so a run is represented by the mean over its steps.

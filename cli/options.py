@@ -241,10 +241,7 @@ def model_and_recipe(name: str | None, options: LoadOptions) -> tuple[models.Mod
 
 
 def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | None:
-    """Parse ``text``, such as ``"sage:4:4"``, or ``"keys=0.5:4:4"`` for attention to half of the keys.
-
-    The backend ``exact`` computes attention in the first and last steps.
-    """
+    """Parse ``text``, such as ``"sage:4:4"`` or ``"keys=0.5:4:4"``. ``exact`` is the backend of the other steps."""
     if text is None:
         return None
     from para_core.attention.attention_options import AttentionSchedule, KeptKeys

@@ -173,10 +173,7 @@ def _pixels(size: str | None, kind: Kind) -> int:
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the values in the YAML file ``path``, by option names without dashes, the defaults of the command's options.
-
-    Raise typer.BadParameter if the file cannot be read, or names an option that the command does not have.
-    """
+    """Make the values in the YAML file ``path``, by option names without dashes, the defaults of these options."""
     if path is None:
         return None
     import yaml

@@ -310,11 +310,7 @@ def _kept_sigterm_handler() -> Iterator[None]:
 
 
 def _start(**options: Any) -> None:
-    """Start a Ray cluster on this machine, and try again if its node starts too slowly.
-
-    Raise ValueError if there is a cluster already, and RuntimeError if Ray does not start. ``options`` are arguments of
-    ``ray.init``.
-    """
+    """Call ``ray.init``, and again if a node starts too slowly. Raise ValueError if there is a cluster already."""
     for left in range(_STARTS - 1, -1, -1):
         try:
             ray.init(**options)

@@ -57,10 +57,7 @@ class Replicas(Protocol):
     """Interface of replicas that each run one batch at a time. :class:`para_core.fleet.serving.Front` implements it."""
 
     async def run(self, batch: Sequence[QueuedRequest]) -> None:
-        """Run requests as one batch on a free replica, and set their answers.
-
-        Returns when the replica can take the next batch.
-        """
+        """Run requests as one batch on a free replica, and set their answers. Return when the replica is free again."""
 
     def cancel(self, id_: str) -> None:
         """Cancel a running request after its current step."""

@@ -329,10 +329,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def _white_where_transparent(data: bytes) -> bytes:
-    """Convert OpenAI's mask, transparent where the image is to be generated, to diffusers' mask, white there.
-
-    Other images, such as those without an alpha channel, are returned unchanged.
-    """
+    """Convert OpenAI's mask, transparent where to generate, to diffusers' mask, white there. Other images stay."""
     from PIL import Image, ImageChops
 
     try:

@@ -127,10 +127,7 @@ class Front:
         return self._server.fits(requests)
 
     async def run(self, batch: Sequence[QueuedRequest]) -> None:
-        """Run requests as one batch on a free replica, and set their answers.
-
-        Returns when the replica can take the next batch.
-        """
+        """Run requests as one batch on a free replica, and set their answers. Return when the replica is free again."""
         if self._handle is None:
             handle = serve.get_deployment_handle("Replicas", REPLICAS)
             self._handle = handle.options(method_name="generate", stream=True)
