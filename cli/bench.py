@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -18,9 +18,7 @@ from para_core.cli import options
 from para_core.cli.options import INPUT, flag, option
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import require_file, write_atomically
-
-if TYPE_CHECKING:
-    from para_core.fleet.request import Request
+from para_core.fleet.request import Request, make_request
 
 _PROMPT = "a large red circle in the centre on a white background"
 _MB = 1e6
@@ -93,8 +91,6 @@ def _require_new_traces(folder: Path, ranks: int) -> None:
 
 
 def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) -> Request:
-    from para_core.fleet.request import make_request
-
     if "prompt" in model.fields:
         common = {"prompt": prompt, **common}
     request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
