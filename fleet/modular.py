@@ -220,15 +220,14 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
 @contextmanager
 def _guidance(pipe: Any, scales: Mapping[str, float]) -> Iterator[None]:
     """Inside this context, give each guider in ``scales``, named by its component, the guidance scale stated there."""
-    guiders = {name: getattr(pipe, name) for name in scales}
-    before = {name: guider.guidance_scale for name, guider in guiders.items()}
+    before = {name: getattr(pipe, name).guidance_scale for name in scales}
     try:
-        for name, guider in guiders.items():
-            guider.guidance_scale = scales[name]
+        for name, scale in scales.items():
+            getattr(pipe, name).guidance_scale = scale
         yield
     finally:
-        for name, guider in guiders.items():
-            guider.guidance_scale = before[name]
+        for name, scale in before.items():
+            getattr(pipe, name).guidance_scale = scale
 
 
 @contextmanager
