@@ -71,7 +71,7 @@ def in_torchrun() -> bool:
 
 def is_first_rank() -> bool:
     """Whether this process is rank 0, in the process group if there is one, or no rank at all."""
-    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
 def count_ranks(requested: int | None, replicas: int) -> int:
