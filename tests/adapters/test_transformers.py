@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.exc import InductorError
 from torch.utils._pytree import tree_leaves
 
 from para_core.adapters import parallelize_transformer, unparallelize_transformer
@@ -253,13 +254,11 @@ COMPILED = ["qwen-image, masked"]
 COMPILED_BY_BLOCKS = ["ltx2", "wan, image context", "hunyuan 1.5", "qwen-image, masked", "helios"]
 
 
-def check_compiled(rank_pool, name, way, backend="aot_eager"):
+def check_compiled(rank_pool, name, way, backend="aot_eager", expected=None):
+    expected = computed_alone(name)[0] if expected is None else expected
     for outs, graphs, more in rank_pool.run(call_compiled, 2, name, way, backend):
         for out in outs:
-            errors = [
-                relative_error(tensor, reference)
-                for tensor, reference in zip(out, computed_alone(name)[0], strict=True)
-            ]
+            errors = [relative_error(tensor, reference) for tensor, reference in zip(out, expected, strict=True)]
             assert max(errors) < 1e-5, errors
         assert (graphs, more) == (1, 0) if way == "whole" else more == 0
 
@@ -299,10 +298,29 @@ def test_all_blocks_share_their_graphs(rank_pool):
             assert max(relative_error(*pair) for pair in zip(of_size, expected, strict=True)) < 1e-5
 
 
+# On one device, too, Inductor's graphs of these models differ from eager code by up to 3e-4, or cannot be lowered for a
+# CPU (torch 2.13).
+ROUNDED_BY_INDUCTOR = ["framepack, one sample", "ideogram 4", "ideogram 4, a time step for each token", "kandinsky 5"]
+NOT_LOWERED = ["framepack", "kandinsky 6 sr"]
+
+
+def compiled_alone(name):
+    torch._dynamo.reset()
+    return call(torch.compile(MODELS[name].build(), fullgraph=True), name, SIZES[0])
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", WHOLE_GRAPH)
+@pytest.mark.parametrize("name", [name for name in WHOLE_GRAPH if name not in NOT_LOWERED])
 def test_inductor_is_exact_without_recompiling(rank_pool, name):
-    check_compiled(rank_pool, name, "whole", "inductor")
+    expected = compiled_alone(name) if name in ROUNDED_BY_INDUCTOR else None
+    check_compiled(rank_pool, name, "whole", "inductor", expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NOT_LOWERED)
+def test_inductor_lowers_these_on_no_device(name):
+    with pytest.raises(InductorError):
+        compiled_alone(name)
 
 
 def test_every_adapter_is_tried():
