@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from para_core.fleet import models
+from para_core.fleet import model_index, models
 
 if TYPE_CHECKING:
     from para_core.attention.attention_options import AttentionSchedule
@@ -213,7 +213,7 @@ def model_and_recipe(name: str | None, options: LoadOptions) -> tuple[models.Mod
     from para_core.attention.libraries import require_library
     from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, refuse_options, require_loras
 
-    model = models.find_model(name, trust_remote_code=options.trust_remote_code)
+    model = model_index.find_model(name, trust_remote_code=options.trust_remote_code)
     values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
     schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
     values |= {"backend": schedule or options.backend, "mesh": read_mesh_sizes(options.mesh)}

@@ -16,7 +16,7 @@ from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
 from para_core.cli.ranks import RankJob, _read_journal, _run_lines
 from para_core.fleet.loading import build
-from para_core.fleet.models import find_model, find_tiny_flux
+from para_core.fleet.model_index import find_model, find_tiny_flux
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request

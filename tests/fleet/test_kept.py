@@ -10,7 +10,7 @@ from peft import LoraConfig
 from PIL import Image
 
 from para_core.fleet.loras import LoraFolder
-from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
+from para_core.fleet.model_index import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Lora, Request, batch_key

@@ -31,7 +31,7 @@ import ray
 
 from para_core.cli.app import run
 from para_core.fleet import group, serving
-from para_core.fleet.models import find_model, find_tiny_flux
+from para_core.fleet.model_index import find_model, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.reading import Limits
 from para_core.fleet.recipe import Recipe
