@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -145,7 +145,21 @@ def materialize(tree: Any) -> Any:
     """Return the pytree ``tree`` with each deferred tensor replaced by its data, for which its round is ended."""
     if not any(isinstance(x, Deferred) for x in pytree.tree_leaves(tree)):
         return tree
-    return pytree.tree_map_only(Deferred, lambda x: x.value(), tree)
+
+    def change(x: Any) -> Any:
+        if _is_model_output(x):
+            return replace(x, **{name: materialize(value) for name, value in x.items()})
+        return x.value() if isinstance(x, Deferred) else x
+
+    return pytree.tree_map(change, tree, is_leaf=_is_model_output)
+
+
+def _is_model_output(x: Any) -> bool:
+    """Whether ``x`` is an output of diffusers or transformers, a dataclass that is also a dict of its fields.
+
+    The dict leaves out fields that are None, so the pytree does too, and cannot build ``x`` again if they are required.
+    """
+    return isinstance(x, dict) and is_dataclass(x)
 
 
 def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:

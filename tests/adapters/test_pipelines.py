@@ -147,6 +147,11 @@ def test_pipeline_needs_other_ranks_until_it_is_undone(rank_pool, name, shape):
         assert relative_error(undone, generated_alone(name)) < 1e-5
 
 
+def test_output_whose_other_field_is_none_is_returned(rank_pool):
+    # Latents that waited for the other rank are returned in an output with nsfw_content_detected=None.
+    check(rank_pool, "hunyuandit, perturbed", [(2, 1, 1)])
+
+
 # Others on transformers that a plan serves, and why they are not tried.
 NOT_TRIED = {
     "Flux2KleinKVPipeline": "keeps the keys of reference images, which is refused "
