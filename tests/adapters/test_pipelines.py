@@ -77,10 +77,14 @@ def draw_on(name, shapes):
     return {shape: generate(parallelize_pipe(pipe, mesh=mesh), name) for shape, mesh in meshes_of(shapes).items()}
 
 
+# On one device another order of sums (SDPA's math backend) already changes this pipeline's latents by 1.02e-5.
+BOUNDS = {"kandinsky 5, one image": 3e-5}
+
+
 def check(rank_pool, name, shapes):
     for rank, outs in enumerate(rank_pool.run(draw_on, torch.Size(shapes[0]).numel(), name, shapes)):
         errors = {shape: relative_error(out, generated_alone(name)) for shape, out in outs.items()}
-        assert max(errors.values()) < 1e-5, (rank, errors)
+        assert max(errors.values()) < BOUNDS.get(name, 1e-5), (rank, errors)
 
 
 def long_but(names, of):
