@@ -28,6 +28,7 @@ from PIL import Image
 pytest.importorskip("ray", reason="the extra fleet is not installed")
 
 import ray
+import ray.serve
 
 from para_core.cli.app import run
 from para_core.fleet import group, serving
@@ -71,6 +72,8 @@ def cluster():
             group.connect(2, debug=False)
         yield
         with within(SECONDS):
+            # Without it, Serve would ask the controller of this cluster in the next one of this process too.
+            ray.serve.shutdown()
             ray.shutdown()
 
 
