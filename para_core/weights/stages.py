@@ -252,13 +252,13 @@ def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
     names = {id(x): name for name, x in module.named_parameters()}
     for staged in blocks:
         for weight, _ in weights_of(staged.block):
-            held = weight.to_local() if isinstance(weight, DTensor) else weight
-            if not all(map(is_plain_weight, plain_tensors(held))):
+            part = weight.to_local() if isinstance(weight, DTensor) else weight
+            if not all(map(is_plain_weight, plain_tensors(part))):
                 raise ValueError(
                     f"{names.get(id(weight), 'a buffer')} of this {original_class(module).__name__} is a "
-                    f"{type(held).__name__}, which does not say of which tensors it consists (__tensor_flatten__), "
-                    "so a stage could not give it back to the others. Use unquantized weights, or those of torchao; "
-                    "or a mesh without 'pipe'."
+                    f"{type(part).__name__}, a class without __tensor_flatten__. A stage can give back only plain "
+                    "tensors and classes that list theirs by that method. Use unquantized weights, or those of "
+                    "torchao; or a mesh without 'pipe'."
                 )
 
 
