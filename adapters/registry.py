@@ -233,7 +233,10 @@ def require_plan(owner: Any, module: nn.Module, adapter: Adapter | None, text: T
 
 
 def refuse_replaced_model(called: Any, module: nn.Module, name: str) -> None:
-    """Refuse a transformer that replaced the one that was parallelized."""
+    """Refuse a transformer that replaced the one that was parallelized.
+
+    Raise ``RuntimeError`` unless ``called``, the component that the pipeline calls, is ``module``, compiled or not.
+    """
     if uncompiled(called) is not module:
         raise RuntimeError(
             f"{name} is another module than when the pipe was parallelized, and would run on one rank. Call "

@@ -171,7 +171,10 @@ def _reset_memory() -> None:
 
 
 def _memory() -> dict[str, int | None]:
-    """Return the peak bytes of device and host memory of this rank since :func:`_reset_memory`."""
+    """Return this rank's peak bytes since :func:`_reset_memory`, as ``{"device memory": …, "host memory": …}``.
+
+    Device memory is None without a GPU. If the peak of host memory cannot be reset, it is that since the process began.
+    """
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     # ru_maxrss is not reset by clear_refs, but exists beyond Linux. Its unit is a byte on macOS, else 1024 bytes.
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

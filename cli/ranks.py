@@ -75,9 +75,10 @@ def is_first_rank() -> bool:
 
 
 def count_ranks(requested: int | None, replicas: int) -> int:
-    """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else one per available GPU.
+    """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else GPUs // ``replicas``.
 
-    Raise typer.BadParameter if the numbers contradict the ranks of torchrun or the GPUs of this machine.
+    The last is at least 1. Raise typer.BadParameter if a number is below 1 or contradicts torchrun's ranks, or if a
+    single replica has more ranks than this machine has GPUs (without GPUs, any number is accepted).
     """
     if replicas < 1 or (requested is not None and requested < 1):
         numbers = f"--replicas {replicas}" if requested is None else f"--ranks {requested} and --replicas {replicas}"
@@ -99,8 +100,8 @@ def count_ranks(requested: int | None, replicas: int) -> int:
 def run_job(job: RankJob, ranks: int) -> list[Problem]:
     """Generate all lines on ``ranks`` ranks (see :func:`run_on_ranks`), and return a problem for each failed line.
 
-    If new processes end during a line, it has failed, and new processes generate the rest. Raise RankEndedError if they
-    ended before their first line, or a result cannot be written.
+    If the processes end early during a line, this line has failed, and new processes generate the remaining lines.
+    Raise RankEndedError if they end early while no line is running, or if a result cannot be written.
     """
     problems: list[Problem] = []
     remaining = job.lines
@@ -237,7 +238,7 @@ def quiet(debug: bool) -> None:
 
 @contextmanager
 def process_group(recipe: Recipe, *, late: float = 0.0) -> Iterator[None]:
-    """Initialize the default process group inside this context, if this process is a rank of torchrun.
+    """Initialize the default process group inside this context, and select this rank's GPU. Only under torchrun.
 
     Ranks wait for each other ``late`` seconds longer than the recipe's timeout.
     """

@@ -137,7 +137,11 @@ class Replica:
     async def _run(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] | None
     ) -> list[Answer]:
-        """Run the batch on all ranks, and return the first rank's answer to each request."""
+        """Run the batch on all ranks, and return the first rank's answer to each request.
+
+        ``progress`` is called with the finished steps and partial images of the first request. Raise ReplicaDied if the
+        replica is not running or a rank died; in the latter case the replica is stopped.
+        """
         if not self.actors:
             raise ReplicaDied("the replica is not running.")
         sent: list[Output] = []
@@ -172,7 +176,10 @@ class Replica:
     async def _poll(
         self, entry: tuple[str, Request], progress: Callable[[int | Output], None], sent: list[Output]
     ) -> None:
-        """Pass finished steps and new partial images to ``progress`` until cancelled. Append the images to ``sent``."""
+        """Pass the number of finished steps and new partial images to ``progress``, and append the images to ``sent``.
+
+        ``entry`` is the id and the request. This coroutine polls the first rank until it is cancelled.
+        """
         id_, request = entry
         reported = 0
         while True:

@@ -37,9 +37,9 @@ class LoadedLoras:
         self.loads = 0
 
     def use(self, lora: Lora | None) -> None:
-        """Activate the recipe's LoRAs and, unless None, ``lora``, which is loaded if necessary.
+        """Activate ``lora``, loaded if necessary, in addition to the recipe's LoRAs; with None only the recipe's.
 
-        Raise ValueError if it cannot be loaded. The previous LoRA then stays active.
+        Raise ValueError if ``lora`` cannot be loaded. The previous LoRA then stays active.
         """
         if lora == self._active:
             return

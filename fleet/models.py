@@ -47,7 +47,10 @@ class Model:
 
 
 def can_be_given(name: str) -> bool:
-    """Whether a request may set a parameter of a pipeline's call: no tensor, callback, or what the server sets."""
+    """Whether a request may set the parameter ``name`` of a pipeline's call.
+
+    False for tensors (embeddings, masks and latents), for callbacks, and for what the command or server sets itself.
+    """
     tensor = name.endswith(("_embeds", "_mask")) or "latents" in name
     return name not in _OWN and not tensor and not name.startswith("callback")
 

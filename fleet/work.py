@@ -203,7 +203,11 @@ def _predicted(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Te
 
 
 def _decode(pipe: Any, latents: Tensor, height: int | None, width: int | None) -> Any:
-    """Decode latents, and return the first image of the batch as a PIL image."""
+    """Decode ``latents``, ``[B, C, H, W]`` or packed, and return the first image of the batch as a PIL image.
+
+    ``height`` and ``width`` are the image's in pixels, None for the pipeline's defaults; only packed latents need them.
+    Raise ValueError if the unpacked latents do not have 4 dims.
+    """
     config = pipe.vae.config
     if hasattr(pipe, "_unpack_latents"):
         usual = pipe.default_sample_size * pipe.vae_scale_factor

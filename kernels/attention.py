@@ -188,7 +188,10 @@ def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
 
 
 def register(name: str, launch: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """Define the operator ``name``, which ``launch`` computes."""
+    """Define the operator ``torch.ops.para_core.<name>``. ``launch`` computes it on CUDA and CPU tensors.
+
+    Its arguments and outputs are those of ``_SCHEMA``: ``out`` and ``lse`` of one attention call.
+    """
     # The tag makes the operator end a CUDA graph of torch.compile, like all operators of para_core (see
     # para_core.distributed.collectives.define_operator).
     LIBRARY.define(name + _SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))

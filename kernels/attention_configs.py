@@ -173,10 +173,12 @@ def config_for(call: KernelCall, *, eight_bits: bool = False) -> Config:
 
 @lru_cache
 def adjusted(config: Config, head_dim: int, *, mask: Mask = "none", ranges: int = 0) -> Config:
-    """Return ``config`` with fewer keys per tile, because masks and ranges need registers too.
+    """Return ``config`` with smaller tiles and, for masks, more warps, because masks and ranges need registers too.
 
-    ``mask`` is the kind of a mask that has a row per query: ``"bits"``, or ``"bytes"``, which also stands for float
-    masks. One of the key ``ranges`` needs comparisons; several need a second loop, which leaves fewer registers.
+    Args:
+        mask: Kind of a mask that has a row per query: ``"bits"``, or ``"bytes"`` for bool and float masks. ``"none"``
+            if there is no mask, or one row for all queries.
+        ranges: Number of key ranges per sample. One needs comparisons; several need a second loop and more registers.
     """
     if ranges:
         few = ranges == 1

@@ -144,9 +144,10 @@ def _bits(
     words, step_rows, step_words, rows, num_queries, start, last,
     HAS_ROWS: tl.constexpr, ANY_START: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of a mask of bits as 0 or 1, ``[rows or 1, BLOCK_N]``. Each word of 32 keys is loaded once.
+    """Return a tile of a mask of bits, keys ``start`` to ``start + BLOCK_N - 1``, as 0 or 1: ``[rows or 1, BLOCK_N]``.
 
-    ANY_START: whether ``start`` may be other than a multiple of 32.
+    Groups of 32 keys that begin at ``last`` or later load nothing, and give 0. ANY_START: whether ``start`` may be
+    other than a multiple of 32. Each word of 32 keys is then loaded twice, otherwise once.
     """
     groups = tl.arange(0, BLOCK_N // 32)
     at = words + (start // 32 + groups).to(tl.int64)[None, :] * step_words

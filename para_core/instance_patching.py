@@ -321,10 +321,11 @@ def is_entry(function: Any) -> bool:
 
 
 def _entry(method: str, original: Callable[..., Any], *, compiled_in_place: bool = False) -> Callable[..., Any]:
-    """Return the ``method`` of a private class. It looks up the chain in each call, because code such as Module.compile
-    keeps this bound method while the wrappers change.
+    """Return the function that becomes ``method`` of a private class. It runs the wrappers around ``original``.
 
-    If ``compiled_in_place``, it also runs the wrappers of modules that were compiled in place.
+    It looks up the wrappers in each call, because code such as Module.compile keeps this bound method while they
+    change. With ``compiled_in_place`` a module that was compiled in place runs its own chain, whose innermost function
+    is :func:`_call_as_original`.
     """
     chain = _CHAIN + method
 

@@ -61,7 +61,8 @@ class PipelineCache:
     def replace(self, caches: dict[str, BlockCache], adapter: Adapter | None) -> None:
         """Use ``caches``, by component name, from the next generation on. If this fails, the previous caches stay.
 
-        The hooks of the models are kept, so graphs that were compiled with them stay valid. ``adapter`` is the user's.
+        The hook of a model that gets a new cache is kept, so graphs that were compiled with it stay valid. ``adapter``
+        is the one that the user passed, or None.
         """
         before = self.caches
         adapters = [adapter_for(cache.module, adapter) for cache in caches.values()]

@@ -110,11 +110,11 @@ def _in_time(query: Callable[[Any], Result], default: Result, seconds: float = _
 
 @contextmanager
 def reasons_shared(token: str, places: Places) -> Iterator[None]:
-    """Exchange the reasons for which ranks leave the call ``token``, if the ``with`` block raises.
+    """Report an exception of the ``with`` block to the other ranks, and explain a time-out by their reports.
 
-    An exception on this rank is stored for the others. If a collective of this rank times out, it raises a
-    ``RuntimeError`` that says which rank stopped answering, and why. With NCCL a time-out ends the process
-    (docs/several_nodes.md).
+    An exception on this rank is stored as its reason for leaving the call ``token``, and raised again. If a collective
+    of this rank times out or loses its connection, ``RuntimeError`` is raised instead: it names the ranks of ``places``
+    that do not answer, and the reason. With NCCL a time-out ends the process (docs/several_nodes.md).
     """
     try:
         yield

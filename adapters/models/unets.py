@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UnetAdapter:
-    """Description of one UNet or ControlNet class, ``unet``. ``pipelines`` are for messages.
+    """Description of a UNet or ControlNet class of diffusers whose image rows can be sharded.
 
-    ``images`` are the arguments ``[..., H, W]`` whose rows are sharded: the rows of the first are split over the ranks.
-    Others have a multiple of its number of rows, and are split in the same proportion.
+    Args:
+        unet (`str`): Name of the class.
+        pipelines (`str`, *optional*): Names of the pipelines that use it, for error messages.
+        images (`tuple[str, ...]`): Arguments ``[..., H, W]`` that are sharded along H, or along W if W is larger. The
+            rows of the first are split over the ranks. Another argument is split in the same proportion if its number
+            of rows is a multiple of the first's, and is passed whole otherwise.
     """
 
     unet: str

@@ -83,7 +83,10 @@ class ParallelSession:
         return any(part.shards_weights for part, _ in self._applied)
 
     def start(self) -> None:
-        """Apply all parts in order. If one fails on a rank, every rank raises; the caller then calls :meth:`stop`."""
+        """Apply all parts in order, then call :meth:`Part.complete` of each.
+
+        If a part fails on a rank, every rank raises. The caller then calls :meth:`stop`.
+        """
         for part in self.parts:
             with raising_on_all(self.mesh, f"{part.name} failed"):
                 self._applied.append((part, part.apply()))

@@ -73,7 +73,10 @@ def form_a_plan(answers: Answers) -> bool:
 
 
 def _gathers(answers: Answers) -> dict[str, Any]:
-    """Return the answers that gather outputs of modules, not inputs such as ``"block(hidden_states)"``."""
+    """Return the answers that are a ``Gather`` of a module's output, or several of them, by module name.
+
+    Answers for one parameter or output, whose name is ``"module(parameter)"``, are left out.
+    """
     return {
         name: answer for name, answer in answers.items() if _is_gather(answer) and not PARAMETER_NAME.fullmatch(name)
     }

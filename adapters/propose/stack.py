@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
-    """Return the block stack of the module lists in ``region``; None without one, or if an output has no parameter."""
+    """Return the block stack of the observed model: the module lists from the start of ``region`` that call attention.
+
+    Return None if there is no such list, or if a block returns a tensor that updates none of its parameters.
+    """
     began = region.calls()[0][0].began
     groups: list[BlockGroup] = []
     previous: list[ModuleCall] = []
@@ -80,9 +83,10 @@ def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
 
 
 def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
-    """Return the names of the arguments that hold the image, for a model that accepts one size only; else none.
+    """Return the names of the arguments that hold the image if both calls have equal shapes; otherwise ``[]``.
 
-    Of the arguments from which the tokens were computed, those with the most dims hold the image.
+    The calls have equal shapes if the model accepts one image size only. Of the arguments from which the tokens were
+    computed, those with the most dims hold the image.
     """
 
     def sizes(observed: ObservedCall) -> dict[str, list[tuple[int, ...]]]:

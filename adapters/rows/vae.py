@@ -269,9 +269,12 @@ class _VaeRun:
             raise
 
     def tiles(self, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a method of ``vae`` that splits an image into tiles, and distribute the tiles over the ranks.
+        """Return the output of ``call``, a method of ``vae`` that splits an image into tiles, which the ranks share.
 
-        The method takes and returns all rows, so sharded arguments are gathered first.
+        The method takes and returns all rows, so sharded positional arguments are gathered first. It runs unchanged if
+        ``vae.use_tiling`` is False, or if the user calls it directly, unless this object's method is ``"tiled"`` or the
+        VAE runs only in tiles. If the adapter does not distribute tiles, every rank computes all of them. Raise
+        ``RuntimeError`` while compiling.
         """
         called_by_user = self.mode is None and self.method == "exact" and not self.adapter.only_tiled
         if self.distributed_tiles is not None or called_by_user or not vae.use_tiling:

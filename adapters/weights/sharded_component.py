@@ -244,7 +244,11 @@ def refuse_shards_beyond_sequence(module: nn.Module, name: str, reason: str) -> 
 
 
 def refuse_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse a cache in a model that is compiled as one graph and whose weights are sharded."""
+    """Refuse a cache in a model that is compiled as one graph and whose weights are sharded.
+
+    Raise ``RuntimeError`` if the weights of ``module`` are sharded (FSDP2 or tensor parallelism), and either ``module``
+    was compiled in place, or ``called``, the component that the pipeline calls, is its compiled wrapper.
+    """
     by_fsdp = is_sharded(module)
     by_tensor = tensor_mesh(module) is not None or mesh_of_diffusers(module) is not None
     if (by_fsdp or by_tensor) and (called is not module or is_compiled(module)):

@@ -25,7 +25,7 @@ from para_core.distributed.layout import SequenceLayout
 from para_core.torch_internals import innermost_transform, owner_of, version_of
 
 # A rank describes its mask by these bits of one integer. A row of the mask belongs to a query.
-LOWER = 1  # No row i of the mask shows a key after key i.
+LOWER = 1  # No row i of the mask shows a key after key i. Rows that show all keys are ignored.
 DIFFER = 2  # At least two rows of the mask show different keys.
 SHOWS = 4  # At least one row of the mask shows a key.
 EQUAL = 8  # All rows of the mask are equal.
@@ -42,10 +42,11 @@ _MOST_FRAMES = 24
 
 
 class Review(NamedTuple):
-    """The findings of a rank about its mask.
+    """The findings of a rank about the values of its mask, from which :func:`require_own_rows` decides.
 
-    ``bits`` combines ``LOWER``, ``DIFFER``, ``SHOWS``, ``EQUAL`` and ``HIDES``. ``digest`` is that of the rows that
-    every rank has; 0 if all rows are equal. Both are 0 for a mask that :meth:`MaskReviews.trust` marked as correct.
+    ``bits`` is the sum of the flags above that are true, ``LOWER`` to ``HIDES``. ``digest`` is a digest of some of the
+    rows that every rank's mask has; 0 if they are equal, or there are none. Both are 0 for a mask that was not read:
+    one that :meth:`MaskReviews.trust` marked as correct, and any mask while a CUDA graph is captured.
     """
 
     bits: int = 0

@@ -114,7 +114,7 @@ class UlyssesPlan:
         return tuple([layout.sharded_size(rank) for rank in range(first, first + self.mesh.ulysses.size)])
 
     def block_size(self, layout: SequenceLayout) -> int:
-        """Return the number of tokens in a block, including replicated ones."""
+        """Return the number of tokens in a block: the sharded ones of this Ulysses group, and all replicated ones."""
         return sum(self.token_sizes(layout)) + num_replicated(layout)
 
     def transfer(
@@ -162,9 +162,10 @@ class UlyssesPlan:
 
     @cached_property
     def start_enter(self) -> Start:
-        """A function that starts the exchange of query, key and value, ``[B, H, S_local, D]``, for their blocks.
+        """A function that starts the all-to-all of ``(query, key, value)``, each ``[B, H, S_local, D]``.
 
-        Replicated tokens are not sent: each rank takes its own heads of them.
+        It returns a function that waits, and returns their blocks, ``[B, H_local, S_block, D]``. Replicated tokens are
+        not sent: each rank takes its own heads of them.
         """
         return self._start_enter_with_replicated if self._replicates else self._entering.start
 

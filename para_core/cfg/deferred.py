@@ -163,11 +163,11 @@ def _is_model_output(x: Any) -> bool:
 
 
 def _can_wait(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the call ``func(*args, **kwargs)`` can and should be postponed until the round ends.
+    """Whether the call ``func(*args, **kwargs)``, which has deferred arguments, should wait for the end of their round.
 
-    The operator must neither draw random numbers nor change its arguments. With ordinary tensors among them, it must
-    also be pointwise (others may take weights, which should not be copied), and some ranks must still wait for a model
-    call of this round.
+    The operator must neither draw random numbers nor change its arguments, and must run on one device. If some
+    arguments are tensors that are not deferred, it must also be pointwise (others may take weights, which should not be
+    copied), and the round must have fewer model calls than ranks, so that some ranks still have nothing to compute.
     """
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     deferred = [x for x in tensors if isinstance(x, Deferred)]

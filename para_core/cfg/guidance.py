@@ -260,6 +260,9 @@ def _computed(
 
 
 def _form_of(output: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form, list[Tensor]]:
-    """Return ``(form, tensors)`` of ``output``. ``form.leaves`` has ``expected(x)`` for each tensor x."""
+    """Return the :class:`_Form` of ``output``, and the tensors in it, in the same order.
+
+    ``expected(x)`` describes a tensor x of ``output``, and becomes its entry in the form.
+    """
     leaves, spec = pytree.tree_flatten(output)
     return _Form([None if x is None else expected(x) for x in leaves], spec), [x for x in leaves if x is not None]

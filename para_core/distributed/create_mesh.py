@@ -207,8 +207,8 @@ def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, .
 def require_own_gpus(mesh: DeviceMesh | ProcessGroup, ranks: GuidedMesh | SequenceMesh) -> None:
     """Raise ``RuntimeError`` on every rank of ``mesh`` if two ranks have the same current GPU, which NCCL refuses.
 
-    If the ranks use NCCL, the check is one small exchange between CPUs. Otherwise, and inside a compiled function, this
-    function does nothing.
+    If the ranks use NCCL, the check is one small exchange between CPUs for each mesh dim. It ignores ranks that have
+    not used a GPU yet. Without NCCL, and inside a compiled function, this function does nothing.
 
     Args:
         mesh: The mesh of the user.

@@ -251,7 +251,8 @@ def bytes_of_attention(call: CountedAttention, shape: MeshShape, rank: int) -> A
     - over Ulysses, after attention: Σ_{j≠u} (S_j + replicated tokens) · H_u · D_v;
     - around the ring: S_block · H_kv,u · (D + D_v) for each ring block that it passes on.
 
-    For Attention2D, which replaces the ring, see :func:`_sent_in_grid`.
+    For Attention2D, which replaces the ring, see :func:`_sent_in_grid`. If the columns of the mask are sharded, the
+    rank also sends its part in an all-gather.
     """
     ranks, ring, ulysses = shape.sequence, shape.ring, shape.ulysses
     keys = held_by(call.keys, 0, ranks, ranks)

@@ -86,7 +86,10 @@ class PlannedAttention:
         return inner
 
     def bind_checkpoint(self) -> None:
-        """Intercept the recomputation of the ``torch.utils.checkpoint`` call that is running, if any."""
+        """Make all ``torch.utils.checkpoint`` calls whose forward is running recompute with this attention.
+
+        Does nothing outside of a checkpoint, and inside a compiled function.
+        """
         if not torch.compiler.is_compiling():
             bind_checkpoint(self.prepared, partial(self.bind, self))
 

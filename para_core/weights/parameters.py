@@ -120,7 +120,10 @@ class Gradients:
         self._enabled: dict[tuple[int, str], tuple[nn.Module, str, type]] = {}
 
     def stop(self, module: nn.Module) -> None:
-        """Turn gradients off for all parameters of ``module``, also for new ones, and record those that had them on."""
+        """Turn ``requires_grad`` off for all parameters of ``module``, and record those for which it was on.
+
+        Call it again if the module gets new parameters: they are added to the record.
+        """
         for owner in module.modules():
             for name, parameter in owner.named_parameters(recurse=False):
                 if parameter.requires_grad:

@@ -176,7 +176,10 @@ class PatchRuleExecutor(RuleExecutor):
         return Segment(name, total, together=max(total // num_frames, 1))
 
     def fewest_on_a_rank(self, name: str) -> int:
-        """Return 1, because the tokens of a patch attend to those of all patches."""
+        """Return the least number of tokens per patch with which a segment is split: always 1.
+
+        A single token is no special case here, because the tokens of a patch attend to those of all patches.
+        """
         return 1
 
     def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:

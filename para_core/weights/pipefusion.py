@@ -111,8 +111,10 @@ class PipeFusionReport:
 
 @dataclass
 class _FusedBranch:
-    """The state of one CFG branch that is kept from step to step: the stored keys and values, and the names, shapes and
-    dtypes of the model's input tensors. ``output`` is None if the model's output is not a single tensor.
+    """The state of one CFG branch that is kept from step to step.
+
+    ``keys`` are the stored keys and values; ``signature`` has the names, shapes and dtypes of the input tensors.
+    ``output`` is the expected output; None before the first whole call, or if the output is not a single tensor.
     """
 
     keys: StaleKeys
