@@ -83,21 +83,19 @@ def multi_head_attention(
         projected = F.linear(x, weight, bias)
         # Reshape [S, B, E] or [S, E] to [B, H, S, E / H] or [H, S, E / H].
         heads.append(torch.unflatten(projected, -1, (num_heads, -1)).movedim(0, -2))
-    mask = _merged_mask(key_padding_mask, attn_mask, num_heads, query.dtype)
+    if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
+        attn_mask = torch.unflatten(attn_mask, 0, (-1, num_heads))  # to [B, H, S_q, S_k]
+    mask = _merged_mask(key_padding_mask, attn_mask, query.dtype)
     out = handler(SdpaCall(heads[0], heads[1], heads[2], mask, dropout_p if training else 0.0, is_causal))
     return F.linear(out.movedim(-2, 0).flatten(-2), out_proj_weight, out_proj_bias), None
 
 
-def _merged_mask(
-    key_padding_mask: Tensor | None, attn_mask: Tensor | None, num_heads: int, dtype: torch.dtype
-) -> Tensor | None:
+def _merged_mask(key_padding_mask: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Combine both masks to one mask for SDPA, bool or additive in ``dtype``; None if both are None.
 
     In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]`` or
-    ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]`` or ``[B · num_heads, S_q, S_k]``.
+    ``[S_k]``, and ``attn_mask`` ``[S_q, S_k]``, ``[H, S_q, S_k]`` or ``[B, H, S_q, S_k]``.
     """
-    if attn_mask is not None and attn_mask.ndim == 3:
-        attn_mask = torch.unflatten(attn_mask, 0, (-1, num_heads))
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[..., None, None, :]
     if attn_mask is None or key_padding_mask is None:

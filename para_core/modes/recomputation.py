@@ -4,7 +4,9 @@ The backward runs after the mode has been left, or inside ``Tensor.backward``, w
 function is therefore *bound* to the mode: replaced by a wrapper that enters the mode again. Modes do not see the call
 of ``torch.utils.checkpoint``, which is plain Python, so the function is bound at a later call that a mode does see:
 
-- ``use_reentrant=True``: when the checkpoint enters ``no_grad``. The function is found on the Python stack.
+- ``use_reentrant=True``, and other checkpoints written as an ``autograd.Function`` that keeps its function as
+  ``ctx.run_function`` (guided-diffusion's, for example): when its forward enters ``no_grad``. The function is found on
+  the Python stack.
 - ``use_reentrant=False``: at an attention call. The function is found through the hooks on saved tensors that the
   checkpoint registered.
 - In a diffusers model under a plan: at the model's own checkpoint function, which :func:`recomputed_under` replaces.
@@ -23,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
 from para_core.torch_internals import (
@@ -49,23 +52,25 @@ def is_in_backward() -> bool:
 def bind_reentrant_checkpoint(bind: Bind) -> None:
     """Bind the function of the ``checkpoint(..., use_reentrant=True)`` that is entering ``no_grad``.
 
-    A mode calls this whenever gradients are being disabled. If no checkpoint is doing so, nothing happens.
+    So is the ``ctx.run_function`` of any other ``autograd.Function`` whose forward is entering ``no_grad``. A mode
+    calls this whenever gradients are being disabled. If no checkpoint is doing so, nothing happens.
 
     Raises:
-        RuntimeError: The checkpoint does not store its function under the expected name, so it cannot be replaced.
+        RuntimeError: torch's checkpoint does not store its function under that name, so it cannot be replaced.
     """
     frame, depth = sys._getframe(1), 0
     while frame.f_back is not None and depth < _MOST_FRAMES:
         frame, depth = frame.f_back, depth + 1
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            context: Any = frame.f_locals.get("ctx")
-            if not callable(getattr(context, "run_function", None)):
-                raise RuntimeError(
-                    "torch.utils.checkpoint with use_reentrant=True recomputes in the backward, when no mode is on. "
-                    f"{_ADVICE}"
-                )
+        # Read the local variables, of which Python makes a copy, only of a frame that has this one.
+        context: Any = frame.f_locals.get("ctx") if "ctx" in frame.f_code.co_varnames else None
+        if isinstance(context, FunctionCtx) and callable(getattr(context, "run_function", None)):
             context.run_function = bind(context.run_function)
             return
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise RuntimeError(
+                "torch.utils.checkpoint with use_reentrant=True recomputes in the backward, when no mode is on. "
+                f"{_ADVICE}"
+            )
 
 
 def bind_checkpoint(owner: object, bind: Bind) -> None:

@@ -101,6 +101,27 @@ def call_with_activations_on_cpu(cp, block, x, reentrant):
         return checkpoint(run, x, use_reentrant=reentrant)
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """A checkpoint as guided-diffusion writes it."""
+
+    @staticmethod
+    def forward(ctx, run_function, length, *tensors):
+        ctx.run_function, ctx.inputs, ctx.parameters = run_function, tensors[:length], tensors[length:]
+        with torch.no_grad():
+            return ctx.run_function(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [x.detach().requires_grad_(True) for x in ctx.inputs]
+        with torch.enable_grad():
+            out = ctx.run_function(*inputs)
+        return None, None, *torch.autograd.grad(out, [*inputs, *ctx.parameters], grad)
+
+
+def call_in_own_function(cp, block, x, reentrant):
+    return OwnCheckpoint.apply(block, 1, x, *block.parameters())
+
+
 WAYS = (
     call_unbound,
     call_bound,
@@ -110,6 +131,7 @@ WAYS = (
     call_with_activations_on_cpu,
 )
 CALLS = list(itertools.product(WAYS, (True, False), (True, False)))
+CALLS += [(call_in_own_function, True, True), (call_in_own_function, True, False)]
 
 
 def learn(ring, ulysses):

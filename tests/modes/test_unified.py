@@ -153,6 +153,43 @@ def test_torchs_own_attention_modules_equal_one_device(rank_pool, ring, ulysses,
             assert relative_error(out, whole) < 1e-5, f"{case}, rank {rank}"
 
 
+def masked_calls(shard):
+    """Yield the calls of ``nn.MultiheadAttention`` with each kind of mask, of samples and of one sequence alone.
+
+    ``shard(x, dim)`` cuts the tokens of x along dim.
+    """
+    generator = torch.Generator().manual_seed(0)
+    padding = torch.rand(2, 7, generator=generator) > 0.8
+    square, of_heads = torch.rand(7, 7, generator=generator) > 0.7, torch.rand(6, 7, 7, generator=generator) > 0.7
+    for mask in (padding, square, of_heads):
+        mask[..., 0] = False  # Each query sees a key.
+    x = tokens(7, width=12)
+    for of_rows in ({}, {"attn_mask": shard(square, 0)}, {"attn_mask": shard(of_heads, 1)}):
+        for of_keys in ({}, {"key_padding_mask": padding}):
+            yield shard(x, 1), 1, {**of_rows, **of_keys}
+    for of_rows in ({}, {"attn_mask": shard(square, 0)}, {"attn_mask": shard(of_heads[:3], 1)}):
+        for of_keys in ({}, {"key_padding_mask": padding[1]}):
+            yield shard(x[1], 0), 0, {**of_rows, **of_keys}
+
+
+def run_masked(ring, ulysses):
+    module, outs = make_module("attention", batch_first=True), []
+    with torch.no_grad(), UnifiedAttnMode(make_mesh(ring, ulysses)) as cp:
+        for x, dim, masks in masked_calls(lambda x, dim: cp.shard(x, dim=dim)):
+            outs.append(cp.gather(module(x, x, x, need_weights=False, **masks)[0], dim=dim))
+    return outs
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_attention_module_takes_every_mask(rank_pool, ring, ulysses):
+    module = make_module("attention", batch_first=True)
+    with torch.no_grad():
+        calls = masked_calls(lambda x, dim: x)
+        expected = [module(x, x, x, need_weights=False, **masks)[0] for x, _, masks in calls]
+    for outs in rank_pool.run(run_masked, ring * ulysses, ring, ulysses):
+        assert [relative_error(out, whole) < 1e-5 for out, whole in zip(outs, expected, strict=True)] == [True] * 12
+
+
 def message_of(call):
     try:
         call()
