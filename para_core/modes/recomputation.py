@@ -63,8 +63,9 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
         frame, depth = frame.f_back, depth + 1
         # Read the local variables, of which Python makes a copy, only of a frame that has this one.
         context: Any = frame.f_locals.get("ctx") if "ctx" in frame.f_code.co_varnames else None
-        if isinstance(context, FunctionCtx) and callable(getattr(context, "run_function", None)):
-            context.run_function = bind(context.run_function)
+        function = getattr(context, "run_function", None) if isinstance(context, FunctionCtx) else None
+        if callable(function):
+            context.run_function = bind(function)
             return
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise RuntimeError(
