@@ -57,6 +57,9 @@ class BlockHookHost:
         # Keep classes of compiled graphs alive. The keys are ids, because a patched class compares equal to its
         # original, so the two would be the same key of a dict or set.
         self._classes: dict[int, type] = {}
+        # A model gets the class that its graph was compiled with only from the same wrapper, and each access of a
+        # method makes another bound method.
+        self.named: Around = self._run_named
 
     @property
     def branch(self) -> str | None:
@@ -78,7 +81,7 @@ class BlockHookHost:
         self._classes[id(type(instance))] = type(instance)
 
     @contextmanager
-    def named(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _run_named(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Run diffusers' ``cache_context(name)``, and record the name of the CFG branch."""
         before, name = self.branch, str(args[0] if args else kwargs["name"])
         self._local.branch = name
