@@ -188,8 +188,8 @@ class AttentionSchedule:
 
     Example:
         >>> schedule = AttentionSchedule("triton-int8", first=1, last=2)
-        >>> [schedule.is_middle(step, 5) for step in range(5)]
-        [False, True, True, False, False]
+        >>> tuple(schedule.is_middle(step, 5) for step in range(5))
+        (False, True, True, False, False)
     """
 
     middle: Backend | KeptKeys
