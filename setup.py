@@ -40,7 +40,7 @@ EXTRAS = {
             "pyyaml",
             "matplotlib",
         ],
-        "`para_core generate`, `plan`, `doctor`, `calibrate`",
+        "`para_core generate`, `bench`, `plan`, `doctor`, `calibrate`",
     ),
     "fleet": (
         ["para_core[cli]", "ray[serve]>=2.60", "fastapi", "prometheus-client", "python-multipart"],

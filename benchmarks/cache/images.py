@@ -71,8 +71,9 @@ def main() -> None:
     for threshold in THRESHOLDS:
         apply_cache_on_pipe(pipe, residual_diff_threshold=threshold, forecast_order=0)
         image, report = generate(pipe), cache_report(pipe)
-        print(f"threshold {threshold:g}: PSNR {psnr(image[0], reference[0]):.1f} dB")
-        images[f"{threshold:g}: {report.computed} of {len(report.rows)} computed"] = image
+        decibels = f"PSNR {psnr(image[0], reference[0]):.1f} dB"
+        print(f"threshold {threshold:g}: {decibels}")
+        images[f"{threshold:g}: {report.computed} of {len(report.rows)} computed, {decibels}"] = image
         if threshold == THRESHOLDS[1]:
             print(report)
             report.plot(folder / "cache_steps.png")

@@ -18,6 +18,7 @@ ELSEWHERE = {
     "README.md": "index.md",
     "CHANGELOG.md": "CHANGELOG.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "zoo/README.md": "zoo/README.md",
     "zoo/flux/README.md": "zoo/flux/README.md",
     "zoo/video/README.md": "zoo/video/README.md",
 }
