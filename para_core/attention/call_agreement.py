@@ -247,7 +247,8 @@ def settle_call(
             mask = _nothing_hidden(codes.pop(), query, sizes[mesh.rank])
     mask, sizes = _with_broadcast_rows(mask, sizes, layout, mesh.rank)
     extents = mask_extents(sizes, layout, spec.key_layout, range(mesh.ranks))
-    digests = {part.mask_digest for part in parts if part.rows > 0}
+    # A rank without tokens did not read its mask.
+    digests = {part.mask_digest for part, size in zip(parts, layout.sizes(), strict=True) if part.rows > 0 and size > 0}
     mask, extents = read_single_tokens(mask, extents, digests, spec, mesh.rank)
     if extents == MaskExtents("local", "global"):
         is_causal = any(part.is_of_causal_module for part in parts)

@@ -165,12 +165,19 @@ def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def _local_dim(call: DrawnCall, ranks: int) -> tuple[int, SequenceLayout] | None:
-    """Return the mask dim of which a rank gets its part, or None if each rank has one token: size 1 would broadcast."""
+    """Return the mask dim of which a rank gets its part, with its layout; None if that part would be ambiguous.
+
+    That is so if each rank has one token, because size 1 would broadcast, and if no rank has more than one and the part
+    is ``[..., 1, 1]``, which may be a query's or a key's and raises.
+    """
     if call.mask is None or not call.mask.local or call.mask.local not in call.mask.dims:
         return None
     queries, keys = call.layouts(ranks)
-    dim, layout = (2, queries) if call.mask.local == "q" else (3, keys)
-    return None if set(layout.sizes()) == {1} else (dim, layout)
+    (dim, layout), (other, length) = ((2, queries), ("k", keys.total))
+    if call.mask.local == "k":
+        (dim, layout), (other, length) = ((3, keys), ("q", queries.total))
+    is_ambiguous = max(layout.sizes()) <= 1 and (length == 1 or other not in call.mask.dims)
+    return None if is_ambiguous or set(layout.sizes()) == {1} else (dim, layout)
 
 
 def _other(layouts: tuple[SequenceLayout, SequenceLayout]) -> SequenceLayout | None:
