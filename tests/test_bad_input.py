@@ -37,12 +37,12 @@ def spoil(kind, q, k, v):
     elif kind == "head dim":
         k = k[..., 1:]
     elif kind == "heads":
-        k, v = k[:, :1], v[:, :1]
+        k, v = (x.repeat(1, 2, 1, 1)[:, :3] for x in (k, v))
     elif kind == "groups":
         k, v = (x.repeat(1, 3, 1, 1) for x in (k, v))
         options = {"enable_gqa": True}
     elif kind == "batch":
-        k, v = k[:1], v[:1]
+        k, v = (x.repeat(2, 1, 1, 1)[:3] for x in (k, v))
     elif kind == "1-D":
         q, k, v = (x[0, 0, 0] for x in (q, k, v))
     elif kind == "mask dtype":
@@ -106,9 +106,9 @@ BAD = {
     "device": ("ValueError", "cpu, cpu, meta"),
     "value length": ("ValueError", "length", "query [2, 2, 3, 8], key [2, 2, 3, 8], value [2, 2, 2, 8]"),
     "head dim": ("ValueError", "head dim", "query [2, 2, 3, 8], key [2, 2, 3, 7]"),
-    "heads": ("ValueError", " 2 heads", "key 1", "enable_gqa=True"),
+    "heads": ("ValueError", " 2 heads", "key 3", "enable_gqa=True"),
     "groups": ("ValueError", "heads", "2 and 6"),
-    "batch": ("ValueError", "batch", "query [2, 2, 3, 8], key [1, 2, 3, 8]"),
+    "batch": ("ValueError", "batch", "query [2, 2, 3, 8], key [3, 2, 3, 8]"),
     "1-D": ("ValueError", "[B, H, S, D]", "query [8]"),
     "mask dtype": ("Error", "attn_mask", "torch.int64", "bool", "float"),
     "mask heads": ("ValueError", "attn_mask [5, 1, 12]", "query [2, 2, 3, 8]"),
@@ -203,6 +203,8 @@ def cut_badly():
         errors["gather, dim"] = _error_of(lambda: cp.gather(part, dim=-9 if bad else 1))
         errors["shard, list"] = _error_of(lambda: cp.shard(x.tolist() if bad else x, dim=1))
         errors["shard, number"] = _error_of(lambda: cp.shard(x, dim=1, sequence=10 if bad else cp.sequence(10)))
+        errors["shard, no dim"] = _error_of(lambda: cp.shard(x, dim=None if bad else 1))
+        errors["gather, name of a dim"] = _error_of(lambda: cp.gather(part, dim="S" if bad else 1))
         errors["gather, none"] = _error_of(lambda: cp.gather(None if bad else part, dim=1))
         errors["layout"] = _error_of(lambda: cp.shard(x, dim=1, sequence=SequenceLayout((Segment("x", 10),), 2)))
         errors["layout on one"] = _error_of(
@@ -230,6 +232,8 @@ def test_bad_shard_and_gather_raise_on_every_rank(rank_pool):
         "gather, dim": ("sequence rank 3: dim=-9 ", "[2, 2, 4]"),
         "shard, list": ("sequence rank 3: ", "list", "tensor"),
         "shard, number": ("sequence rank 3: ", "int", "cp.sequence"),
+        "shard, no dim": ("sequence rank 3: ", "dim is None"),
+        "gather, name of a dim": ("sequence rank 3: ", "dim is 'S'"),
         "gather, none": ("sequence rank 3: ", "NoneType", "tensor"),
         "layout on one": ("layout", " 2 ranks", " 4"),
         "layout": ("layout", " 2 ranks", " 4"),

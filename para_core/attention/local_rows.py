@@ -66,6 +66,7 @@ class MaskReviews:
     def of(self, mask: Tensor, num_common: int) -> Review:
         """Return the review of ``mask``. If none is cached, the mask is read, and the host waits for the device.
 
+        A tensor of inference mode is read at each call, because it does not count how often it is written.
         ``num_common``, the number of rows that every rank's mask has at least, must not change for the same mask.
         """
         owner, version = _identity(mask)
@@ -73,7 +74,8 @@ class MaskReviews:
             if known_owner() is owner() and known_version == version:
                 return review
         review = _review(mask, num_common)
-        self._reviews.append((owner, version, review))
+        if not mask.is_inference():
+            self._reviews.append((owner, version, review))
         return review
 
 

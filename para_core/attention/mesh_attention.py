@@ -130,6 +130,9 @@ class MeshAttention:
                 self.raise_everywhere(error)
             if query.ndim == key.ndim == value.ndim == 2:
                 return self(call.with_tensors(query[None], key[None], value[None], mask))[0]
+            expanded = _expanded(call)
+            if expanded is not None:
+                return self(expanded)
             prepared = self._prepare(call, lookup_key)
         extents = prepared.extents
         if prepared.signature is not None:
@@ -242,6 +245,23 @@ class MeshAttention:
                 return differentiable_usp(plan, query, key, value, mask)
             return usp_forward(plan, query, key, value, mask)[0]
         return usp_forward(plan, query, key, value, mask, attn_func=partial(run_attn_func, self._attn_func))[0]
+
+
+def _expanded(call: SdpaCall) -> SdpaCall | None:
+    """Return ``call`` with query, key and value expanded to one batch and number of heads, as SDPA broadcasts them.
+
+    Return None if nothing is to be expanded, or if the shapes do not fit, which is an error.
+    """
+    tensors, num_dims = call[:3], 2 if not call.enable_gqa else 3
+    shapes = [x.shape[:-num_dims] for x in tensors]
+    if shapes[0] == shapes[1] == shapes[2] or any(x.ndim < 3 for x in tensors):
+        return None
+    try:
+        leading = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        return None
+    query, key, value = (x.expand(*leading, *x.shape[-num_dims:]) for x in tensors)
+    return call.with_tensors(query, key, value, call.attn_mask)
 
 
 def _normalized(call: SdpaCall) -> SdpaCall:

@@ -6,11 +6,18 @@ inside that function, because torch disables the mode while the mode handles the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NoReturn
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def multi_head_attention(
@@ -40,6 +47,8 @@ def multi_head_attention(
     static_v: Tensor | None = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
+    *,
+    fail: Callable[[Exception], NoReturn] = _raise,
 ) -> tuple[Tensor, None]:
     """Compute ``F.multi_head_attention_forward``, with ``handler`` in place of SDPA.
 
@@ -48,6 +57,7 @@ def multi_head_attention(
     Args:
         handler: Computes the SDPA call.
         query, key, value: ``[S_local, B, E]``, or ``[S_local, E]`` without a batch.
+        fail: Raises the exception it gets, for options that cannot be computed.
 
     Returns:
         The output, ``[S_local, B, E]`` or ``[S_local, E]``, and None for the attention weights.
@@ -56,20 +66,24 @@ def multi_head_attention(
         ValueError: An option cannot be computed from a shard of the sequence, such as ``need_weights=True``.
     """
     if need_weights:
-        raise ValueError(
-            "need_weights=True asks for the whole attention matrix, which no rank holds. Call the attention with "
-            "need_weights=False (nn.MultiheadAttention's default is True)."
+        fail(
+            ValueError(
+                "need_weights=True asks for the whole attention matrix, which no rank holds. Call the attention with "
+                "need_weights=False (nn.MultiheadAttention's default is True)."
+            )
         )
     extra = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
     unsupported = [name for name, tensor in extra.items() if tensor is not None] + ["add_zero_attn"] * bool(
         add_zero_attn
     )
     if unsupported:
-        raise ValueError(
-            f"{', '.join(unsupported)}: keys that every rank would add once are not supported on several ranks."
+        fail(
+            ValueError(
+                f"{', '.join(unsupported)}: keys that every rank would add once are not supported on several ranks."
+            )
         )
     if is_causal and attn_mask is None:
-        raise ValueError("is_causal=True needs attn_mask here, as in torch: it only says that the mask is causal.")
+        fail(ValueError("is_causal=True needs attn_mask here, as in torch: it only says that the mask is causal."))
     if is_causal:
         attn_mask = None  # With is_causal, the caller promises that this is the causal mask, so the flag is enough.
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
@@ -79,12 +93,19 @@ def multi_head_attention(
     heads = []
     for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
         if weight is None:
-            raise ValueError("use_separate_proj_weight=True needs q_proj_weight, k_proj_weight and v_proj_weight.")
+            fail(ValueError("use_separate_proj_weight=True needs q_proj_weight, k_proj_weight and v_proj_weight."))
         projected = F.linear(x, weight, bias)
         # Reshape [S, B, E] or [S, E] to [B, H, S, E / H] or [H, S, E / H].
         heads.append(torch.unflatten(projected, -1, (num_heads, -1)).movedim(0, -2))
     if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
         attn_mask = torch.unflatten(attn_mask, 0, (-1, num_heads))  # to [B, H, S_q, S_k]
+    if attn_mask is not None and key_padding_mask is not None and attn_mask.shape[-1] != key_padding_mask.shape[-1]:
+        fail(
+            ValueError(
+                f"attn_mask has {attn_mask.shape[-1]} keys and key_padding_mask {key_padding_mask.shape[-1]}; pass "
+                "both for this rank's keys, or both for all."
+            )
+        )
     mask = _merged_mask(key_padding_mask, attn_mask, query.dtype)
     out = handler(SdpaCall(heads[0], heads[1], heads[2], mask, dropout_p if training else 0.0, is_causal))
     return F.linear(out.movedim(-2, 0).flatten(-2), out_proj_weight, out_proj_bias), None
@@ -101,11 +122,6 @@ def _merged_mask(key_padding_mask: Tensor | None, attn_mask: Tensor | None, dtyp
     if attn_mask is None or key_padding_mask is None:
         only = key_padding_mask if attn_mask is None else attn_mask
         return ~only if only is not None and only.dtype == torch.bool else only
-    if attn_mask.shape[-1] != key_padding_mask.shape[-1]:
-        raise ValueError(
-            f"attn_mask has {attn_mask.shape[-1]} keys and key_padding_mask {key_padding_mask.shape[-1]}; pass both "
-            "for this rank's keys, or both for all."
-        )
     if attn_mask.dtype == key_padding_mask.dtype == torch.bool:
         return ~(attn_mask | key_padding_mask)
     return _additive(attn_mask, dtype) + _additive(key_padding_mask, dtype)

@@ -157,6 +157,8 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
         raise ValueError(
             f"attn_mask has dtype {mask.dtype}; expected bool (True: may attend), or a float that is added."
         )
+    if mask.layout != torch.strided:
+        raise ValueError(f"attn_mask has the layout {mask.layout}; pass a dense one: mask.to_dense().")
     if mask.device != query.device:
         raise ValueError(f"attn_mask is on {mask.device}, query on {query.device}; move the mask.")
     if mask.ndim > query.ndim:

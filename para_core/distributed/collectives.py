@@ -63,6 +63,18 @@ def start_all_to_all(
     return Travelling(received, group_of(dim).alltoall_base(received, x, *sizes, _ALL_TO_ALL))
 
 
+# The dtypes that gloo does not send. NCCL does not send some of them, either.
+_SENT_AS_BYTES = frozenset(
+    {
+        torch.bool,
+        torch.int16,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    }
+)
 # Pass these options to ProcessGroup.alltoall_base. Calling this method, and not dist.all_to_all_single, halves the host
 # time.
 _ALL_TO_ALL = dist.AllToAllOptions()
@@ -267,9 +279,9 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
     """Return the concatenation of ``x``, of length ``sizes[i]`` on rank i, along ``tensor_dim``. Differentiable."""
     if dim.size == 1:
         return x
-    # Send bool tensors as bytes, because gloo does not support bool.
-    if x.dtype == torch.bool:
-        return all_gather(x.view(torch.uint8), sizes, tensor_dim, dim).view(torch.bool)
+    if x.dtype in _SENT_AS_BYTES:
+        with_bytes = x.unsqueeze(-1).contiguous().view(torch.uint8)
+        return all_gather(with_bytes, sizes, tensor_dim % x.ndim, dim).view(x.dtype).squeeze(-1)
     gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
     return gathered.movedim(0, tensor_dim)  # type: ignore[no-any-return]
 

@@ -18,7 +18,7 @@ from para_core.distributed.collectives import shard_tokens
 from para_core.distributed.create_mesh import require_own_gpus
 from para_core.distributed.layout import SequenceLayout, even_layout
 from para_core.distributed.mesh import batch_mesh
-from para_core.modes.interceptor import RUN_FUNCTIONS, run_functions
+from para_core.modes.interceptor import RUN_FUNCTIONS, SDPA, SDPA_OPERATOR, run_functions
 from para_core.modes.sharding_mode import ShardingMode, segments_of
 from para_core.torch_internals import no_frame_of_its_own
 
@@ -30,7 +30,7 @@ class BatchParallelAttnMode(ShardingMode):
     may hold no sample. Attention needs no communication, because samples do not attend to each other. The mode only
     changes the masks of ``scaled_dot_product_attention``: if an ``attn_mask`` covers the whole batch, each rank uses
     the rows of its own samples. Dropout in attention raises ValueError. Other attention functions (``flash_attn``,
-    fused encoders) run unchanged.
+    fused encoders, ``nn.MultiheadAttention``) run unchanged: shard their masks with :meth:`shard`.
 
     Args:
         mesh (`DeviceMesh` or `ProcessGroup`): A mesh with a ``batch`` dim; its other dims are ignored. All ranks of a
@@ -53,7 +53,7 @@ class BatchParallelAttnMode(ShardingMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and self._mesh.ranks > 1:
+        if func in (SDPA, SDPA_OPERATOR) and self._mesh.ranks > 1:
             return self._attend(SdpaCall(*args, **kwargs))
         if func in RUN_FUNCTIONS and self._mesh.ranks > 1:
             return run_functions(self, func, args, kwargs)

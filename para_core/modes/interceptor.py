@@ -45,7 +45,7 @@ SDPA = F.scaled_dot_product_attention
 SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
-_SOFTMAX = frozenset({torch.softmax, F.softmax, Tensor.softmax})
+_SOFTMAX = frozenset({torch.softmax, torch.special.softmax, F.softmax, Tensor.softmax})
 # Operators whose arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
@@ -73,8 +73,8 @@ def intercept(
         ranks: Number of ranks, for error messages.
         flex: A function ``(operator, args, kwargs)`` that computes a call of the operator of ``flex_attention``. If
             None, such a call raises RuntimeError.
-        fail: A function that raises the exception it gets, for attention operators of other packages that cannot be
-            computed.
+        fail: A function that raises the exception it gets, for calls of ``F.multi_head_attention_forward`` and of
+            attention operators of other packages that cannot be computed.
 
     Raises:
         RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
@@ -92,7 +92,7 @@ def intercept(
     if func in RUN_FUNCTIONS:
         return run_functions(mode, func, args, kwargs)
     if func is _MULTI_HEAD:
-        return multi_head_attention(handler, *args, **kwargs)
+        return multi_head_attention(handler, *args, fail=fail, **kwargs)
     if func is flex_attention_operator and flex is not None:
         return flex(func, args, kwargs)
     if func in FUSED_ATTENTION_FUNCTIONS or func is flex_attention_operator:
@@ -123,7 +123,7 @@ def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) ->
 
 
 def is_softmax(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` is ``torch.softmax``, ``F.softmax`` or ``Tensor.softmax``."""
+    """Whether ``func`` is ``torch.softmax``, ``torch.special.softmax``, ``F.softmax`` or ``Tensor.softmax``."""
     try:
         return func in _SOFTMAX
     except TypeError:  # Some callables are not hashable.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, overload
+from typing import Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -89,9 +89,10 @@ class LayoutMode(ShardingMode):
                     "cp.shard of a BlockMask takes no dim= and no balance=; say it with sequence=cp.sequence(...)."
                 )
             return self._shard_block_mask(x, sequence, key_sequence)
-        if dim is None or key_sequence is not None:
-            raise TypeError("cp.shard of a tensor needs dim=, and takes no key_sequence=.")
-        return super().shard(x, dim, sequence=sequence, balance=balance)
+        if key_sequence is not None:
+            raise TypeError("cp.shard of a tensor takes no key_sequence=.")
+        # A missing dim is refused there, on every rank.
+        return super().shard(x, cast(int, dim), sequence=sequence, balance=balance)
 
     def _shard_block_mask(
         self, mask: BlockMask, sequence: SequenceLayout | None, key_sequence: SequenceLayout | None

@@ -210,6 +210,8 @@ class ShardingMode(TorchFunctionMode):
                 raise TypeError(f"got a {type(x).__name__}; expected a tensor.")
             if not isinstance(sequence, SequenceLayout | None):
                 raise TypeError(f"sequence is a {type(sequence).__name__}; expected the value of cp.sequence(total).")
+            if not hasattr(dim, "__index__"):
+                raise TypeError(f"dim is {dim!r}; expected the number of the dim that is sharded.")
             if not -x.ndim <= dim < x.ndim:
                 raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
             held = x.shape[dim]

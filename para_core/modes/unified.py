@@ -125,7 +125,7 @@ class UnifiedAttnMode(LayoutMode):
         )
         # Whether this mode leaves attention unchanged, so that calls go straight to SDPA.
         self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
-        self.intercepted = False
+        self.intercepted = self._warned = False
         # Whether the model computed attention over this rank's tokens by hand (matmul, softmax, matmul).
         self._computed_by_hand = False
         # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has stored.
@@ -144,6 +144,7 @@ class UnifiedAttnMode(LayoutMode):
             self._attention.reviews.trust(x)
 
     def _begin(self) -> None:
+        self.intercepted = self._computed_by_hand = False
         fused_encoder.disable()
 
     def _end(self) -> None:
@@ -174,13 +175,14 @@ class UnifiedAttnMode(LayoutMode):
             if not self.intercepted:
                 raise RuntimeError(message)
             warn_user(message, ParallelWarning)
-        elif not self.intercepted:
-            self.intercepted = True  # Warn only once for each mode.
+        elif not (self.intercepted or self._warned):
+            self._warned = True  # Warn only once for each mode.
             warn_user(
                 f"{type(self).__name__} on {self._mesh.ranks} ranks intercepted no scaled_dot_product_attention: if "
-                "anything inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel "
-                "or in a package's own binding (sageattention, transformer_engine, flash_attn before 2.7) cannot be "
-                "seen; switch to SDPA or a later flash_attn.",
+                "anything inside computes attention, it ran on this rank's tokens only. Attention in a Triton kernel, "
+                "in TorchScript, in an exported program or in a package's own binding (sageattention, "
+                "transformer_engine, flash_attn before 2.7) cannot be seen; switch to SDPA in eager or compiled code, "
+                "or to a later flash_attn.",
                 ParallelWarning,
             )
 

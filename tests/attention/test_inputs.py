@@ -32,6 +32,9 @@ def attend_oddly(ring, ulysses):
     with torch.no_grad(), UnifiedAttnMode(mesh):
         outs["numpy scale"] = F.scaled_dot_product_attention(q, k, v, scale=np.float64(0.3))
         outs["tensor scale"] = F.scaled_dot_product_attention(q, k, v, None, 0.0, False, scale=torch.tensor(0.3))
+        outs["one key head"] = F.scaled_dot_product_attention(q, k[:, :1], v[:, :1])
+        outs["one query"] = F.scaled_dot_product_attention(q[:1, :1], k, v)
+        outs["one key of grouped heads"] = F.scaled_dot_product_attention(q, k[:1, :2], v[:1, :2], enable_gqa=True)
         outs["2-D"] = F.scaled_dot_product_attention(q[0, 0], k[0, 0], v[0, 0])
         outs["meta"] = F.scaled_dot_product_attention(*[x.to("meta") for x in (q, k, v)]).shape
         with torch.autocast("cpu", torch.bfloat16):
@@ -50,11 +53,20 @@ def test_what_sdpa_takes_is_taken(rank_pool, ring, ulysses):
     with torch.autocast("cpu", torch.bfloat16):
         double = F.scaled_dot_product_attention(*[x.double() for x in (q, k, v)])
     assert double.dtype == torch.float64
+    broadcast = {
+        "one key head": F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]),
+        "one query": F.scaled_dot_product_attention(q[:1, :1], k, v),
+        "one key of grouped heads": F.scaled_dot_product_attention(
+            q, *[x[:1, :2].repeat_interleave(2, dim=1) for x in (k, v)]
+        ),
+    }
     causal = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     for rank, outs in enumerate(rank_pool.run(attend_oddly, ring * ulysses, ring, ulysses)):
         local = [x.chunk(ring * ulysses, dim=2)[rank] for x in (scaled, plain, double, causal)]
         assert relative_error(outs["numpy scale"], local[0]) < 1e-5
         assert relative_error(outs["tensor scale"], local[0]) < 1e-5
+        for name, whole in broadcast.items():
+            assert relative_error(outs[name], whole.chunk(ring * ulysses, dim=2)[rank]) < 1e-5
         assert relative_error(outs["2-D"], local[1][0, 0]) < 1e-5
         assert outs["meta"] == local[1].shape
         assert outs["autocast"].dtype == torch.bfloat16
@@ -63,6 +75,38 @@ def test_what_sdpa_takes_is_taken(rank_pool, ring, ulysses):
         assert relative_error(outs["autocast mask"].float(), local[3]) < 1e-2
         assert outs["autocast float64"].dtype == torch.float64
         assert relative_error(outs["autocast float64"], local[2]) < 1e-12
+
+
+def attend_with_one_mask_value(ring, ulysses, mask):
+    mesh = make_mesh(ring, ulysses)
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        parts = [cp.shard(x, dim=2) for x in make_qkv(3, 4)]
+        return cp.gather(F.scaled_dot_product_attention(*parts, attn_mask=mask), dim=2)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(4, 1), (2, 2)])
+def test_mask_of_one_row_and_column_is_taken_beside_an_empty_rank(rank_pool, ring, ulysses):
+    mask = torch.tensor([0.0, 1.0, -1.0, 2.0]).view(1, 4, 1, 1)
+    expected = F.scaled_dot_product_attention(*make_qkv(3, 4), attn_mask=mask)
+    for out in rank_pool.run(attend_with_one_mask_value, 4, ring, ulysses, mask):
+        assert relative_error(out, expected) < 1e-5
+
+
+def ask_one_rank_for_weights():
+    mesh = make_mesh(2, 1)
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        cp.intercepted = True
+        x = cp.shard(torch.randn(1, 6, 8), dim=1)
+        with pytest.raises(ValueError, match="need_weights=False"):
+            module(x, x, x, need_weights=mesh.get_rank() == 1)
+        with pytest.raises(ValueError, match="sparse"):
+            mask = torch.ones(3, 6).to_sparse()
+            F.scaled_dot_product_attention(*[x[None]] * 3, attn_mask=mask)
+
+
+def test_unsupported_option_on_one_rank_raises_on_all(rank_pool):
+    rank_pool.run(ask_one_rank_for_weights, 2)
 
 
 def refuse(assume_equal):

@@ -120,3 +120,8 @@ def test_mask_is_read_again_only_after_writing():
     reviews.trust(mask)
     other = causal(4, 8)
     assert reviews.of(other, 4) == first
+    with torch.inference_mode():  # Its tensors do not count writes.
+        mask = causal(4, 8)
+        assert reviews.of(mask, 4) == first
+        mask[..., -1] = True
+        assert reviews.of(mask, 4) != first

@@ -79,6 +79,20 @@ def test_compiled_it_is_the_same(rank_pool):
             assert relative_error(out, on_one_device(B, "padding", torch.bool)) < 1e-5, f"{B} samples"
 
 
+def attend_by_the_operator():
+    mask = torch.rand(4, 1, 5, 5, generator=torch.Generator().manual_seed(0)) > 0.3
+    q = torch.randn(4, 2, 5, 8, generator=torch.Generator().manual_seed(1))
+    expected = F.scaled_dot_product_attention(q, q, q, mask)
+    with torch.no_grad(), BatchParallelAttnMode(init_device_mesh("cpu", (2,), mesh_dim_names=("batch",))) as cp:
+        x = cp.shard(q, dim=0)
+        out = cp.gather(torch.ops.aten.scaled_dot_product_attention(x, x, x, mask), dim=0)
+    return relative_error(out, expected)
+
+
+def test_the_operator_itself_is_intercepted(rank_pool):
+    assert max(rank_pool.run(attend_by_the_operator, 2)) < 1e-5
+
+
 def attend_in_batch_and_sequence(batch_outside):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("batch", "ulysses"))
     batch, sequence = BatchParallelAttnMode(mesh), UnifiedAttnMode(mesh["ulysses"])

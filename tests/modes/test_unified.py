@@ -153,41 +153,34 @@ def test_torchs_own_attention_modules_equal_one_device(rank_pool, ring, ulysses,
             assert relative_error(out, whole) < 1e-5, f"{case}, rank {rank}"
 
 
-def masked_calls(shard):
-    """Yield the calls of ``nn.MultiheadAttention`` with each kind of mask, of samples and of one sequence alone.
-
-    ``shard(x, dim)`` cuts the tokens of x along dim.
-    """
+def masked_calls_without_batch(shard):
+    """Yield a sequence and masks for each call of ``nn.MultiheadAttention``. ``shard(x, dim)`` cuts tokens of x."""
     generator = torch.Generator().manual_seed(0)
-    padding = torch.rand(2, 7, generator=generator) > 0.8
-    square, of_heads = torch.rand(7, 7, generator=generator) > 0.7, torch.rand(6, 7, 7, generator=generator) > 0.7
+    padding, square, of_heads = (torch.rand(*shape, 7, generator=generator) > 0.7 for shape in ((), (7,), (3, 7)))
     for mask in (padding, square, of_heads):
         mask[..., 0] = False  # Each query sees a key.
-    x = tokens(7, width=12)
+    x = shard(tokens(7, width=12)[0], 0)
     for of_rows in ({}, {"attn_mask": shard(square, 0)}, {"attn_mask": shard(of_heads, 1)}):
         for of_keys in ({}, {"key_padding_mask": padding}):
-            yield shard(x, 1), 1, {**of_rows, **of_keys}
-    for of_rows in ({}, {"attn_mask": shard(square, 0)}, {"attn_mask": shard(of_heads[:3], 1)}):
-        for of_keys in ({}, {"key_padding_mask": padding[1]}):
-            yield shard(x[1], 0), 0, {**of_rows, **of_keys}
+            yield x, {**of_rows, **of_keys}
 
 
-def run_masked(ring, ulysses):
+def attend_without_batch(ring, ulysses):
     module, outs = make_module("attention", batch_first=True), []
     with torch.no_grad(), UnifiedAttnMode(make_mesh(ring, ulysses)) as cp:
-        for x, dim, masks in masked_calls(lambda x, dim: cp.shard(x, dim=dim)):
-            outs.append(cp.gather(module(x, x, x, need_weights=False, **masks)[0], dim=dim))
+        for x, masks in masked_calls_without_batch(lambda x, dim: cp.shard(x, dim=dim)):
+            outs.append(cp.gather(module(x, x, x, need_weights=False, **masks)[0], dim=0))
     return outs
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_attention_module_takes_every_mask(rank_pool, ring, ulysses):
+def test_masks_of_multihead_attention_without_batch(rank_pool, ring, ulysses):
     module = make_module("attention", batch_first=True)
     with torch.no_grad():
-        calls = masked_calls(lambda x, dim: x)
-        expected = [module(x, x, x, need_weights=False, **masks)[0] for x, _, masks in calls]
-    for outs in rank_pool.run(run_masked, ring * ulysses, ring, ulysses):
-        assert [relative_error(out, whole) < 1e-5 for out, whole in zip(outs, expected, strict=True)] == [True] * 12
+        calls = masked_calls_without_batch(lambda x, dim: x)
+        expected = [module(x, x, x, need_weights=False, **masks)[0] for x, masks in calls]
+    for outs in rank_pool.run(attend_without_batch, ring * ulysses, ring, ulysses):
+        assert [relative_error(out, whole) < 1e-5 for out, whole in zip(outs, expected, strict=True)] == [True] * 6
 
 
 def message_of(call):
@@ -481,6 +474,35 @@ def test_attention_by_hand_raises_when_the_mode_is_left(rank_pool):
             assert len(results[name]) == 1 and "intercepted no scaled_dot_product_attention" in results[name][0], name
 
 
+def use_a_mode_again():
+    mode, q = UnifiedAttnMode(make_mesh(2, 1)), torch.randn(1, 2, 8, 4)
+
+    def use(attend):
+        with warnings.catch_warnings(record=True) as caught, mode as cp:
+            warnings.simplefilter("always")
+            cp.gather(attend(cp.shard(q, dim=2)), dim=2)
+        return [str(warning.message) for warning in caught]
+
+    def by_hand(x):
+        return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+    def fail(x):
+        by_hand(x)
+        raise KeyError("mine")
+
+    with torch.no_grad():
+        results = [use(lambda x: F.scaled_dot_product_attention(x, x, x)), message_of(lambda: use(by_hand))]
+        with pytest.raises(KeyError):
+            use(fail)
+        return *results, use(lambda x: F.scaled_dot_product_attention(x, x, x))
+
+
+def test_each_use_of_a_mode_is_judged_by_itself(rank_pool):
+    for first, by_hand, after_an_exception in rank_pool.run(use_a_mode_again, 2):
+        assert (first, after_an_exception) == ([], [])
+        assert by_hand.startswith("RuntimeError")
+
+
 # -- which sequence
 
 
@@ -496,7 +518,7 @@ def shard_and_gather():
         results["negative dim"] = cp.gather(cp.shard(x, dim=-2), dim=-2)
         results["dtypes"] = [
             torch.equal(cp.gather(cp.shard(x.to(dtype), dim=1), dim=1), x.to(dtype))
-            for dtype in (torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16)
+            for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16)
         ]
         layout = SequenceLayout((Segment("text", 2, replicated=True), Segment("image", 5)), 4)
         part = cp.shard(x, dim=1, sequence=layout)
