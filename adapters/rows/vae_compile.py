@@ -40,6 +40,10 @@ def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]
     settings = tuple([name for name in vars(vae) if name.startswith(("tile_", "use_"))])
 
     def run(weights: dict[str, Tensor], guarded: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # AutoencoderKLMagvit stores the last frames in its convolutions, and its decode() clears them after this call.
+        # When the graph is traced, they are still those of an earlier trace.
+        if hasattr(vae, "_clear_conv_cache"):
+            vae._clear_conv_cache()
         positional = tuple([None if _is_none(value) else value for value in args])
         named = {name: None if _is_none(value) else value for name, value in kwargs.items()}
         return functional_call(module, weights, positional, named)
@@ -51,7 +55,9 @@ def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]
             **dict(module.named_parameters(remove_duplicate=False)),
             **dict(module.named_buffers(remove_duplicate=False)),
         }
-        guarded = str([getattr(vae, name) for name in settings])
+        # Dynamo makes a float that has changed symbolic, which cannot become text; calling hex() keeps it a constant.
+        values = [getattr(vae, name) for name in settings]
+        guarded = str([value.hex() if isinstance(value, float) else value for value in values])
         positional = tuple([_NONE if value is None else value for value in args])
         named = {name: _NONE if value is None else value for name, value in kwargs.items()}
         return opaque(weights, guarded, positional, named)
