@@ -67,7 +67,7 @@ def image_of(path):
 
 def frames_of(path):
     with Image.open(path) as video:
-        return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)]
+        return [np.asarray(frame.convert("RGB"), dtype=int) for frame in ImageSequence.Iterator(video)]
 
 
 def model_of(name, folder):
@@ -164,8 +164,11 @@ def test_video_examples_equal_the_unmodified_pipeline(rank_pool, name, tmp_path)
     diffusers.utils.export_to_gif(unmodified(cls, model, **sizes, **options).frames[0], str(tmp_path / "expected.gif"))
     videos = [frames_of(path) for path in (tmp_path / f"{name.removeprefix('run_')}.gif", tmp_path / "expected.gif")]
     assert len(videos[0]) == len(videos[1]) > 1
-    # Each frame has a palette of its own: a rounded value may choose another entry.
-    assert all(np.mean(frame != expected) < 0.01 for frame, expected in zip(*videos, strict=True))
+    # Each frame has a palette of its own. A value that is rounded otherwise may choose another entry, or change the
+    # palette of its frame: 5 values of 255 on average then, where another video differs by tens.
+    shares = [np.mean(frame != expected) for frame, expected in zip(*videos, strict=True)]
+    assert np.median(shares) < 0.01
+    assert np.max([np.abs(frame - expected).mean() for frame, expected in zip(*videos, strict=True)]) < 5
 
 
 @pytest.mark.long
