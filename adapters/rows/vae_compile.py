@@ -42,8 +42,9 @@ def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]
     def run(weights: dict[str, Tensor], guarded: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # AutoencoderKLMagvit stores the last frames in its convolutions, and its decode() clears them after this call.
         # When the graph is traced, they are still those of an earlier trace.
-        if hasattr(vae, "_clear_conv_cache"):
-            vae._clear_conv_cache()
+        clear: Any = getattr(vae, "_clear_conv_cache", None)
+        if clear is not None:
+            clear()
         positional = tuple([None if _is_none(value) else value for value in args])
         named = {name: None if _is_none(value) else value for name, value in kwargs.items()}
         return functional_call(module, weights, positional, named)
