@@ -361,7 +361,8 @@ class _Terminated(KeyboardInterrupt):
 def terminable() -> Iterator[None]:
     """Inside this context, raise :class:`_Terminated` on SIGTERM, which would otherwise end the process silently.
 
-    Does nothing on torchrun's ranks, and outside the main thread.
+    Python ignores what is raised in a callback of a weak reference or in ``__del__``. If a signal arrives there, it is
+    sent again. Does nothing on torchrun's ranks, and outside the main thread.
     """
     if in_torchrun() or threading.current_thread() is not threading.main_thread():
         yield
@@ -370,10 +371,20 @@ def terminable() -> Iterator[None]:
     def end(signum: int, frame: Any) -> None:
         raise _Terminated
 
+    def send_again(ignored: Any) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            report(ignored)
+            return
+        signum = signal.SIGTERM if ignored.exc_type is _Terminated else signal.SIGINT
+        # By then the callback, in which Python calls this function, has ended.
+        threading.Timer(0.1, os.kill, (os.getpid(), signum)).start()
+
     previous = signal.signal(signal.SIGTERM, end)
+    report, sys.unraisablehook = sys.unraisablehook, send_again
     try:
         yield
     finally:
+        sys.unraisablehook = report
         signal.signal(signal.SIGTERM, previous)
 
 

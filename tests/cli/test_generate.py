@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import namedtuple
 from pathlib import Path
 
@@ -566,6 +567,18 @@ def test_three_compiled_cached_sizes_on_ranks_equal_one(tmp_path, prompts):
 
     for image, alone in zip(generated("--ranks", "2", "--compile", "whole"), generated(), strict=True):
         assert np.abs(image - alone).max() <= 1
+
+
+def test_sigterm_that_arrives_in_a_callback_of_a_weak_reference_ends_the_command():
+    class Object:
+        pass
+
+    with pytest.raises(KeyboardInterrupt), para_core.cli.ranks.terminable():
+        kept = Object()
+        reference = weakref.ref(kept, lambda _: signal.raise_signal(signal.SIGTERM))
+        del kept  # Python ignores what the callback raises.
+        assert reference() is None
+        time.sleep(30)
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ from zoo.video.train import (
     measure_latents,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
+pytestmark = pytest.mark.slow
 SCHEDULE = Schedule(steps=2, learning_rate=1e-3, warmup=1)
 
 
