@@ -310,6 +310,12 @@ def _tokens_sent_in_gather(tokens: Sequence[Tokens], shape: MeshShape, rank: int
     return held_by(tokens, rank, ranks) * (ulysses - 1) + block * (shape.ring - 1)
 
 
+def _shards_any(work: CallWork, shape: MeshShape) -> bool:
+    """Whether any tokens to which the call attends are sharded."""
+    attended = [call.keys for call in work.operations if isinstance(call, CountedAttention)]
+    return any(not tokens.replicated(shape.sequence) for keys in attended for tokens in keys if tokens.total)
+
+
 def _sent_in_call(call: ModelCall, shape: MeshShape, rank: int) -> int:
     """Return the bytes that ``rank`` of the mesh sends in a model call that it computes."""
     index, rank = divmod(rank, shape.sequence)
@@ -319,7 +325,9 @@ def _sent_in_call(call: ModelCall, shape: MeshShape, rank: int) -> int:
         if isinstance(operation, CountedAttention):
             sent = bytes_of_attention(operation, shape, rank).total
         elif isinstance(operation, CountedGather):
-            sent = operation.bytes_per_token * _tokens_sent_in_gather([operation.tokens], shape, rank)
+            # If other tokens are sharded, each of a replicated output comes from one rank, so that all get equal bits.
+            tokens = replace(operation.tokens, min_per_rank=1) if _shards_any(own, shape) else operation.tokens
+            sent = operation.bytes_per_token * _tokens_sent_in_gather([tokens], shape, rank)
         elif isinstance(operation, Product) or not operation.tokens.held(rank, shape.sequence):
             sent = 0
         else:
