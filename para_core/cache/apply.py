@@ -60,8 +60,8 @@ def apply_cache(
             f"{name}={getattr(settings, name)!r} needs the schedule of a pipeline, and a model alone has none. Leave "
             "it out, or use apply_cache_on_pipe(pipe, ...)."
         )
-    remove_cache(model)
     cache = BlockCache(module, blocks, settings, None if mesh is None else sequence_mesh(mesh))
+    remove_cache(model)
     host = cache.attach()
     host.resident = cache
     caller = host.caller(_KEY)

@@ -192,6 +192,15 @@ def test_schedule_enables_forecast_by_default(run):
     assert [row.forecast_from for row in report.rows] == [0, 0, 1, 1, 1, 1]
 
 
+def test_refused_options_keep_the_cache_of_a_model():
+    model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
+    cls, report = type(model), model_cache_report(model)
+    with pytest.raises(ValueError, match="99"):
+        apply_cache(model, BLOCKS, residual_diff_threshold=0.1, first_blocks=99)
+    assert type(model) is cls
+    assert model_cache_report(model).forecast == report.forecast
+
+
 def test_without_a_schedule_the_stored_residual_is_added():
     alone = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
     assert model_cache_report(alone).forecast == "taylor 0"

@@ -107,7 +107,15 @@ def calibrate_cache(
     before = caching.thresholds
     mesh = mesh_of(pipe) or one_guided_rank("cpu")
     rounds = 2 + (tries if thresholds is None else len(thresholds))
+
+    def restore(failure: type[BaseException] | None, *_: Any) -> None:
+        if failure is not None:
+            caching.thresholds = before
+            if uncached:
+                remove_cache_from_pipe(pipe)
+
     with ExitStack() as stack:
+        stack.push(restore)
         hidden = not progress or mesh.rank != 0
         bar = stack.enter_context(tqdm(total=len(calls) * rounds + 2, desc="calibrating", disable=hidden))
         stack.enter_context(_quiet(pipe))
@@ -117,22 +125,16 @@ def calibrate_cache(
             caching.thresholds = dict.fromkeys(before, threshold)
             return trial.row(threshold)
 
-        try:
-            with caching.paused():
-                trial.generate_references()
-            rows = [evaluate(0.0)]
-            if thresholds is None:
-                rows += _bisect(trial, evaluate, goal, rows[0], tries)
-            else:
-                rows += [evaluate(float(threshold)) for threshold in sorted(set(thresholds)) if threshold > 0]
-            rows.sort(key=lambda row: row.threshold)
-            chosen = goal.choose(rows)
-            caching.thresholds = dict.fromkeys(before, chosen.threshold)
-        except BaseException:
-            caching.thresholds = before
-            if uncached:
-                remove_cache_from_pipe(pipe)
-            raise
+        with caching.paused():
+            trial.generate_references()
+        rows = [evaluate(0.0)]
+        if thresholds is None:
+            rows += _bisect(trial, evaluate, goal, rows[0], tries)
+        else:
+            rows += [evaluate(float(threshold)) for threshold in sorted(set(thresholds)) if threshold > 0]
+        rows.sort(key=lambda row: row.threshold)
+        chosen = goal.choose(rows)
+        caching.thresholds = dict.fromkeys(before, chosen.threshold)
         # The bar's total was the maximum number of generations. The search may have needed fewer, so end the bar here.
         bar.total = bar.n
         bar.refresh()

@@ -145,6 +145,10 @@ def test_unreachable_target_names_best_and_changes_nothing():
         calibrate(pipe, PROMPTS[0], target=90.0, tries=2)
     assert (type(pipe), type(pipe.transformer)) == (cls, transformer_cls)
 
+    with pytest.raises(AttributeError):
+        calibrate(pipe, PROMPTS[0], target=1.0, generator=5)
+    assert caching_of(pipe) is None and type(pipe) is cls
+
     apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, warmup_steps=6)
     before = caching_of(pipe).caches
     with pytest.raises(ValueError, match=r"threshold .*0 .*psnr ≥ 1 dB"):
