@@ -17,10 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.attention.multi_head import multi_head_attention
-from para_core.attention.sdpa_call import SdpaCall
+from para_core.attention.sdpa_call import SdpaCall, raise_here
 from para_core.instance_patching import original_class
 from para_core.modes.flash_attention import OPERATOR_TYPES, attention_kind, flash_attention
-from para_core.modes.interceptor import raise_here
 from para_core.plans.module_matching import parameters_of
 from para_core.torch_internals import tree_leaves, tree_map
 from para_core.verify.virtual_ranks import fresh

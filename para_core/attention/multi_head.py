@@ -6,18 +6,11 @@ inside that function, because torch disables the mode while the mode handles the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
-
-
-def _raise(error: Exception) -> NoReturn:
-    raise error
+from para_core.attention.sdpa_call import Fail, SdpaCall, SdpaHandler, raise_here
 
 
 def multi_head_attention(
@@ -48,7 +41,7 @@ def multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
     *,
-    fail: Callable[[Exception], NoReturn] = _raise,
+    fail: Fail = raise_here,
 ) -> tuple[Tensor, None]:
     """Compute ``F.multi_head_attention_forward``, with ``handler`` in place of SDPA.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +84,13 @@ class SdpaCall(NamedTuple):
 
 # An SdpaHandler is a function that computes an intercepted call of SDPA.
 SdpaHandler = Callable[[SdpaCall], Tensor]
+# A function that raises the exception it gets. A mode that a user enters passes a function that makes all ranks raise.
+Fail = Callable[[Exception], NoReturn]
+
+
+def raise_here(error: Exception) -> NoReturn:
+    """Raise ``error`` without an exchange between ranks. Under a plan all ranks get equal arguments, so all raise."""
+    raise error
 
 
 # The following functions validate the arguments of a call before anything is sent.
@@ -128,7 +135,7 @@ def check(
         raise ValueError(f"key and value must have the same batch, heads and length; got {_shapes(query, key, value)}.")
     if query.shape[:-3] != key.shape[:-3]:
         raise ValueError(
-            f"query and key must have the same batch; got {_shapes(query, key, value)}. Expand the smaller one."
+            f"query and key must have the same batch; got {_shapes(query, key, value)}. Only a batch of 1 is expanded."
         )
     num_heads, num_kv_heads = query.shape[-3], key.shape[-3]
     if num_heads != num_kv_heads and not enable_gqa:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from para_core.attention.sdpa_call import LengthCheck, SdpaCall, SdpaHandler
+from para_core.attention.sdpa_call import Fail, LengthCheck, SdpaCall, SdpaHandler
 from para_core.torch_internals import (
     CustomOpDef,
     DisableTorchFunctionSubclass,
@@ -30,8 +30,6 @@ from para_core.torch_internals import (
 
 # An operator is an OpOverload or an OpOverloadPacket.
 Operator = Any
-# A function that raises the exception it gets. A mode that a user enters passes a function that makes all ranks raise.
-Fail = Callable[[Exception], NoReturn]
 
 OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
 # The names of FlashAttention's forward operators, which can run over a mesh. They are the same in all namespaces:

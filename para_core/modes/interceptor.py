@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.multi_head import multi_head_attention
-from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
+from para_core.attention.sdpa_call import Fail, SdpaCall, SdpaHandler, raise_here
 from para_core.modes.flash_attention import (
     FLASH_OPERATORS,
     OPERATOR_TYPES,
     OTHER_OPERATORS,
-    Fail,
     attention_kind,
     flash_attention,
     is_called_by_a_graph,
@@ -49,11 +48,6 @@ _SOFTMAX = frozenset({torch.softmax, torch.special.softmax, F.softmax, Tensor.so
 # Operators whose arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
-
-
-def raise_here(error: Exception) -> NoReturn:
-    """Raise ``error`` without an exchange between ranks. Under a plan all ranks get equal arguments, so all raise."""
-    raise error
 
 
 def intercept(
