@@ -280,7 +280,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
     if dim.size == 1:
         return x
     if x.dtype in _SENT_AS_BYTES:
-        with_bytes = x.unsqueeze(-1).contiguous().view(torch.uint8)
+        with_bytes = x.unsqueeze(-1).view(torch.uint8)
         return all_gather(with_bytes, sizes, tensor_dim % x.ndim, dim).view(x.dtype).squeeze(-1)
     gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
     return gathered.movedim(0, tensor_dim)  # type: ignore[no-any-return]

@@ -456,6 +456,7 @@ def intercept_attention_by_hand():
 
     leave("by hand", lambda cp, tensors: attend_by_hand(*tensors))
     leave("F.softmax", lambda cp, tensors: F.softmax(tensors[0] @ tensors[1].mT, dim=3))
+    leave("torch.special", lambda cp, tensors: torch.special.softmax(tensors[0] @ tensors[1].mT, 3))
     leave("mixed", mixed)
     leave("disabled", disabled)
     leave("another exception", fail)
@@ -466,7 +467,7 @@ def intercept_attention_by_hand():
 
 def test_attention_by_hand_raises_when_the_mode_is_left(rank_pool):
     for results in rank_pool.run(intercept_attention_by_hand, 2):
-        for name in ("by hand", "F.softmax"):
+        for name in ("by hand", "F.softmax", "torch.special"):
             assert results[name].startswith("RuntimeError") and "attn_implementation='sdpa'" in results[name]
         assert len(results["mixed"]) == 1 and "attn_implementation='sdpa'" in results["mixed"][0]
         assert results["another exception"] == "ValueError: mine"
@@ -506,6 +507,11 @@ def test_each_use_of_a_mode_is_judged_by_itself(rank_pool):
 # -- which sequence
 
 
+DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16]
+# Those that gloo does not send.
+DTYPES += [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
 def shard_and_gather():
     mesh = make_mesh(2, 2)
     results = {}
@@ -517,8 +523,8 @@ def shard_and_gather():
         results["whole"] = cp.gather(part, dim=1)
         results["negative dim"] = cp.gather(cp.shard(x, dim=-2), dim=-2)
         results["dtypes"] = [
-            torch.equal(cp.gather(cp.shard(x.to(dtype), dim=1), dim=1), x.to(dtype))
-            for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16)
+            torch.equal(cp.gather(cp.shard(x.to(dtype), dim=1), dim=1).double(), x.to(dtype).double())
+            for dtype in DTYPES
         ]
         layout = SequenceLayout((Segment("text", 2, replicated=True), Segment("image", 5)), 4)
         part = cp.shard(x, dim=1, sequence=layout)
