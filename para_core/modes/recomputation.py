@@ -61,7 +61,7 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
     frame, depth = sys._getframe(1), 0
     while frame.f_back is not None and depth < _MOST_FRAMES:
         frame, depth = frame.f_back, depth + 1
-        # Read the local variables, of which Python makes a copy, only of a frame that has this one.
+        # Reading f_locals copies all local variables of a frame, so do it only if one of them is called ctx.
         context: Any = frame.f_locals.get("ctx") if "ctx" in frame.f_code.co_varnames else None
         function = getattr(context, "run_function", None) if isinstance(context, FunctionCtx) else None
         if callable(function):
