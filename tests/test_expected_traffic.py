@@ -85,6 +85,14 @@ def test_every_transformer_sends_what_the_formula_says(rank_pool, shape, names):
             assert counted == sent_in_rounds([expected[key]], mesh, rank, apart=False), (key, rank)
 
 
+def test_output_of_too_few_tokens_is_gathered_beside_sharded_text(rank_pool):
+    size, model = SIZES[1], MODELS["flux"].build()  # 4 tokens of the image and 9 of text on 3 ranks
+    with observed(model, 1) as calls:
+        call(model, "flux", size)
+    for rank, sent in enumerate(rank_pool.run(count_in_models, 3, ["flux"], (1, 1, 3))):
+        assert sent["flux", size] == sent_in_rounds([calls], MeshShape(ulysses=3), rank, apart=False)
+
+
 # Branches one after the other: two calls of a step, of one and of two models; none; in one batch; by a guider; in a
 # batch that the model takes apart; with keys that a first step caches.
 GUIDED = ["wan", "wan 2.2", "hunyuan", "mochi", "hunyuan 1.5", "pixart, perturbed", "qwen-image 2.1"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from para_core.attention.local_rows import MaskReviews, num_common_rows, require_own_rows
+from para_core.attention.local_rows import MaskReviews, Review, num_common_rows, require_own_rows
 from para_core.distributed.layout import Segment, SequenceLayout
 
 
@@ -125,3 +125,5 @@ def test_mask_is_read_again_only_after_writing():
         assert reviews.of(mask, 4) == first
         mask[..., -1] = True
         assert reviews.of(mask, 4) != first
+        reviews.trust(mask)
+        assert reviews.of(mask, 4) == Review()

@@ -569,13 +569,14 @@ def test_three_compiled_cached_sizes_on_ranks_equal_one(tmp_path, prompts):
         assert np.abs(image - alone).max() <= 1
 
 
-def test_sigterm_that_arrives_in_a_callback_of_a_weak_reference_ends_the_command():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_that_arrives_in_a_callback_of_a_weak_reference_ends_the_command(number):
     class Object:
         pass
 
     with pytest.raises(KeyboardInterrupt), para_core.cli.ranks.terminable():
         kept = Object()
-        reference = weakref.ref(kept, lambda _: signal.raise_signal(signal.SIGTERM))
+        reference = weakref.ref(kept, lambda _: signal.raise_signal(number))
         del kept  # Python ignores what the callback raises.
         assert reference() is None
         time.sleep(30)

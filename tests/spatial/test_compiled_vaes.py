@@ -105,12 +105,12 @@ def test_compiled_encode_of_a_distribution_raises(rank_pool):
 def change_a_setting():
     tiny, x = TINY_VAES["KL"], random_image(TINY_VAES["KL"].latents)
     vae = parallelize_vae(tiny.make())
-    counter, counts = compiled(vae, "decode"), []
+    counter, counts, errors = compiled(vae, "decode"), [], []
     for overlap in (0.25, 0.25, 0.5, 0.5):
         vae.tile_overlap_factor = overlap
-        error = relative_error(tiny.decode(vae, x), tiny.decode(tiny.make(), x))
+        errors.append(relative_error(tiny.decode(vae, x), tiny.decode(tiny.make(), x)))
         counts.append(counter.frame_count)
-    return error, counts
+    return max(errors), counts
 
 
 @pytest.mark.long
