@@ -183,8 +183,8 @@ class ParallelCall:
                 settings = {key: value for key, value in config.items() if not key.startswith("_")}
                 state[f"pipe.{name}"] = {"class": type(part).__name__, **settings}
         caching = caching_of(pipe)
-        if caching is not None:
-            state["its cache"] = {name: cache.as_text() for name, cache in caching.caches.items()}
+        for name, each in ({} if caching is None else caching.caches).items():
+            state |= {f"{option} of the cache of {name}": text for option, text in each.as_text().items()}
         for name, module in transformers_of(pipe).items():
             state |= {f"{option} of {name}": value for option, value in attention_by_name(module).items()}
         names = {*transformers_of(pipe), "unet", *(("vae",) if decodes else ())}

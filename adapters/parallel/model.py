@@ -184,7 +184,8 @@ class TransformerPart(Part):
     def require_equal(self, kwargs: Mapping[str, Any]) -> None:
         """Raise on every rank if the arguments of this call or the transformer's settings differ between ranks."""
         options = cache_options(self.module)
-        cached = {} if options is None else {"its cache": options.as_text()}
+        texts = {} if options is None else options.as_text()
+        cached = {f"{option} of its cache": text for option, text in texts.items()}
         inputs = {**kwargs, **cached, **attention_by_name(self.module)}
         require_same_call_of_model(self.module, self.mesh, inputs, assume_equal=self.options.assume_equal)
 
