@@ -60,6 +60,7 @@ from para_core.adapters.weights.staged_transformer import (
     refuse_moved_stages,
     refuse_unchained_stages,
 )
+from para_core.cache.apply import cache_options
 from para_core.cache.attachment import foreign_cache
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
@@ -182,6 +183,8 @@ def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> Non
     ``options=None`` leaves out the checks that need them.
     """
     owner, module, adapter = model.owner, model.module, model.adapter
+    if model.component:
+        refuse_cache_of_transformer(model.called, module, model.name)
     refuse_cache_without_transformer(owner, module)
     refuse_cache_on_unet(owner, module)
     refuse_other_type_of_adapter(adapter, module)
@@ -195,6 +198,7 @@ def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
     """Run the checks before a cached call of the pipeline of ``model``. The first check that fails raises."""
     module, name = model.module, model.name
     refuse_replaced_cached_model(model.called, module, name)
+    refuse_cache_of_transformer(model.called, module, name)
     refuse_missing_scheduler(model.owner, options)
     refuse_cache_on_stages(module, name, options)
     refuse_shards_beyond_sequence(module, name, "a cache that skips other steps")
@@ -272,6 +276,15 @@ def refuse_cache_of_diffusers(module: nn.Module, name: str) -> None:
             f"{name} has a cache of diffusers ({cache}), which decides per rank: ranks would skip different steps, and "
             f"wait for each other. Call {name}.disable_cache(), and use apply_cache_on_pipe(pipe, ...), which decides "
             "for all ranks."
+        )
+
+
+def refuse_cache_of_transformer(called: Any, module: nn.Module, name: str) -> None:
+    """Refuse a cache of a pipeline whose transformer has a cache of its own."""
+    if (cache_options(called) or cache_options(module)) is not None:
+        raise ValueError(
+            f"{name} has a cache of its own (apply_cache, apply_cache_on_transformer), and two caches would skip the "
+            f"same blocks. Call para_core.remove_cache({name}), or leave out apply_cache_on_pipe(pipe, ...)."
         )
 
 

@@ -68,8 +68,8 @@ class BlockHookHost:
         return name
 
     def caller(self, key: str) -> ModelCallHook:
-        """Return an unused hook around the model's call, whose key begins with ``key``; create it if all are in use."""
-        hooks = [caller for caller in self.callers if caller.key.startswith(key)]
+        """Return an unused hook around the model's call, created if all are in use. Its key is ``key`` and a number."""
+        hooks = [caller for caller in self.callers if caller.key.rpartition(" ")[0] == key]
         free = next((hook for hook in hooks if hook.run is None), None)
         if free is None:
             free = ModelCallHook(f"{key} {len(hooks)}")

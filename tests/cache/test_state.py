@@ -9,13 +9,18 @@ from functools import partial
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 from diffusers.callbacks import PipelineCallback
 
 from para_core import apply_cache, model_cache_report, remove_cache, reset_cache
-from para_core.adapters import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    apply_cache_on_transformer,
+    cache_report,
+    remove_cache_from_pipe,
+)
 from para_core.adapters.cache.generation import caching_of
-from para_core.cache.apply import _cache_of
+from para_core.cache.apply import _cache_of, cache_options
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import flux_call, flux_pipe, relative_error
 
@@ -318,6 +323,27 @@ def test_reapplying_takes_effect_and_removal_restores_classes():
     for out, other in zip(pipe(ALMOST_SAME), expected, strict=True):
         assert torch.equal(out, other)
     remove_cache_from_pipe(pipe)  # nothing left to do
+
+
+def test_two_caches_of_one_transformer_are_refused():
+    pipe = flux_pipe()
+    transformer = pipe.transformer
+    apply_cache_on_transformer(transformer, residual_diff_threshold=1e9)
+    with pytest.raises(ValueError, match=r"pipe\.transformer.*remove_cache\(pipe\.transformer\)"):
+        apply_cache_on_pipe(pipe, residual_diff_threshold=0.1)
+    assert type(pipe) is FluxPipeline
+    remove_cache(transformer)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.1)
+    cached = pipe(**flux_call()).images
+    apply_cache_on_transformer(transformer, residual_diff_threshold=1e9)
+    with pytest.raises(ValueError, match=r"pipe\.transformer.*remove_cache\(pipe\.transformer\)"):
+        pipe(**flux_call())
+    reset_cache(transformer)
+    assert cache_options(transformer).residual_diff_threshold == 1e9
+    remove_cache(transformer)
+    assert torch.equal(pipe(**flux_call()).images, cached)
+    remove_cache_from_pipe(pipe)
+    assert type(transformer) is FluxTransformer2DModel
 
 
 def test_replaced_transformer_raises():

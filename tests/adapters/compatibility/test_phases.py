@@ -16,7 +16,7 @@ from torchao.quantization import Int8Tensor, PerRow
 from benchmarks.harness import fake_group
 from benchmarks.pages import checks_of, error_of
 from para_core import PipeFusion
-from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.adapters import apply_cache_on_transformer, parallelize_pipe, parallelize_transformer
 from para_core.adapters.compatibility.phases import (
     PHASES,
     CheckedModel,
@@ -545,6 +545,11 @@ CASES = {
         check_parallel_call,
         lambda mesh: on_flux(lambda model: model.enable_cache(FirstBlockCacheConfig(0.1)), mesh),
         r"\(FirstBlockCacheConfig\), .* pipe\.transformer\.disable_cache\(\)",
+    ),
+    "refuse_cache_of_transformer": (
+        check_cache,
+        lambda mesh: on_flux(lambda model: apply_cache_on_transformer(model, residual_diff_threshold=0.1), mesh),
+        r"pipe\.transformer .*remove_cache\(pipe\.transformer\)",
     ),
     "refuse_hooks_of_diffusers": (
         check_parallel_call,
