@@ -86,6 +86,22 @@ def wrap_method(
     _set_wrappers(instance, {**_wrappers(instance), (key, method): (order, around, plain_copies)})
 
 
+@contextmanager
+def wrapped_during(instance: Any, method: str, key: str, around: Around, *, order: WrapperPriority) -> Iterator[None]:
+    """Wrap ``method`` by ``around`` inside the ``with`` block, then restore the earlier wrapper with this ``key``.
+
+    If there was none, ``around`` stays, so that graphs stay valid that were compiled for the class of ``instance``.
+    """
+    earlier = wrapper(instance, method, key)
+    if earlier != around:
+        wrap_method(instance, method, key, around, order=order)
+    try:
+        yield
+    finally:
+        if earlier is not None and earlier != around:
+            wrap_method(instance, method, key, earlier, order=order)
+
+
 def wrap_alike(instances: Iterable[Any], method: str, key: str, around: Around, *, order: WrapperPriority) -> None:
     """Call :func:`wrap_method` for each of ``instances``. Those of equal class then share graphs."""
     for instance in instances:

@@ -200,7 +200,9 @@ class PipelineCache:
 
         Every rank calls this for every call, so that all ranks number the branches in the same order.
         """
-        cache = next((cache for cache in self.caches.values() if cache.module is uncompiled(module)), None)
+        # A callback may have removed the caches with their hooks. The rest of the generation then runs without them.
+        hooked = (cache for name, cache in self.caches.items() if name in self._callers)
+        cache = next((cache for cache in hooked if cache.module is uncompiled(module)), None)
         if cache is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
             return
         arguments = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -33,7 +34,15 @@ from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.consistency import inputs_verified
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance_patching import (
+    WrapperPriority,
+    original_class,
+    uncompiled,
+    unwrap,
+    wrap_method,
+    wrapped_during,
+    wrapper,
+)
 from para_core.plans.region import region_of
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.pipefusion import PipeFusion
@@ -77,6 +86,8 @@ class ParallelCall:
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
         self._places: Places = {}
         self._guidance = Guidance(mesh.batch, meta_output) if sequential_cfg else None
+        # The components, compiled or not, that calls have wrapped to distribute their CFG branches.
+        self._guided: WeakSet[nn.Module] = WeakSet()
         guided = transformers.values() if sequential_cfg else ()
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
@@ -105,6 +116,12 @@ class ParallelCall:
         """Undo :meth:`fuse`."""
         if self.fused is not None:
             self.fused.remove()
+
+    def unguide(self) -> None:
+        """Remove the wrappers that distribute CFG branches, also from components that were replaced since."""
+        for component in self._guided:
+            if wrapper(component, "__call__", _GUIDANCE) == self._run_branch:
+                unwrap(component, _GUIDANCE)
 
     def wrap(self, pipe: Any) -> None:
         """Wrap ``__call__`` of ``pipe`` again after a failed undo, without recording the meshes of its models."""
@@ -140,11 +157,14 @@ class ParallelCall:
                     stages.links.begin()
                 stack.enter_context(inputs_verified([region, stages]))
                 stack.enter_context(translated_attention(module))
-                component = getattr(pipe, name)
-                if self._guidance is not None and wrapper(component, "__call__", _GUIDANCE) != self._run_branch:
+                if self._guidance is not None:
                     # Wrap a compiled component itself and not the module inside it: its graph holds the call of one CFG
-                    # branch, and the branches are distributed outside the graph.
-                    wrap_method(component, "__call__", _GUIDANCE, self._run_branch, order=WrapperPriority.GUIDANCE)
+                    # branch, and the branches are distributed outside the graph. A callback of another pipeline that
+                    # shares the component may make this call, so restore the wrapper of that pipeline.
+                    component = getattr(pipe, name)
+                    self._guided.add(component)
+                    order = WrapperPriority.GUIDANCE
+                    stack.enter_context(wrapped_during(component, "__call__", _GUIDANCE, self._run_branch, order=order))
             stack.enter_context(inputs_verified(map(unet_run, self._unets.values())))
             stack.enter_context(reasons_shared(token, self._places))
             if self.fused is not None:
@@ -252,11 +272,9 @@ def parallel_call(pipe: Any) -> ParallelCall | None:
 def remove_parallel_call(pipe: Any) -> None:
     """Remove the wrappers that :class:`ParallelCall` attached to ``pipe`` and its transformers."""
     call = parallel_call(pipe)
-    if call is not None and call.scheduled is not None:
-        call.scheduled.remove(pipe)
-    for name, module in transformers_of(pipe).items():
-        # The wrapper may be on the compiled module or on the module inside it, so remove it from both.
-        for wrapped in (getattr(pipe, name), module):
-            unwrap(wrapped, _GUIDANCE)
+    if call is not None:
+        call.unguide()
+        if call.scheduled is not None:
+            call.scheduled.remove()
     release_pipe(pipe)
     unwrap(pipe, PARALLEL_PIPE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from para_core.adapters.registry import adapter_for, require_blocks
 from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.attention.attention_options import AttentionSchedule, AttnOptions
 from para_core.cache.branches import Branches, conditions_of
-from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrapped_during, wrapper
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
 
@@ -53,6 +54,8 @@ class ScheduledAttention:
             if model is not None and model.steps_with_copies
         }
         self._branches: dict[int, Branches] = {}
+        # The transformers, compiled or not, whose calls a generation has wrapped.
+        self._wrapped: WeakSet[nn.Module] = WeakSet()
         # Number of user callbacks that are running now (they may nest).
         self._in_callback = 0
 
@@ -65,22 +68,22 @@ class ScheduledAttention:
         self._branches = {key: Branches(conditions) for key, conditions in self._conditions.items()}
         for name, module in self._transformers.items():
             require_native_attention(module, f"pipe.{name}")
-            component = getattr(pipe, name)
-            if wrapper(component, "__call__", _KEY) != self._around_model:
-                # Wrap a compiled component, not the module inside it: the change must not be traced.
-                wrap_method(component, "__call__", _KEY, self._around_model, order=WrapperPriority.CACHE)
         with ExitStack() as stack:
+            for name in self._transformers:
+                # Wrap a compiled component, not the module inside it: the change must not be traced. A callback of
+                # another pipeline that shares the component may make this call, so restore that pipeline's wrapper.
+                component, order = getattr(pipe, name), WrapperPriority.CACHE
+                self._wrapped.add(component)
+                stack.enter_context(wrapped_during(component, "__call__", _KEY, self._around_model, order=order))
             stack.callback(self._use, self._exact)
             stack.enter_context(self._tracker.following(pipe, lambda: None, with_copies=bool(self._conditions)))
             yield stack.enter_context(around_callbacks(kwargs, _KEY, self._run_callback, order=WrapperPriority.CACHE))
 
-    def remove(self, pipe: Any) -> None:
-        """Remove this schedule's wrappers from the transformers of ``pipe``, compiled or not."""
-        for name, module in self._transformers.items():
-            component = getattr(pipe, name, None)
-            for instance in (component, uncompiled(component), module):
-                if isinstance(instance, nn.Module):
-                    unwrap(instance, _KEY)
+    def remove(self) -> None:
+        """Remove this schedule's wrappers from all components that it has wrapped."""
+        for component in self._wrapped:
+            if wrapper(component, "__call__", _KEY) == self._around_model:
+                unwrap(component, _KEY)
 
     def _around_model(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and self._tracker.active and not self._in_callback:

@@ -169,6 +169,26 @@ def test_a_callback_sees_exact_attention():
     assert counts == [0, 0]
 
 
+def test_a_pipe_in_a_callback_follows_its_own_schedule():
+    pipe = small_pipe()
+    other = flux_pipe(transformer=pipe.transformer)
+    inner, outer = [], []
+    with libraries_installed() as calls:
+        parallelize_pipe(pipe, backend=AttentionSchedule("sage", first=0, last=0))
+        parallelize_pipe(other, backend=AttentionSchedule("sage", first=1, last=0))
+
+        def callback(pipe, index, time, kwargs):
+            outer.append(calls.total())
+            if index == 0:
+                inner.append(calls_by_step(other, calls, partial(draw, num_inference_steps=2))[1])
+                outer[0] = calls.total()
+            return {}
+
+        draw(pipe, num_inference_steps=3, callback_on_step_end=callback)
+    assert inner == [[0, 2]]
+    assert [after - before for before, after in pairwise(outer)] == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -8,15 +8,22 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import cpu_offload
-from diffusers import UniPCMultistepScheduler
+from diffusers import FluxTransformer2DModel, UniPCMultistepScheduler
 from peft import LoraConfig
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils import _pytree as pytree
 
-from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters import (
+    AttentionSchedule,
+    KeptKeys,
+    apply_cache_on_pipe,
+    parallelize_pipe,
+    remove_cache_from_pipe,
+    unparallelize_pipe,
+)
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.mesh import MeshDim
-from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, relative_error
+from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.base import fill
 from zoo.tiny.pipelines import PIPELINES
 
@@ -238,6 +245,78 @@ def test_call_without_guidance_is_exact_and_warns_once(rank_pool):
     for image, warned in rank_pool.run(draw_without_guidance, 2):
         assert relative_error(image, expected) < 1e-5
         assert warned == 1
+
+
+def other_pipe_of(pipe):
+    """Return a pipeline with the models of ``pipe`` and a scheduler of its own."""
+    scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    other = type(pipe)(**{**pipe.components, "scheduler": scheduler})
+    other.set_progress_bar_config(disable=True)
+    return other
+
+
+def draw_in_callback(batch, threshold):
+    """Return the images of a pipeline and of another one with its transformer, which a callback runs, and how often
+    this rank ran the last block.
+    """
+    pipe = flux_pipe()
+    other = other_pipe_of(pipe)
+    if batch > 1:
+        for each in (pipe, other):
+            parallelize_pipe(each, mesh=cpu_mesh(1, 1, batch=batch))
+    if threshold is not None:
+        apply_cache_on_pipe(pipe, residual_diff_threshold=threshold, warmup_steps=1)
+    inner = []
+
+    def draw_other(pipe, step, timestep, tensors):
+        if step == 1:
+            inner.append(other(**flux_call(**GUIDED)).images)
+        return {}
+
+    outer = [draw_counting(pipe, **GUIDED, callback_on_step_end=draw_other) for _ in range(2)]
+    return [image for image, _ in outer], inner, [count for _, count in outer]
+
+
+@pytest.mark.parametrize("threshold", [None, 0.7])
+def test_callback_draws_with_another_pipe_of_the_transformer(rank_pool, threshold):
+    outer, inner, counts = draw_in_callback(1, threshold)
+    for rank_outer, rank_inner, rank_counts in rank_pool.run(draw_in_callback, 2, 2, threshold):
+        errors = [relative_error(*pair) for pair in zip(rank_outer + rank_inner, outer + inner, strict=True)]
+        assert max(errors) < 1e-5, errors
+        assert rank_counts == [count // 2 for count in counts]
+
+
+def remove_in_callback():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 1, batch=2))
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.5)
+
+    def remove(pipe, step, timestep, tensors):
+        remove_cache_from_pipe(pipe)
+        return {}
+
+    image, _ = draw_counting(pipe, **GUIDED, callback_on_step_end=remove)
+    unparallelize_pipe(pipe)
+    assert type(pipe.transformer) is FluxTransformer2DModel
+    return image
+
+
+def test_cache_removed_in_callback_leaves_no_wrapper(rank_pool):
+    expected, _ = draw_counting(flux_pipe(), **GUIDED)
+    for image in rank_pool.run(remove_in_callback, 2):
+        assert relative_error(image, expected) < 1e-5
+
+
+def undo_after_swap(backend):
+    pipe = flux_pipe()
+    parallelize_pipe(pipe, mesh=cpu_mesh(1, 1, batch=2), backend=backend)
+    draw_counting(pipe, **GUIDED)
+    swapped, pipe.transformer = pipe.transformer, flux_transformer()
+    unparallelize_pipe(pipe)
+    assert type(swapped) is FluxTransformer2DModel
+
+
+def test_undo_unwraps_a_transformer_that_was_swapped(rank_pool):
+    rank_pool.run(undo_after_swap, 2, AttentionSchedule(KeptKeys(0.5, window=10_000), first=0, last=0))
 
 
 def tensors_of(scheduler):
