@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from para_core.adapters.components import stack_of
 from para_core.adapters.weights.offloaded_modules import execution_device, offloader_of
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_alike
+from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_alike, wrap_method
 from para_core.weights.parameters import plain_tensors
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ class OffloadedBlocks:
 
     The first ``resident`` blocks of each transformer, and all weights outside of its block stack, stay on the device of
     ``mesh``. Each other block is copied to the device before it runs, and its copy is freed afterwards. On CUDA the
-    copies come from pinned memory, and the next block is copied while one runs.
+    copies come from pinned memory, and the next block is copied while one runs. Between two calls of a transformer all
+    of these blocks are in host memory, where code that changes weights in place changes the weights that are kept.
 
     The hooks of diffusers are not used, for two reasons: they would be inside a compiled block and break its graph, and
     they would copy blocks that a cache skips.
@@ -38,6 +39,7 @@ class OffloadedBlocks:
         self.transformers, self.mesh, self.resident = dict(transformers), mesh, resident
         self._undo = ExitStack()
         self._blocks: dict[nn.Module, _Block] = {}
+        self._stream: Any = None
 
     def apply(self) -> None:
         """Offload the blocks. Raise ``ValueError`` if they are offloaded or sharded. A failure changes nothing."""
@@ -49,19 +51,20 @@ class OffloadedBlocks:
                     "offload out, or undo that first (unshard_weights(pipe), pipe.remove_all_hooks())."
                 )
         device = execution_device(self.mesh)
-        stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        stream = self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with ExitStack() as rollback:
             rollback.callback(self._blocks.clear)
             for name, module in self.transformers.items():
                 blocks = offloaded_blocks(module, self.resident)
                 rollback.callback(module.to, next(module.parameters()).device)
-                for offloaded in blocks:
-                    rollback.callback(unwrap, offloaded, _KEY)
+                for wrapped in (module, *blocks):
+                    rollback.callback(unwrap, wrapped, _KEY)
                 module_blocks = [_Block(block, device, stream) for block in blocks]
-                for block, following in zip(module_blocks, [*module_blocks[1:], module_blocks[0]], strict=True):
+                for block, following in pairwise(module_blocks):
                     block.following = following
                 _move_others(module, set(blocks), device)
                 self._blocks |= dict(zip(blocks, module_blocks, strict=True))
+                wrap_method(module, "__call__", _KEY, self._run_model, order=WrapperPriority.OFFLOADED_BLOCK)
                 wrap_alike(blocks, "__call__", _KEY, self._run, order=WrapperPriority.OFFLOADED_BLOCK)
                 size = sum(x.nbytes for block in blocks for x in block.parameters())
                 logger.info("%d blocks of pipe.%s, %.1f GB, are in host memory", len(blocks), name, size / 1e9)
@@ -79,13 +82,24 @@ class OffloadedBlocks:
             )
         block = self._blocks[module]
         block.load()
-        block.following.load()
+        if block.following is not None:
+            block.following.load()
         block.wait()
         try:
             return call(module, *args, **kwargs)
         finally:
-            if block.following is not block:
+            block.free()
+
+    def _run_model(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(module, *args, **kwargs)
+        finally:
+            # A block that was copied ahead has not run if a cache skipped it or the block before it raised.
+            for block in self._blocks.values():
                 block.free()
+            if self._stream is not None:
+                # The caller may now change the weights in host memory, so wait for the last copy from there.
+                self._stream.synchronize()
 
 
 class _Block:
@@ -93,7 +107,7 @@ class _Block:
 
     def __init__(self, module: nn.Module, device: torch.device, stream: Any) -> None:
         self.module, self.device, self.stream = module, device, stream
-        self.following = self
+        self.following: _Block | None = None
         self._is_loaded = False
         self._state: list[tuple[int, int]] = []
         self._offload()
@@ -115,11 +129,12 @@ class _Block:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def free(self) -> None:
-        """Free the copy of the block on the device."""
-        if self._state == self._current_state():
+        """Free the copy of the block on the device, if there is one."""
+        # If tensors were replaced while the block ran, the next load() offloads the new ones.
+        if self._is_loaded and self._state == self._current_state():
             self._group.offload_()
+            self._state = self._current_state()
         self._is_loaded = False
-        self._state = self._current_state()
 
     def _offload(self) -> None:
         # Import here, so that this module can be imported without diffusers.
@@ -132,6 +147,8 @@ class _Block:
             offload_device=host,
             onload_device=self.device,
             offload_leader=self.module,
+            # With a stream, diffusers would leave the copies of buffers that are not named here on the device.
+            buffers=list(self.module.buffers()),
             stream=self.stream,
             record_stream=self.stream is not None,
         )

@@ -9,6 +9,7 @@ import torch
 from diffusers.hooks import apply_group_offloading
 from diffusers.hooks.group_offloading import ModuleGroup
 from peft import LoraConfig
+from torch import nn
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import (
@@ -20,7 +21,7 @@ from para_core.adapters import (
     unparallelize_pipe,
 )
 from para_core.adapters.components import stack_of
-from para_core.adapters.weights.block_offload import _KEY
+from para_core.adapters.weights.block_offload import _KEY, _Block
 from para_core.instance_patching import is_wrapped
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
@@ -126,8 +127,7 @@ def counted_copies(pipe, num_steps):
 def test_a_skipped_step_copies_nothing():
     pipe = parallelize_pipe(make("flux"), offload="blocks")
     num_blocks = len(stack_of(pipe.transformer)) - 1
-    # The last block starts the copy of the first one for the next step.
-    assert counted_copies(pipe, 2) == 2 * num_blocks + 1
+    assert counted_copies(pipe, 2) == 2 * num_blocks
     apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, max_consecutive_hits=2)
     num_copies = counted_copies(pipe, 6)
     computed = cache_report(pipe).computed
@@ -149,10 +149,8 @@ def test_each_block_is_copied_while_the_one_before_runs():
 
     with mock.patch.object(ModuleGroup, "onload_", noted):
         generate(pipe, "flux", num_inference_steps=1)
-    last = len(blocks) - 1
-    for index in range(len(blocks)):
-        following = 0 if index == last else index + 1
-        assert events.index(f"copy {following}") < events.index(f"run {index}")
+    for index in range(len(blocks) - 1):
+        assert events.index(f"copy {index + 1}") < events.index(f"run {index}")
 
 
 @pytest.mark.long
@@ -188,6 +186,80 @@ def test_weights_that_change_between_two_calls_are_used():
     for changed in (pipe, plain):
         changed.transformer.fuse_lora()
     assert torch.equal(generate(pipe, "flux"), generate(plain, "flux"))
+
+
+class CopyingGroup(ModuleGroup):
+    """A group as on CUDA, where the copies on the device are not the weights in host memory."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **{**kwargs, "stream": mock.Mock(), "record_stream": True})
+
+    @staticmethod
+    def _to_cpu(tensor, low_cpu_mem_usage):
+        return tensor.data.clone()
+
+    def _onload_from_memory(self):
+        for x, held in self.cpu_param_dict.items():
+            x.data = held.clone()
+
+
+def scale(pipe):
+    for entry in stack_of(pipe.transformer):
+        for x in (*entry.block.parameters(), *entry.block.buffers()):
+            x.data.mul_(1.25)
+
+
+def load(pipe):
+    pipe.transformer.load_state_dict({key: 0.75 * x for key, x in pipe.transformer.state_dict().items()})
+
+
+CHANGES = {"scaled": scale, "loaded": load, "fused": lambda pipe: (add_lora(pipe), pipe.transformer.fuse_lora())}
+
+
+@pytest.mark.parametrize(
+    ("change", "state"), [*[(change, "computed") for change in CHANGES], ("scaled", "skipped"), ("scaled", "failed")]
+)
+def test_weights_changed_in_place_after_a_call_are_used_in_all_steps(change, state):
+    pipe, plain = make("flux"), make("flux")
+    with mock.patch("diffusers.hooks.group_offloading.ModuleGroup", CopyingGroup):
+        parallelize_pipe(pipe, offload="blocks", resident_blocks=0 if state == "skipped" else 1)
+        if state == "skipped":
+            # The last step is skipped after the first block, when the second one has been copied.
+            apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, max_consecutive_hits=1, warmup_steps=1)
+        blocks = [entry.block for entry in stack_of(pipe.transformer)]
+        if state == "failed":
+            handle = blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                generate(pipe, "flux")
+            handle.remove()
+        else:
+            generate(pipe, "flux", num_inference_steps=4)
+        remove_cache_from_pipe(pipe)
+        for changed in (pipe, plain):
+            CHANGES[change](changed)
+        assert torch.equal(generate(pipe, "flux"), generate(plain, "flux"))
+        unparallelize_pipe(pipe)
+    assert torch.equal(generate(pipe, "flux"), generate(plain, "flux"))
+
+
+class WithBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def test_buffer_changed_in_place_is_used():
+    module, device = WithBuffer(), torch.device("cpu")
+    with mock.patch("diffusers.hooks.group_offloading.ModuleGroup", CopyingGroup):
+        block = _Block(module, device, None)
+    for factor in (1, 2):
+        block.load()
+        assert module(1).tolist() == [factor] * 3
+        block.free()
+        module.scale.mul_(2)
 
 
 def test_refused_offload_changes_nothing():
