@@ -88,7 +88,7 @@ class TextEncodersPart(WeightsPart):
     def apply(self) -> Undo:
         if self.method is None:
             return nothing
-        require_not_offloaded(text_encoders_of(self.pipe), "text_encoders")
+        require_not_offloaded(text_encoders_of(self.pipe), "Leave text_encoders out")
         mesh = weights_mesh(sorted(self.ranks), self.mesh.sequence.device_type, timeout=timeout_of(self.mesh))
         names = shard_components(self.pipe, mesh, self.method, self.components, keep=True)
         return partial(release_shards, self.pipe, names)

@@ -12,15 +12,13 @@ import torch
 from torch import nn
 
 from para_core.adapters.components import stack_of
-from para_core.adapters.weights.offloaded_modules import execution_device, offloader_of
+from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY, execution_device, require_not_offloaded
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_alike, wrap_method
 from para_core.weights.parameters import plain_tensors
 
 logger = logging.getLogger(__name__)
-
-_KEY = "offload"
 
 
 class OffloadedBlocks:
@@ -43,12 +41,11 @@ class OffloadedBlocks:
 
     def apply(self) -> None:
         """Offload the blocks. Raise ``ValueError`` if they are offloaded or sharded. A failure changes nothing."""
+        require_not_offloaded(self.transformers, "Leave offload out")
         for name, module in self.transformers.items():
-            offloader = offloader_of(module)
-            if offloader is not None or is_distributed(module):
+            if is_distributed(module):
                 raise ValueError(
-                    f"pipe.{name} is {'sharded' if offloader is None else f'offloaded by {offloader}'} already. Leave "
-                    "offload out, or undo that first (unshard_weights(pipe), pipe.remove_all_hooks())."
+                    f"pipe.{name} is sharded already. Leave offload out, or call unshard_weights(pipe) first."
                 )
         device = execution_device(self.mesh)
         stream = self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -58,14 +55,14 @@ class OffloadedBlocks:
                 blocks = offloaded_blocks(module, self.resident)
                 rollback.callback(module.to, next(module.parameters()).device)
                 for wrapped in (module, *blocks):
-                    rollback.callback(unwrap, wrapped, _KEY)
+                    rollback.callback(unwrap, wrapped, BLOCKS_KEY)
                 module_blocks = [_Block(block, device, stream) for block in blocks]
                 for block, following in pairwise(module_blocks):
                     block.following = following
                 _move_others(module, set(blocks), device)
                 self._blocks |= dict(zip(blocks, module_blocks, strict=True))
-                wrap_method(module, "__call__", _KEY, self._run_model, order=WrapperPriority.OFFLOADED_BLOCK)
-                wrap_alike(blocks, "__call__", _KEY, self._run, order=WrapperPriority.OFFLOADED_BLOCK)
+                wrap_method(module, "__call__", BLOCKS_KEY, self._run_model, order=WrapperPriority.OFFLOADED_BLOCK)
+                wrap_alike(blocks, "__call__", BLOCKS_KEY, self._run, order=WrapperPriority.OFFLOADED_BLOCK)
                 size = sum(x.nbytes for block in blocks for x in block.parameters())
                 logger.info("%d blocks of pipe.%s, %.1f GB, are in host memory", len(blocks), name, size / 1e9)
             self._undo = rollback.pop_all()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,11 @@ from para_core.cfg.deferred import materialize
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
+from para_core.instance_patching import WrapperPriority, is_wrapped, unwrap, wrap_method
 
 _KEY = "offloaded module"
+# Key of the wrappers of transformers whose blocks are offloaded (block_offload.py).
+BLOCKS_KEY = "offload"
 # Names of the hooks of diffusers' group offload, in the order of removal: outermost first
 # (diffusers/hooks/group_offloading.py).
 _HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading")
@@ -28,17 +30,24 @@ _HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_of
 _LEFT_BY_HOOKS = ("forward", "_diffusers_hook")
 
 
-def require_not_offloaded(modules: Mapping[str, nn.Module], option: str) -> None:
-    """Raise ``ValueError`` if one of ``modules`` is offloaded by accelerate or by diffusers' group offload.
+class Offloader(NamedTuple):
+    """An offload of a component: its name and how a user undoes it, both as parts of messages."""
 
-    The message says to leave out ``option``, the conflicting option of parallelize_pipe.
+    name: str
+    undo: str
+
+
+def require_not_offloaded(modules: Mapping[str, nn.Module], instead: str) -> None:
+    """Raise ``ValueError`` if one of ``modules`` is offloaded.
+
+    The message says to do ``instead``, such as to leave out the conflicting option, or to undo the offload.
     """
     for name, module in modules.items():
         offloader = offloader_of(module)
         if offloader is not None:
             raise ValueError(
-                f"pipe.{name} is offloaded by {offloader} already. Leave {option} out, or undo that offload "
-                "first (pipe.remove_all_hooks())."
+                f"pipe.{name} is offloaded by {offloader.name} already. {instead}, or undo that offload first: "
+                f"{offloader.undo}."
             )
 
 
@@ -69,7 +78,7 @@ class OffloadedModules:
         """Offload the weights. Raise ``ValueError`` if other code has offloaded them. A failure changes nothing."""
         from diffusers.hooks import apply_group_offloading
 
-        require_not_offloaded(self.modules, self.option)
+        require_not_offloaded(self.modules, f"Leave {self.option} out")
         device = execution_device(self.mesh)
         with ExitStack() as rollback:
             for name, module in self.modules.items():
@@ -94,14 +103,23 @@ class OffloadedModules:
         self._undo.close()
 
 
-def offloader_of(module: nn.Module) -> str | None:
-    """Return the name of the offload that is installed on ``module`` or on a part of it; None without one."""
+def offloader_of(module: nn.Module) -> Offloader | None:
+    """Return what offloads ``module`` or a part of it; None if nothing does."""
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
-        return f"accelerate's {type(hook).__name__}"
+        return Offloader(f"accelerate's {type(hook).__name__}", "pipe.remove_all_hooks()")
+    if is_wrapped(module, BLOCKS_KEY):
+        return Offloader(
+            "offload='blocks' of parallelize_pipe", "unparallelize_pipe(pipe), with the pipeline of that call"
+        )
     registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
     grouped = any(registry is not None and registry.get_hook("group_offloading") is not None for registry in registries)
-    return "diffusers' group offload" if grouped else None
+    undo = (
+        "unparallelize_pipe(pipe) if it is that of parallelize_pipe (text_encoders=, vae_placement=); if it is "
+        "diffusers' own, HookRegistry.check_if_exists_or_initialize(module).remove_hook(name) of diffusers.hooks, for "
+        f"each name of {', '.join(_HOOKS)}"
+    )
+    return Offloader("diffusers' group offload", undo) if grouped else None
 
 
 def execution_device(mesh: GuidedMesh) -> torch.device:

@@ -15,6 +15,7 @@ from para_core.adapters.components import components_of
 from para_core.adapters.consistency.loras import lora_weights
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import mesh_of, tensor_plan_for, transformers_of
+from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY, require_not_offloaded
 from para_core.adapters.weights.sharded_component import (
     KEY,
     METHODS,
@@ -30,6 +31,7 @@ from para_core.distributed.consistency import Record, check_consistent, first_di
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
 from para_core.instance_patching import (
     WrapperPriority,
+    is_wrapped,
     original_class,
     restored_on_failure,
     unwrap,
@@ -164,8 +166,17 @@ def shard_components(
     with raising_on_all(ranks, "weights cannot be sharded"):
         check_shard(pipe)
         chosen, plans = _components_to_shard(pipe, method, components)
+        transformers = transformers_of(pipe)
         if isinstance(ranks, GuidedMesh):
-            require_mesh_fits(ranks, method, of_transformer=bool(chosen.keys() & transformers_of(pipe).keys()))
+            require_mesh_fits(ranks, method, of_transformer=bool(chosen.keys() & transformers.keys()))
+        # Accelerate's model offload leaves shards alone (check_shard refused its other hooks), and diffusers' group
+        # offload of a transformer moves them. The placements of parallelize_pipe are refused.
+        placed = {
+            name: module
+            for name, module in chosen.items()
+            if is_wrapped(module, BLOCKS_KEY) or not (name in transformers or hasattr(module, "_hf_hook"))
+        }
+        require_not_offloaded(placed, "Shard other components alone (components=[...])")
         for name, module in chosen.items():
             if mesh_of_diffusers(module) is not None:
                 raise ValueError(

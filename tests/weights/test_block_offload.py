@@ -21,7 +21,8 @@ from para_core.adapters import (
     unparallelize_pipe,
 )
 from para_core.adapters.components import stack_of
-from para_core.adapters.weights.block_offload import _KEY, _Block
+from para_core.adapters.weights.block_offload import _Block
+from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY
 from para_core.instance_patching import is_wrapped
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
@@ -41,7 +42,7 @@ def place(name, dims, resident):
     generate(pipe, name)  # diffusers adds a registry of hooks to a transformer in its first call
     before, attributes = state_of(pipe), attributes_of(pipe.transformer)
     parallelize_pipe(pipe, mesh=mesh_of(dims) if dims else None, offload="blocks", resident_blocks=resident)
-    blocks = [is_wrapped(entry.block, _KEY) for entry in stack_of(pipe.transformer)]
+    blocks = [is_wrapped(entry.block, BLOCKS_KEY) for entry in stack_of(pipe.transformer)]
     outs = [generate(pipe, name) for _ in range(2)]
     unparallelize_pipe(pipe)
     outs.append(generate(pipe, name))
@@ -275,7 +276,22 @@ def test_refused_offload_changes_nothing():
     with pytest.raises(ValueError, match="transformer is offloaded"):
         parallelize_pipe(pipe, offload="blocks")
     for entry in stack_of(pipe.transformer):
-        assert not is_wrapped(entry.block, _KEY)
+        assert not is_wrapped(entry.block, BLOCKS_KEY)
+
+
+def test_a_second_pipeline_of_the_same_transformer_is_refused():
+    pipe, other = make("flux"), make("flux")
+    other.transformer = pipe.transformer
+    parallelize_pipe(pipe, offload="blocks")
+    before = attributes_of(pipe.transformer)
+    with pytest.raises(ValueError, match=r"pipe\.transformer .*unparallelize_pipe"):
+        parallelize_pipe(other, offload="blocks")
+    assert attributes_of(pipe.transformer) == before
+    parallelize_pipe(pipe, offload="blocks", resident_blocks=0)
+    expected = generate(pipe, "flux")
+    unparallelize_pipe(pipe)
+    parallelize_pipe(other, offload="blocks")
+    assert torch.equal(generate(other, "flux"), expected)
 
 
 def refused_with_sharded_weights():

@@ -6,14 +6,15 @@ from unittest import mock
 
 import pytest
 import torch
-from diffusers.hooks import apply_group_offloading
+from diffusers.hooks import HookRegistry, apply_group_offloading
 from torch import nn
 
 from para_core import init_context_parallel_mesh
-from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters import parallelize_pipe, shard_weights, unparallelize_pipe
 from para_core.adapters.parallel.model import TransformerPart
 from para_core.adapters.parallel.parts import TextEncodersPart
 from para_core.adapters.weights.offloaded_modules import offloader_of
+from para_core.instance_patching import instances_in
 from para_core.weights.fsdp import is_sharded
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
@@ -172,6 +173,56 @@ def test_stages_replace_sharded_weights(rank_pool, dim, weights):
         assert max(relative_error(out, expected) for out in outs) < 1e-5
         assert sharded == [["text_encoder", "text_encoder_2"], []]
         assert equal
+
+
+def shard_offloaded(options, rest):
+    pipe, mesh = make("flux"), mesh_of({"ulysses": 2})
+    if options:
+        parallelize_pipe(pipe, mesh=mesh, **options)
+    elif mesh.get_rank() == 1:
+        apply_group_offloading(pipe.text_encoder_2, torch.device("cpu"), offload_type="leaf_level")
+    before = [(type(x), sorted(vars(x))) for x in instances_in(pipe)]
+    with pytest.raises(ValueError) as error:
+        shard_weights(pipe, mesh)
+    assert before == [(type(x), sorted(vars(x))) for x in instances_in(pipe)]
+    if rest:
+        shard_weights(pipe, mesh, components=rest)
+    return str(error.value), generate(pipe, "flux")
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "rest"),
+    [
+        ({"text_encoders": "first"}, "text_encoder", ["transformer"]),
+        ({"offload": "blocks"}, "transformer", ["text_encoder", "text_encoder_2"]),
+        ({}, "text_encoder_2", []),
+    ],
+)
+def test_sharding_what_is_offloaded_is_refused_on_every_rank(rank_pool, options, name, rest):
+    expected = generate(make("flux"), "flux")
+    for error, out in rank_pool.run(shard_offloaded, 2, options, rest):
+        assert f"pipe.{name} " in error
+        assert "components=" in error
+        assert relative_error(out, expected) < 1e-5
+
+
+def remove_group_offload(module):
+    """Remove diffusers' group offload in the way that our messages name."""
+    for name in ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading"):
+        HookRegistry.check_if_exists_or_initialize(module).remove_hook(name)
+
+
+@pytest.mark.parametrize("offload_type", ["leaf_level", "block_level"])
+def test_group_offload_that_was_removed_as_advised_is_not_in_the_way(offload_type):
+    pipe = make("flux")
+    expected = generate(pipe, "flux")
+    pipe.text_encoder_2.requires_grad_(False)
+    apply_group_offloading(pipe.text_encoder_2, torch.device("cpu"), offload_type=offload_type, num_blocks_per_group=1)
+    with pytest.raises(ValueError, match=r"pipe\.text_encoder_2 .*remove_hook\(.*group_offloading"):
+        parallelize_pipe(pipe, text_encoders="offload")
+    remove_group_offload(pipe.text_encoder_2)
+    parallelize_pipe(pipe, text_encoders="offload")
+    assert torch.equal(generate(pipe, "flux"), expected)
 
 
 def test_text_encoders_are_offloaded_on_one_rank_and_restored():
