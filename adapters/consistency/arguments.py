@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -84,6 +85,8 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
         yield value
     elif isinstance(value, torch.Generator):
         yield f"generator {_hash(value.get_state().numpy().data)}"
+    elif isinstance(value, (torch.dtype, timedelta)):
+        yield str(value)
     elif isinstance(value, Mapping):
         yield from _joined("{}", [(f"{key!r}: ", item) for key, item in value.items()])
     elif isinstance(value, (list, tuple)):

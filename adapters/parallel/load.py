@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from para_core.adapters.components import Quantize, components_of
+from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import transformers_of
@@ -80,11 +81,13 @@ def from_pretrained_sharded(
             one rank, or files differ between ranks.
     """
     require_process_group("from_pretrained_sharded")
-    if weights not in (*METHODS, "stages"):
-        raise ValueError(f"weights is {weights!r}; expected 'fsdp', 'tensor' or 'stages'.")
-    for option in ("device_map", "torch_dtype", "quantization_config"):
-        if options.get(option) is not None:
-            raise ValueError(f"from_pretrained_sharded takes no {option}: {_INSTEAD[option]}")
+    compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
+    with equal_options("from_pretrained_sharded", mesh, compared):
+        if weights not in (*METHODS, "stages"):
+            raise ValueError(f"weights is {weights!r}; expected 'fsdp', 'tensor' or 'stages'.")
+        for option in ("device_map", "torch_dtype", "quantization_config"):
+            if options.get(option) is not None:
+                raise ValueError(f"from_pretrained_sharded takes no {option}: {_INSTEAD[option]}")
     if mesh is None:
         mesh = init_context_parallel_mesh()
     guided = guided_mesh_for(mesh, None)

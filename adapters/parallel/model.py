@@ -15,6 +15,7 @@ from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.attention_names import attention_by_name, translated_attention
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
 from para_core.adapters.components import TEXT_ENCODERS, VAE_PLACEMENTS, TextEncoders, VaePlacement
+from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import require_plan
@@ -90,16 +91,18 @@ def parallelize_transformer(
         comm_dtype=comm_dtype,
         attn_func=attn_func,
     )
-    if options.schedule is not None:
-        raise ValueError(
-            "backend= is an AttentionSchedule, and a transformer alone does not know the step of a generation. Pass it "
-            "to parallelize_pipe, or name one backend."
-        )
     module = uncompiled(transformer)
     model = CheckedModel(module, module, adapter=adapter)
-    if mesh is None:
-        # The default mesh is chosen for the model, so check first that the model is supported.
-        check_parallelize([model])
+    with equal_options("parallelize_transformer", mesh, vars(options)):
+        options.check()
+        if options.schedule is not None:
+            raise ValueError(
+                "backend= is an AttentionSchedule, and a transformer alone does not know the step of a generation. "
+                "Pass it to parallelize_pipe, or name one backend."
+            )
+        if mesh is None:
+            # The default mesh is chosen for the model, so check first that the model is supported.
+            check_parallelize([model])
     guided = guided_mesh_for(mesh, module)
     with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
         check_parallelize([model], guided)
@@ -213,7 +216,10 @@ def parallelize_unet(
         ValueError: If the mesh does not fit.
     """
     module: nn.Module = uncompiled(unet)
-    check_parallelize([CheckedModel(module, module, "unet")])
+    options = {"assume_equal": assume_equal, "batched": batched}
+    with equal_options("parallelize_unet", mesh, options):
+        _require_bools(options)
+        check_parallelize([CheckedModel(module, module, "unet")])
     guided = guided_mesh_for(mesh, module)
     with (
         restored_on_failure([module]),
@@ -230,6 +236,12 @@ def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, bat
     return UnetRun(module, mesh, batched=batched, require_equal=require_equal)
 
 
+def _require_bools(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; expected True or False.")
+
+
 # Options that only apply to transformers; of the values of ``weights``, only "tensor".
 _OF_TRANSFORMERS = (
     *("text", "adapter", "weights", "offload", "pipefusion"),
@@ -239,13 +251,7 @@ _OF_TRANSFORMERS = (
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Validated options of :func:`~para_core.adapters.parallelize_pipe`, whose docstring explains each option.
-
-    Raises:
-        ImportError: If ``backend`` names a library that is not installed.
-        TypeError: If an option has a wrong type.
-        ValueError: If an option has an unknown value, or two options exclude each other.
-    """
+    """The options of :func:`~para_core.adapters.parallelize_pipe`, whose docstring explains each option."""
 
     text: Text | None = None
     timeout: timedelta | float | None = None
@@ -264,7 +270,15 @@ class ParallelOptions:
     comm_dtype: torch.dtype | None = None
     attn_func: AttnFunc | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Validate the options.
+
+        Raises:
+            ImportError: If ``backend`` names a library that is not installed.
+            TypeError: If an option has a wrong type.
+            ValueError: If an option has an unknown value, or two options exclude each other.
+        """
+        _require_bools({"assume_equal": self.assume_equal, "vae": self.vae})
         for name, values in (
             ("weights", (*METHODS, "replicate")),
             ("text_encoders", TEXT_ENCODERS),
@@ -286,6 +300,8 @@ class ParallelOptions:
             raise ValueError(f"resident_blocks is {self.resident_blocks}; expected 0 or more.")
         if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
             raise TypeError(f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None.")
+        if self.attn_func is not None and not callable(self.attn_func):
+            raise TypeError(f"attn_func is {self.attn_func!r}; expected a function that computes attention, or None.")
         if self.backend is not None and self.attn_func is not None:
             raise ValueError(f"backend={self.backend!r} and attn_func both choose the local attention. Leave one out.")
         if self.timeout is not None:
@@ -317,7 +333,7 @@ class ParallelOptions:
         if self.comm_dtype is not None:
             default_method = None
         return AttnOptions(
-            rotate_method=self.rotate_method or default_method or "alltoall",
+            rotate_method=(default_method or "alltoall") if self.rotate_method is None else self.rotate_method,
             backend=self.backend.exact if isinstance(self.backend, AttentionSchedule) else self.backend,
             comm_dtype=self.comm_dtype,
         )

@@ -8,7 +8,9 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from para_core.adapters.adapter import Adapter, Text
+from para_core.adapters.compatibility.phases import check_parallelize, models_to_parallelize
 from para_core.adapters.components import TextEncoders, VaePlacement
+from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.model import ParallelOptions, unparallelize_transformer
 from para_core.adapters.parallel.resolve import resolve
@@ -147,6 +149,11 @@ def parallelize_pipe(
     call = parallel_call(pipe)
     previous = None if call is None else call.session
     unshards = previous is not None and previous.shards_weights
+    with equal_options("parallelize_pipe", mesh, {**vars(options), "weights sharded before": unshards}):
+        options.check()
+        if mesh is None:
+            # The default mesh is chosen for the model, so check first that the model is supported.
+            check_parallelize(models_to_parallelize(pipe, options.adapter))
     replace_session(pipe, previous, resolve(pipe, mesh, options, unshards=unshards))
     return pipe
 

@@ -38,15 +38,12 @@ from para_core.modes.flex_attention import uses_flex_attention
 
 
 def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
-    """Validate the options and return the session that runs ``pipe`` on ``mesh``. Changes nothing.
+    """Return the session that runs ``pipe`` on ``mesh`` with the checked ``options``. Changes nothing.
 
-    Every rank of the mesh must call this function, and the errors are those of :func:`parallelize_pipe`: once the mesh
-    is known, on every rank. ``unshards`` says whether the current session shards weights, so that the new one must
-    gather them if it does not shard them itself.
+    Every rank of the mesh must call this function with equal options. The errors are those of
+    :func:`parallelize_pipe`, on every rank. ``unshards`` says whether the current session shards weights, so that the
+    new one must gather them if it does not shard them itself.
     """
-    if mesh is None:
-        # The default mesh is chosen for the model, so check first that the model is supported.
-        check_parallelize(models_to_parallelize(pipe, options.adapter))
     guided, predicted_method = mesh_and_method(mesh, pipe, options.weights)
     # The options that need the global ranks, which takes an exchange. All ranks decide the same.
     needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"

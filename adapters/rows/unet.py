@@ -70,12 +70,12 @@ class UnetRun:
 
     def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        if not self.inputs_verified:
+            self.require_equal(inputs)
         sample = inputs.get(self.images[0])
         if len(args) + len(kwargs) > len(inputs) or not isinstance(sample, Tensor) or sample.ndim < 4:
             # Pass invalid arguments to the model unchanged, because the model's own error explains them best.
             return call(unet, *args, **kwargs)
-        if not self.inputs_verified:
-            self.require_equal(inputs)
         if sample.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{self.images[0]} requires a gradient, and none is computed over ranks. Call the "

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.consistency.arguments import describe
 from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
+from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
 from para_core.adapters.rows.call import Gather, RowRanks, deliver, holds_distribution, on_rows
@@ -92,12 +93,14 @@ def parallelize_vae(
             cannot be distributed.
         RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
     """
-    if method not in ("exact", "tiled") or gather not in ("all", "first"):
-        raise ValueError(
-            f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or 'first'."
-        )
     module = uncompiled(vae)
-    require_parallel_vae(module, method)
+    with equal_options("parallelize_vae", mesh, {"method": method, "gather": gather}):
+        if method not in ("exact", "tiled") or gather not in ("all", "first"):
+            raise ValueError(
+                f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or "
+                "'first'."
+            )
+        require_parallel_vae(module, method)
     if mesh is None:
         device_type = next(module.parameters()).device.type
         if dist.is_available() and dist.is_initialized():
@@ -198,8 +201,8 @@ class _VaeRun:
         if self.mode is not None or self.distributed_tiles is not None:
             return call(vae, *args, **kwargs)
         if not args:
-            first = next(name for name in ("x", "z", "sample", "latents") if name in kwargs)
-            args, kwargs = (kwargs[first],), {name: value for name, value in kwargs.items() if name != first}
+            first = next((name for name in ("x", "z", "sample", "latents") if name in kwargs), "")
+            args, kwargs = (kwargs.get(first),), {name: value for name, value in kwargs.items() if name != first}
         if torch.compiler.is_compiling():
             if self.method == "tiled" or self.adapter.only_tiled:
                 raise RuntimeError(_NO_TILES_IN_GRAPHS)
@@ -306,8 +309,12 @@ class _VaeRun:
             self.distributed_tiles.begin_tile()
         return call(vae, *args, **kwargs)
 
-    def check(self, vae: Any, x: Tensor, others: Sequence[Any]) -> None:
+    def check(self, vae: Any, x: Any, others: Sequence[Any]) -> None:
         """Raise on every rank if a rank cannot run this call, or if inputs or settings differ between ranks."""
+        if not isinstance(x, Tensor):
+            # This raises on every rank.
+            refused = TypeError(f"this {self.adapter.vae} was called with a {type(x).__name__}; expected a tensor.")
+            check_consistent(refused, self.mesh)
         problem: Exception | None = None
         if x.requires_grad and torch.is_grad_enabled():
             problem = RuntimeError(

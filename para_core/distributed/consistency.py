@@ -97,7 +97,7 @@ def check_consistent(
     """Raise on every rank of ``mesh`` unless all ranks pass the same signature and none passes an exception.
 
     Every rank of ``mesh`` must call this function. ``local`` is the signature, or the exception that this rank would
-    otherwise raise alone (a ``TypeError``, ``ValueError`` or ``RuntimeError``).
+    otherwise raise alone (a ``TypeError``, ``ValueError``, ``ImportError`` or ``RuntimeError``).
 
     Args:
         extras: At most ``MAX_EXTRAS`` 64-bit integers that may differ between ranks. Their number must be the same on
@@ -109,7 +109,8 @@ def check_consistent(
 
     Raises:
         ValueError: The signatures of two ranks differ.
-        TypeError, ValueError, RuntimeError: The exception of the first rank that passed one, whose rank it names.
+        TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one, whose rank it
+            names.
     """
     failed = isinstance(local, Exception)
     if isinstance(local, Exception):
@@ -126,7 +127,7 @@ def check_consistent(
         # Compare values, not digests, because equal values may have different JSON: 1 and 1.0.
         if any(record != records[0] for record in records):
             raise ValueError(explain(records))
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, ImportError, RuntimeError) as error:
         setattr(error, _RAISED_ON, _groups_of(mesh))
         raise
     return [row[2 : 2 + len(extras)] for row in headers]
@@ -150,14 +151,15 @@ def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]
     the end of the outer context meets the exchange with which the other ranks end the inner one.
 
     Raises:
-        TypeError, ValueError, RuntimeError: That of the rank that failed. Other types become a RuntimeError.
+        TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
+            RuntimeError.
     """
     try:
         yield
     except Exception as error:
         if _groups_of(mesh) in ((), getattr(error, _RAISED_ON, None)):
             raise
-        kind = type(error) if type(error) in (TypeError, ValueError) else RuntimeError
+        kind = type(error) if type(error) in (TypeError, ValueError, ImportError) else RuntimeError
         reason = str(error) if kind is type(error) else f"{type(error).__name__}: {error}"
         check_consistent(kind(f"{what}: {reason}"), mesh)
         raise
@@ -221,8 +223,8 @@ def raise_first_error(records: list[Record]) -> None:
     """
     for rank, record in enumerate(records):
         if record.get("error") is not None:
-            kind = {"TypeError": TypeError, "RuntimeError": RuntimeError}.get(record["kind"], ValueError)
-            raise kind(f"sequence rank {rank}: {record['error']}")
+            kinds = {kind.__name__: kind for kind in (TypeError, ImportError, RuntimeError)}
+            raise kinds.get(record["kind"], ValueError)(f"sequence rank {rank}: {record['error']}")
 
 
 def error_record(error: Exception) -> Record:

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from para_core.distributed.consistency import Record, check_consistent, differing_fields, signature
 from para_core.distributed.mesh import (
     MESH_DIMS,
     PIPE_DIM,
     TENSOR_DIM,
     GuidedMesh,
     SequenceMesh,
+    all_ranks,
     find_or_make_group,
     guided_mesh,
     host_group,
@@ -153,7 +155,8 @@ def init_context_parallel_mesh(
 
     Raises:
         RuntimeError: No process group is initialised, or two ranks have the same GPU, which NCCL refuses.
-        TypeError, ValueError: A maximum is not a positive integer, or ranks are left over.
+        TypeError, ValueError: A maximum is not a positive integer, ranks are left over, or, on every rank, the
+            arguments or the numbers of ranks per host differ between ranks.
 
     Example::
 
@@ -164,10 +167,19 @@ def init_context_parallel_mesh(
         # Without check_available=True, a CUDA build of torch returns "cuda" on a machine without a GPU.
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         device_type = accelerator.type if accelerator is not None else "cpu"
+    on_host = ranks_per_host()
+    _require_equal_arguments(
+        device_type=device_type,
+        max_batch_dim_size=max_batch_dim_size,
+        max_ring_dim_size=max_ring_dim_size,
+        max_ulysses_dim_size=max_ulysses_dim_size,
+        max_tensor_dim_size=max_tensor_dim_size,
+        max_pipe_dim_size=max_pipe_dim_size,
+        ranks_per_host=on_host,
+    )
     _require_maximum("max_tensor_dim_size", max_tensor_dim_size)
     _require_maximum("max_pipe_dim_size", max_pipe_dim_size)
     tensor = largest_divisor(dist.get_world_size(), max_tensor_dim_size or 1)
-    on_host = ranks_per_host()
     pipe = largest_divisor(dist.get_world_size() // tensor, max_pipe_dim_size or 1)
     shape: tuple[int, ...] = choose_mesh_shape(
         dist.get_world_size() // (tensor * pipe),
@@ -185,6 +197,21 @@ def init_context_parallel_mesh(
     # Check this last, because init_device_mesh sets the current GPU of a rank that has not used a GPU before.
     require_own_gpus(mesh, guided_mesh(mesh))
     return mesh
+
+
+def _require_equal_arguments(**arguments: object) -> None:
+    """Raise ``ValueError`` on every rank if ``arguments`` differ between ranks, which would make different groups."""
+
+    def explain(records: list[Record]) -> str:
+        fields = "; ".join(differing_fields(records))
+        return f"the ranks must call init_context_parallel_mesh with equal arguments. {fields}."
+
+    # Values of other types are refused later, on every rank.
+    record = {
+        name: value if value is None or isinstance(value, (int, str)) else f"a {type(value).__name__}"
+        for name, value in arguments.items()
+    }
+    check_consistent(signature(record), all_ranks(), explain=explain)
 
 
 def _mesh_of_shape(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

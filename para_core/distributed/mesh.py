@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
@@ -259,6 +259,12 @@ class GuidedMesh:
 def one_guided_rank(device_type: str) -> GuidedMesh:
     """Return a mesh of this rank alone, without process groups."""
     return GuidedMesh(dim_of_one("batch"), one_rank(device_type), dim_of_one(TENSOR_DIM), dim_of_one(PIPE_DIM))
+
+
+def all_ranks() -> GuidedMesh:
+    """Return all ranks of the default process group as a mesh of one dim; this rank alone without that group."""
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return replace(one_guided_rank("cpu"), batch=dim_of_group("all ranks", group))
 
 
 def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") -> GuidedMesh:

@@ -42,16 +42,15 @@ def as_timedelta(timeout: timedelta | float) -> timedelta:
 
     Raises:
         TypeError: ``timeout`` is neither a number nor a timedelta.
-        ValueError: ``timeout`` is not positive.
+        ValueError: ``timeout`` is not positive, or too large for a timedelta, such as ``inf``.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"timeout is {timeout!r}; expected a positive number of seconds, or a timedelta.")
-    period = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if period <= timedelta(0):
-        raise ValueError(
-            f"timeout is {period.total_seconds()} s; expected a positive number of seconds, or a timedelta."
-        )
-    return period
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    # Not a number is neither smaller nor larger than any other number.
+    if not 0 < seconds <= timedelta.max.total_seconds():
+        raise ValueError(f"timeout is {seconds} s; expected a positive number of seconds, or a timedelta.")
+    return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
 
 
 def override_timeouts(

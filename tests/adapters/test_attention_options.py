@@ -4,7 +4,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
 from para_core.attention import local
@@ -106,17 +105,6 @@ def test_in_one_graph_it_computes_the_same(rank_pool, ranks):
     expected = draw(small_pipe())
     for out in rank_pool.run(compiled, ranks, ranks):
         assert relative_error(out, expected) < (1e-5 if ranks == 1 else 0.05)
-
-
-def with_other_options(option, values):
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), **{option: values[dist.get_rank()]})
-    with pytest.raises(ValueError, match=rf"{option} of transformer: rank 0 .*{str(values[0])!r}, rank 1 "):
-        draw(pipe)
-
-
-@pytest.mark.parametrize(("option", "values"), [("backend", ["math", "flash"]), ("comm_dtype", [torch.int8, None])])
-def test_ranks_that_were_given_something_else_are_told(rank_pool, option, values):
-    rank_pool.run(with_other_options, 2, option, values)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from para_core.adapters.planner.inputs import default_guidance, number_of_heads
 from para_core.plans.plan import LinearAttention
 from para_core.plans.region import region_of
 from tests.planner.gpus import gpu_named
-from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
+from tests.tiny import flux_call, flux_pipe, relative_error
 from tests.weights.pipes import bytes_of, generate, make
 from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
@@ -281,16 +281,6 @@ def test_planned_two_dim_ring_runs_and_is_logged(rank_pool):
         # The user's option takes precedence over the prediction.
         assert methods == ["2d", "allgather"]
     assert "1 × 2 × 1, rotate_method='2d' (predicted)" in results[0][2][0]
-
-
-def run_with_other_methods():
-    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(2, 1), rotate_method=["2d", "alltoall"][dist.get_rank()])
-    with pytest.raises(ValueError, match=r"rotate_method of transformer: rank 0 .*'2d', rank 1 .*'alltoall'"):
-        pipe(**flux_call())
-
-
-def test_ranks_that_were_given_other_methods_are_told(rank_pool):
-    rank_pool.run(run_with_other_methods, 2)
 
 
 def test_unknown_rotate_method_is_refused_at_once():

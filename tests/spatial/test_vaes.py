@@ -233,13 +233,19 @@ def decode_differently(how):
         x.requires_grad_()
     if how == "compiled":
         vae.decoder.compile(backend="eager")
+    if how == "no tensor":
+        vae.decode(None if dist.get_rank() == 1 else x)
+    if how == "no argument":
+        vae.decode(*([] if dist.get_rank() == 1 else [x]))
     tiny.decode(vae, x)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
+        ("no tensor", "AutoencoderKL .*NoneType"),
+        ("no argument", "AutoencoderKL .*NoneType"),
         ("latents", "AutoencoderKL .*sample"),
         ("settings", "AutoencoderKL .*tiling"),
         ("gradient", "gradient"),
@@ -248,7 +254,7 @@ def decode_differently(how):
 )
 def test_inexact_changes_raise_on_every_rank(rank_pool, how, message):
     for error in rank_pool.run_expecting_errors(decode_differently, 2, how):
-        assert isinstance(error, (ValueError, RuntimeError)) and re.search(message, str(error))
+        assert isinstance(error, (TypeError, ValueError, RuntimeError)) and re.search(message, str(error))
 
 
 def test_unknown_autoencoders_and_words_are_errors_that_name_them():

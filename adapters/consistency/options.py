@@ -1,0 +1,60 @@
+"""Compare the options of a function that changes a pipeline or a model between the ranks that call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from para_core.adapters.consistency.arguments import describe
+from para_core.distributed.consistency import Record, check_consistent, differing_fields, raising_on_all, signature
+from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh
+
+
+@contextmanager
+def equal_options(
+    function: str, mesh: DeviceMesh | ProcessGroup | GuidedMesh | None, options: Mapping[str, object]
+) -> Iterator[None]:
+    """Return a context manager for the checks of ``options``, which ``function`` was called with and may be invalid.
+
+    Every rank of ``mesh`` must enter the context, before anything that depends on an option is sent. If an option or
+    a size of ``mesh`` differs between ranks, every rank raises ``ValueError``. An exception in the ``with`` block is
+    raised on every rank as well. With a :class:`GuidedMesh`, nothing is exchanged, because it comes from a caller that
+    has compared the options and raises on every rank.
+    """
+    if isinstance(mesh, GuidedMesh):
+        yield
+        return
+    ranks = _ranks_of(mesh)
+    # A function has no value to compare between processes, but a name. ``describe`` returns the class of a callback.
+    names = {name: getattr(value, "__qualname__", value) for name, value in options.items()}
+    record = {"mesh": _sizes_of(mesh), **{name: describe(value) for name, value in names.items()}}
+
+    def explain(records: list[Record]) -> str:
+        return f"the ranks of one mesh must call {function} with equal options. {'; '.join(differing_fields(records))}."
+
+    check_consistent(signature(record), ranks, explain=explain)
+    with raising_on_all(ranks, function):
+        yield
+
+
+def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
+    """Return the ranks of ``mesh`` by groups that they share even if each of them has passed another mesh.
+
+    If the mesh has all ranks, this is the default group, because the groups of its dims depend on their sizes. So is it
+    for None, which stands for all ranks, and for other types, which are refused later.
+    """
+    world = all_ranks()
+    return guided_mesh(mesh) if isinstance(mesh, (DeviceMesh, ProcessGroup)) and mesh.size() < world.ranks else world
+
+
+def _sizes_of(mesh: object) -> str:
+    if isinstance(mesh, ProcessGroup):
+        return f"ulysses {mesh.size()}"
+    if not isinstance(mesh, DeviceMesh):
+        return describe(mesh)
+    names = mesh.mesh_dim_names or [f"dim {index}" for index in range(mesh.ndim)]
+    sizes = zip(names, mesh.shape, strict=True)
+    return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"

@@ -1,0 +1,118 @@
+"""Options that differ between ranks, or are invalid: an error on every rank, before anything is sent or changed."""
+
+import re
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from para_core import init_context_parallel_mesh
+from para_core.adapters import (
+    parallelize_pipe,
+    parallelize_transformer,
+    parallelize_unet,
+    parallelize_vae,
+)
+from tests.adapters.parallel.test_undo import image_of, same_pipe
+from tests.tiny import cpu_mesh, flux_pipe
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
+
+
+def attend(*args, **kwargs):
+    raise NotImplementedError
+
+
+# Two values of each option, for ranks 0 and 1.
+OF_PIPE = {
+    "text": ("shard", "replicate"),
+    "assume_equal": (True, False),
+    "vae": (False, True),
+    "weights": ("fsdp", None),
+    "text_encoders": ("fsdp", "replicate"),
+    "offload": (None, "blocks"),
+    "timeout": (timedelta(seconds=30), timedelta(seconds=40)),
+    "rotate_method": ("2d", "alltoall"),
+    "comm_dtype": (None, torch.int8),
+    "attn_func": (attend, None),
+    "backend": ("math", "typo"),
+}
+
+
+def differ():
+    rank, meshes = dist.get_rank(), (cpu_mesh(2, 1), cpu_mesh(1, 2))
+    pipe, unet = flux_pipe(shared_parts=False), UNET_PIPELINES["sd"].build().unet
+    messages = []
+
+    def refuse(option, function, *args, **options):
+        with pytest.raises(ValueError) as caught:
+            function(*args, **options)
+        messages.append((option, str(caught.value)))
+
+    with same_pipe(pipe):
+        for name, values in OF_PIPE.items():
+            refuse(name, parallelize_pipe, pipe, mesh=meshes[0], **{name: values[rank]})
+        refuse("mesh", parallelize_pipe, pipe, mesh=meshes[rank])
+        refuse("mesh", parallelize_pipe, pipe, mesh=[None, meshes[1]][rank])
+        refuse("weights", parallelize_pipe, pipe, weights=[None, "fsdp"][rank])
+        refuse("text", parallelize_transformer, pipe.transformer, mesh=meshes[0], text=OF_PIPE["text"][rank])
+        refuse("gather", parallelize_vae, pipe.vae, mesh=meshes[0], gather=["all", "first"][rank])
+        refuse("method", parallelize_vae, pipe.vae, mesh=meshes[0], method=["exact", "tiled"][rank])
+    refuse("batched", parallelize_unet, unet, mesh=meshes[0], batched=rank == 0)
+    refuse("max_ring_dim_size", init_context_parallel_mesh, "cpu", max_ring_dim_size=1 + rank)
+    # The ranks are in step again.
+    parallelize_pipe(pipe, mesh=meshes[0])
+    return messages, image_of(pipe)
+
+
+def test_options_that_differ_raise_on_every_rank(rank_pool):
+    expected = image_of(flux_pipe())
+    for messages, image in rank_pool.run(differ, 2):
+        for option, message in messages:
+            assert re.search(rf"{option}.*: rank 0 .*, rank 1 ", message), message
+        text = " ".join(message for _, message in messages)
+        for value in ("torch.int8", "0:00:40", "attend", "'typo'", "ring 2", "ulysses 2"):
+            assert value in text
+        assert torch.allclose(image, expected, atol=1e-4)
+
+
+def refuse_on_one_rank():
+    pipe, mesh = flux_pipe(), cpu_mesh(1, 2)
+    with same_pipe(pipe):
+        with mock.patch("para_core.adapters.parallel.model.require_library") as require:
+            require.side_effect = ImportError("library 17") if dist.get_rank() == 1 else None
+            with pytest.raises(ImportError, match="17"):
+                parallelize_pipe(pipe, mesh=mesh)
+        with pytest.raises(TypeError, match="AutoencoderKL"):
+            parallelize_transformer(pipe.vae if dist.get_rank() == 1 else pipe.transformer)
+        with pytest.raises(TypeError, match="Linear"):
+            parallelize_vae(torch.nn.Linear(1, 1) if dist.get_rank() == 1 else pipe.vae)
+
+
+def test_options_refused_on_one_rank_raise_on_every_rank(rank_pool):
+    rank_pool.run(refuse_on_one_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("assume_equal", "no", TypeError),
+        ("vae", "yes", TypeError),
+        ("attn_func", 5, TypeError),
+        ("rotate_method", "", ValueError),
+        ("timeout", float("nan"), ValueError),
+        ("timeout", float("inf"), ValueError),
+        ("timeout", 1e300, ValueError),
+    ],
+)
+def test_invalid_options_raise_with_name_and_value(option, value, error):
+    pipe = flux_pipe()
+    with same_pipe(pipe), pytest.raises(error, match=f"{option} is .*{re.escape(str(value))}"):
+        parallelize_pipe(pipe, **{option: value})
+
+
+def test_invalid_options_of_a_unet_raise_with_name_and_value():
+    for option in ("assume_equal", "batched"):
+        with pytest.raises(TypeError, match=f"{option} is 'no'"):
+            parallelize_unet(UNET_PIPELINES["sd"].build().unet, **{option: "no"})
