@@ -6,18 +6,20 @@ Each change is a part of a *session*: all changes that are applied to one pipeli
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.components import text_encoders_of
+from para_core.adapters.components import components_of, text_encoders_of
 from para_core.adapters.parallel.session import Part, Undo, nothing
 from para_core.adapters.weights.block_offload import OffloadedBlocks
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, require_not_offloaded
-from para_core.adapters.weights.shard import release_shards, restore_shards, shard_components
+from para_core.adapters.weights.shard import gather_modules, release_shards, restore_shards, shard_components
 from para_core.adapters.weights.sharded_component import Method
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import override_timeouts
@@ -57,25 +59,35 @@ class WeightsPart(Part):
     method: Method | None
     components: Sequence[str] | None = None
     name = "sharding the weights"
+    # The user may take modules out of the pipeline before the change is undone.
+    _sharded: list[nn.Module] = field(default_factory=list, init=False)
 
     @property
     def shards_weights(self) -> bool:  # type: ignore[override]
-        return self.method is not None
+        return self.method is not None and self.components != []
 
     def clear(self) -> Undo:
         # Sharding replaces earlier shards by itself; if a later step of the session fails, they must come back.
         return (restore_shards if self.shards_weights else release_shards)(self.pipe, self.components)
 
     def apply(self) -> Undo:
-        if self.method is None:
+        return self._shard_over(self.mesh)
+
+    def _shard_over(self, mesh: GuidedMesh | DeviceMesh) -> Undo:
+        if self.method is None or not self.shards_weights:
             return nothing
-        names = shard_components(self.pipe, self.mesh, self.method, self.components, keep=True)
-        return partial(release_shards, self.pipe, names)
+        self._sharded[:] = shard_components(self.pipe, mesh, self.method, self.components, keep=True)
+        return partial(gather_modules, self.pipe, self._sharded)
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         # Leave the weights sharded, because the next session shards them again or has a WeightsPart that gathers them.
         # Only a session with stages needs full weights to start from, so gather them for such a session.
         return release_shards(self.pipe, self.components) if self.shards_weights and mesh.pipe.size > 1 else nothing
+
+    def finish(self, undo: Undo) -> None:
+        # The next session does not know modules that have left the pipeline.
+        current = components_of(self.pipe).values()
+        gather_modules(self.pipe, [module for module in self._sharded if module not in current])
 
 
 @dataclass(frozen=True)
@@ -86,12 +98,11 @@ class TextEncodersPart(WeightsPart):
     name = "placing the text encoders"
 
     def apply(self) -> Undo:
-        if self.method is None:
+        if not self.shards_weights:
             return nothing
         require_not_offloaded(text_encoders_of(self.pipe), "Leave text_encoders out")
         mesh = weights_mesh(sorted(self.ranks), self.mesh.sequence.device_type, timeout=timeout_of(self.mesh))
-        names = shard_components(self.pipe, mesh, self.method, self.components, keep=True)
-        return partial(release_shards, self.pipe, names)
+        return self._shard_over(mesh)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -96,6 +96,11 @@ def shard_weights(
     """
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; expected 'fsdp' or 'tensor'.")
+    if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
+        raise TypeError(
+            f"offload_policy is {offload_policy!r}; expected a policy of FSDP2, such as "
+            "torch.distributed.fsdp.CPUOffloadPolicy(), or None."
+        )
     if method == "tensor" and offload_policy is not None:
         raise ValueError("offload_policy is FSDP2's; leave it out with method='tensor', or give method='fsdp'.")
     shard_components(pipe, mesh, method, components, offload_policy)
@@ -147,8 +152,8 @@ def shard_components(
     *,
     keep: bool = False,
     from_files: bool = False,
-) -> list[str]:
-    """Shard the weights like :func:`shard_weights`, and return the names of the sharded components.
+) -> list[nn.Module]:
+    """Shard the weights like :func:`shard_weights`, and return the sharded components.
 
     ``keep`` skips components that are already sharded with the same settings. ``from_files`` says that the weights are
     memory-mapped from files. To read as little of them as possible, ranks then do not compare values, and no copy is
@@ -209,7 +214,7 @@ def shard_components(
             for component in sharded.values():
                 component.refuse_late(guard)
         rollback.pop_all()
-    return list(sharded)
+    return list(chosen.values())
 
 
 def _components_to_shard(
@@ -218,11 +223,9 @@ def _components_to_shard(
     """Return the components to shard by name, and the tensor plan of each. With ``"fsdp"`` there are no plans.
 
     Raises:
-        ValueError: If a component cannot be sharded by ``method``.
+        ValueError: If a component cannot be sharded by ``method``, or there is none to shard.
     """
-    if method == "fsdp":
-        return components_of(pipe, components), {}
-    if components is None:
+    if method == "tensor" and components is None:
         components = list(transformers_of(pipe))
         if not components:
             raise ValueError(
@@ -230,6 +233,13 @@ def _components_to_shard(
                 "shards its text encoders."
             )
     chosen, plans = components_of(pipe, components), {}
+    if not chosen:
+        raise ValueError(
+            f"components is {components!r}: there is nothing to shard. This {original_class(pipe).__name__} has "
+            f"{', '.join(components_of(pipe)) or 'no component that can be sharded'}; None stands for all of them."
+        )
+    if method == "fsdp":
+        return chosen, {}
     for name, module in chosen.items():
         plan = tensor_plan_for(module)
         if plan is None:
@@ -303,17 +313,24 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
     Raises:
         RuntimeError: If a sharded weight was replaced, for example by quantization, so that it cannot be gathered.
     """
-    for name, module in components_of(pipe, components).items():
+    chosen = components_of(pipe, components)
+    for name, module in chosen.items():
         if mesh_of_diffusers(module) is not None:
             warn_user(
                 f"pipe.{name} stays sharded: diffusers' TensorParallelConfig did it when it was loaded, and nothing "
                 "undoes that. To hold it on every rank, load it without parallel_config.",
                 ParaCoreWarning,
             )
+    gather_modules(pipe, chosen.values())
+    return pipe
+
+
+def gather_modules(pipe: Any, modules: Iterable[nn.Module]) -> None:
+    """Gather the weights of ``modules``, which may have left ``pipe`` since they were sharded. A collective call."""
+    for module in modules:
         gather_component(module)
     if not any(map(is_distributed, components_of(pipe).values())):
         unwrap(pipe, KEY)
-    return pipe
 
 
 def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[[], None]:

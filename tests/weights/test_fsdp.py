@@ -132,6 +132,37 @@ def test_parallelize_pipe_shards_weights_and_takes_them_back(rank_pool):
         assert all(torch.equal(outs[0], out) for out in outs)
 
 
+def replaced_by_user(undo):
+    pipe, mesh = make("flux"), init_context_parallel_mesh("cpu")
+    sharded = {name: getattr(pipe, name) for name in ("transformer", "text_encoder_2")}
+    before = {name: bytes_of(module) for name, module in sharded.items()}
+    parallelize_pipe(pipe, mesh=mesh, weights="fsdp")
+    parts = make("flux").components
+    pipe.transformer, pipe.text_encoder_2 = parts["transformer"], None
+    undo(pipe, mesh)
+    after = {name: bytes_of(module) for name, module in sharded.items()}
+    pipe.text_encoder_2 = parts["text_encoder_2"]
+    return before, after, type(sharded["transformer"]) is type(parts["transformer"]), generate(pipe, "flux")
+
+
+def undo_parallel(pipe, mesh):
+    unparallelize_pipe(pipe)
+
+
+def parallelize_again(pipe, mesh):
+    parallelize_pipe(pipe, mesh=mesh)
+    unparallelize_pipe(pipe)
+
+
+@pytest.mark.parametrize("undo", [undo_parallel, parallelize_again])
+def test_modules_that_left_the_pipeline_are_gathered(rank_pool, undo):
+    expected = generate(make("flux"), "flux")
+    for before, after, restored, out in rank_pool.run(replaced_by_user, 2, undo):
+        assert before == after
+        assert restored
+        assert torch.equal(out, expected)
+
+
 def with_lora():
     pipe = make("flux")
     torch.manual_seed(0)
@@ -255,11 +286,17 @@ def test_balanced_pipeline_is_refused_with_way_out(attempt, where):
             "components .*'vae'; .*FluxPipeline .*: text_encoder, .*transformer",
         ),
         ({"components": "transformer"}, TypeError, r"components=\['transformer'\]"),
+        ({"components": []}, ValueError, r"components .*\[\].*FluxPipeline .*text_encoder, .*transformer"),
+        ({"components": [], "method": "tensor"}, ValueError, r"components .*\[\].*FluxPipeline .*text_encoder"),
+        ({"offload_policy": "cpu"}, TypeError, r"offload_policy .*'cpu'.*CPUOffloadPolicy\(\)"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(options, error, message):
+    pipe = flux_pipe()
+    before = type(pipe)
     with fake_group(2), pytest.raises(error, match=message):
-        shard_weights(flux_pipe(), **options)
+        shard_weights(pipe, **options)
+    assert type(pipe) is before
 
 
 def is_gathered(block):
