@@ -246,7 +246,7 @@ def _shard_lora(layer: nn.Module, style: Linear, record: _Record) -> None:
     """Shard the new LoRAs of a layer like the layer: matrix B by its outputs (colwise), or A by its inputs (rowwise),
     whose product is summed over the ranks.
     """
-    for first, second in lora_matrices(layer):
+    for first, second in lora_matrices(layer) or ():
         matrix = second if style.along == "colwise" else first
         if not isinstance(matrix.weight, DTensor):
             _shard_linear(matrix, Linear(style.along, parts_of(base_linear(layer), style)), record)

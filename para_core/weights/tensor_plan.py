@@ -173,11 +173,11 @@ def base_linear(layer: nn.Module) -> Any:
     return getattr(layer, "base_layer", layer)
 
 
-def lora_matrices(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the matrices (A, B) of each LoRA of ``layer``; empty if it has none."""
+def lora_matrices(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]] | None:
+    """Return the matrices (A, B) of each LoRA of ``layer``, which may be none; None if it is not a layer for LoRAs."""
     first, second = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
     if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict):
-        return []
+        return None
     return [(first[name], second[name]) for name in first]
 
 
@@ -186,7 +186,8 @@ def require_plain_lora(name: str, layer: Any, cls: str) -> None:
     if not hasattr(layer, "base_layer"):
         return
     pairs = lora_matrices(layer)
-    if not pairs or not all(isinstance(matrix, nn.Linear) for pair in pairs for matrix in pair):
+    # After its last LoRA was deleted, a layer has no pairs, and computes as without a LoRA.
+    if pairs is None or not all(isinstance(matrix, nn.Linear) for pair in pairs for matrix in pair):
         kind = f"{type(layer).__module__.rpartition('.')[0].rpartition('.')[2]}'s {type(layer).__name__}"
         problem = "which is no sum of the layer and a product of two matrices"
     elif getattr(layer, "lora_variant", None) or any(getattr(layer, "use_dora", {}).values()):

@@ -18,6 +18,7 @@ from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.forecasts import FOCA, Forecast, forecast_weights
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, Rule
 from para_core.plans.plan import Plan
+from para_core.user_warnings import ThresholdWarning
 from tests.cache.scripted import ADAPTER, BLOCKS, STREAMS, Pipe, Scripted, verdicts
 from zoo.tiny.pipelines import PIPELINES
 
@@ -391,6 +392,9 @@ def test_halves_of_batch_are_compared_apart(run):
             "modulated_input .*first_blocks=2",
         ),
         ({"policy": 3}, TypeError, "policy .*3"),
+        ({"per_transformer": {"transformer": 5}}, TypeError, "per_transformer .*5}; .*'transformer'"),
+        ({"per_transformer": "transformer"}, TypeError, "per_transformer .*'transformer'; .*dict"),
+        ({"per_transformer": 0}, TypeError, "per_transformer .*0; .*dict"),
     ],
 )
 def test_bad_options_are_errors_and_leave_what_was_there(options, error, message):
@@ -490,6 +494,7 @@ def cautious(observation):
             TypeError,
             r"adapter .*CachedBlocks\(.*Adapter",
         ),
+        (lambda: apply_cache_on_pipe(None), TypeError, "NoneType"),
         (
             lambda: CachedBlocks(BlockGroup(("early",))),
             TypeError,
@@ -526,6 +531,17 @@ def test_schedule_defaults_are_accepted_by_transformer():
 def test_policy_returning_none_raises(run):
     with pytest.raises(Exception, match=r"policy .*None"):
         run([1.0, 1.0], policy=unsure)
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_policy_that_always_decides_alike_is_named_in_the_warning(skips):
+    def constant(observation):
+        return skips
+
+    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, policy=constant)
+    with pytest.warns(ThresholdWarning, match=r"policy=.*constant") as caught:
+        pipe([1.0, 1.0, 1.0])
+    assert "residual_diff_threshold" not in str(caught[0].message)
 
 
 def test_policy_reading_numbers_raises_in_graph():

@@ -247,11 +247,20 @@ def test_lpips_is_used_or_its_absence_named(monkeypatch):
         ({"prompts": []}, "prompts is empty"),
         ({"thresholds": []}, "thresholds is empty"),
         ({"tries": 0}, "tries .*0; .*1"),
+        ({"thresholds": [0.1, float("nan")]}, "thresholds .*nan"),
+        ({"thresholds": [0.1, -0.5]}, r"thresholds .*-0\.5"),
+        ({"thresholds": 0.1}, r"thresholds .*0\.1"),
+        ({"thresholds": ["a lot"]}, "thresholds .*'a lot'"),
+        ({"target": "high"}, "target .*'high'"),
+        ({"tries": "many"}, "tries .*'many'"),
+        ({"seed": 0.5}, r"seed .*0\.5"),
+        ({"prompts": 5}, "prompts .*5"),
+        ({"prompts": ["a circle", 5]}, "prompts .*5"),
         ({"output_type": "pil"}, "output_type .*calibrate_cache"),
     ],
 )
 def test_bad_arguments_are_errors_before_anything_is_generated(options, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         calibrate(flux_pipe(), **{"target": 30.0, **options})
 
 
