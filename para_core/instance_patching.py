@@ -127,7 +127,7 @@ def wrapper(instance: Any, method: str, key: str) -> Around | None:
 
 def instances_in(instance: Any) -> list[Any]:
     """Return ``instance``, the modules among its attributes, and all modules inside these modules, each once."""
-    parts = [instance] if isinstance(instance, nn.Module) else vars(instance).values()
+    parts = [instance] if isinstance(instance, nn.Module) else getattr(instance, "__dict__", {}).values()
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     return list({id(x): x for x in (instance, *modules)}.values())
 

@@ -276,17 +276,20 @@ class PipelineCache:
             if differences
             else "no difference was finite"
         )
+        policy = None if cache.options.policy is None else cache.options.as_text()["policy"]
+        decided = f"residual_diff_threshold is {threshold:g}" if policy is None else f"policy={policy} decides"
         if not any(row.hit for row in decisions):
             self._warnings.warn(
                 f"{name}: no hits",
-                f"the cache of the {name} skipped no step: {ranging}, and residual_diff_threshold is {threshold:g}. "
-                "Raise it.",
+                f"the cache of the {name} skipped no step: {ranging}, and {decided}. "
+                f"{'Raise it.' if policy is None else 'Let it return True at some steps.'}",
                 ThresholdWarning,
             )
         elif all(row.hit for row in decisions) and not any(row.verdict is Verdict.LIMIT for row in rows):
             self._warnings.warn(
                 f"{name}: only hits",
-                f"the cache of the {name} skipped every step that it could: {ranging}, and residual_diff_threshold is "
-                f"{threshold:g}. Lower it, or set max_consecutive_hits.",
+                f"the cache of the {name} skipped every step that it could: {ranging}, and {decided}. "
+                f"{'Lower it' if policy is None else 'Let it return False at some steps'}, or set "
+                "max_consecutive_hits.",
                 ThresholdWarning,
             )

@@ -70,7 +70,7 @@ def apply_cache_on_pipe(
     agreed = nullcontext() if mesh is None else raising_on_all(mesh, "the cache could not be applied")
     with restored_on_failure(instances_in(pipe)), ExitStack() as rollback:
         with agreed:
-            caches = _resolve(pipe, adapter, per_transformer or {}, options)
+            caches = _resolve(pipe, adapter, {} if per_transformer is None else per_transformer, options)
             caching = caching_of(pipe)
             if caching is None:
                 caching = PipelineCache()
@@ -88,6 +88,13 @@ def _resolve(
     models = models_to_check(pipe, adapter)
     for model in models:
         check_cache(model)
+    if not isinstance(per_transformer, Mapping) or not all(
+        isinstance(each, Mapping) for each in per_transformer.values()
+    ):
+        raise TypeError(
+            f"per_transformer is {per_transformer!r}; expected a dict of options for each component name, such as "
+            f"{{{models[0].component!r}: {{'residual_diff_threshold': 0.1}}}}."
+        )
     names = [model.component for model in models]
     unknown = [name for name in per_transformer if name not in names]
     if unknown:

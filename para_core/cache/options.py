@@ -149,7 +149,8 @@ class CacheOptions:
         rule (`"first_block"`, `"modulated_input"` or `Rule`, defaults to `"first_block"`): How steps are compared.
             ``"modulated_input"`` compares the input of the first block, so a skipped step runs no block.
         policy (`Callable`, *optional*): A function that takes an :class:`Observation` and returns whether to skip the
-            step, in place of the threshold.
+            step, in place of the threshold. It must return the same on all ranks that share a sequence, or they wait
+            for each other. They get equal observations, so a function of these alone does.
 
     Raises:
         TypeError, ValueError: A value has a wrong type or is out of range, or two options exclude each other.

@@ -172,6 +172,23 @@ def test_a_lora_is_exact_over_shared_weights(rank_pool, name, method, when):
         assert all(torch.equal(out, ranks[0][key]) for key, out in outs.items())
 
 
+def delete_last(method):
+    """Return the outputs after the only LoRA was deleted from sharded weights, and after these were sharded again."""
+    pipe = shared(make("flux"), method)
+    pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
+    pipe.delete_adapters("style")
+    deleted = generate(pipe, "flux")
+    # The layers of peft stay in the model, without a LoRA.
+    return deleted, generate(shared(unparallelize_pipe(pipe), method), "flux")
+
+
+@pytest.mark.parametrize("method", ["tensor", *[pytest.param(x, marks=pytest.mark.long) for x in ("fsdp", "stages")]])
+def test_deleting_the_last_lora_is_exact(rank_pool, method):
+    expected = generate(make("flux"), "flux")
+    for outs in rank_pool.run(delete_last, 2, method):
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+
+
 def add_late(method, options):
     pipe = shared(make("flux"), method)
     with pytest.raises(ValueError, match=r"use_dora=True|pissa"):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Integral, Real
 from statistics import fmean
 from typing import Any
 
@@ -77,7 +78,7 @@ def calibrate_cache(
         A `Calibration` with the chosen threshold and the results of all thresholds.
 
     Raises:
-        TypeError: The pipeline is not supported.
+        TypeError: The pipeline is not supported, or an argument has a wrong type.
         ValueError: No threshold that skips a step reaches the target (the message names the best one), or an argument
             is invalid.
         ImportError: A package that the metric needs is not installed.
@@ -89,10 +90,16 @@ def calibrate_cache(
     if (target is None) == (computed_steps is None):
         raise ValueError(f"target is {target} and computed_steps is {computed_steps}; give one of them.")
     metric = metric if computed_steps is None else "computed_steps"
-    target = float(target if computed_steps is None else computed_steps)  # type: ignore[arg-type]
+    target = target if computed_steps is None else computed_steps
+    if isinstance(target, bool) or not isinstance(target, Real):
+        raise TypeError(f"target or computed_steps is {target!r}; expected a number.")
+    target = float(target)
     require_target(metric, target)
-    if thresholds is not None and len(thresholds) == 0:
-        raise ValueError("thresholds is empty; name at least one, or leave it out.")
+    if thresholds is not None:
+        _require_thresholds(thresholds)
+    for name, value in (("tries", tries), ("seed", seed)):
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name} is {value!r}; expected an integer.")
     if tries < 1:
         raise ValueError(f"tries is {tries}; expected at least 1.")
     names: list[str] = [metric] if metric in ("ssim", "lpips") else []
@@ -180,8 +187,28 @@ def _bisect(
     return rows
 
 
+def _require_thresholds(thresholds: object) -> None:
+    expected = "expected a sequence of numbers that are at least 0, or None to search"
+    if isinstance(thresholds, str) or not isinstance(thresholds, Collection):
+        raise TypeError(f"thresholds is {thresholds!r}; {expected}.")
+    if len(thresholds) == 0:
+        raise ValueError(f"thresholds is empty; {expected}.")
+    for threshold in thresholds:
+        if isinstance(threshold, bool) or not isinstance(threshold, Real):
+            raise TypeError(f"thresholds has {threshold!r}; {expected}.")
+        # Not a number is neither smaller nor larger than any other number.
+        if not float(threshold) >= 0:
+            raise ValueError(f"thresholds has {threshold}; {expected}.")
+
+
 def _calls(prompts: str | Sequence[str | Mapping[str, Any]], call: Mapping[str, Any]) -> list[dict[str, Any]]:
+    expected = "expected a prompt, or a sequence of prompts and of dicts with the arguments of a call"
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts is {prompts!r}; {expected}.")
     listed = [prompts] if isinstance(prompts, (str, Mapping)) else list(prompts)
+    for prompt in listed:
+        if not isinstance(prompt, (str, Mapping)):
+            raise TypeError(f"prompts has {prompt!r}; {expected}.")
     if not listed:
         raise ValueError("prompts is empty; name at least one.")
     calls = [{**call, **({"prompt": prompt} if isinstance(prompt, str) else prompt)} for prompt in listed]
