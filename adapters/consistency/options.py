@@ -19,10 +19,10 @@ def equal_options(
 ) -> Iterator[None]:
     """Return a context manager for the checks of ``options``, which ``function`` was called with and may be invalid.
 
-    Every rank of ``mesh`` must enter the context, before anything that depends on an option is sent. If an option or
-    a size of ``mesh`` differs between ranks, every rank raises ``ValueError``. An exception in the ``with`` block is
-    raised on every rank as well. With a :class:`GuidedMesh`, nothing is exchanged, because it comes from a caller that
-    has compared the options and raises on every rank.
+    Every rank of ``mesh`` must enter the context, before anything that depends on an option is sent. If an option, or
+    the device type or a size of ``mesh``, differs between ranks, every rank raises ``ValueError``. An exception in the
+    ``with`` block is raised on every rank as well. With a :class:`GuidedMesh`, nothing is exchanged, because it comes
+    from a caller that has compared the options and raises on every rank.
     """
     if isinstance(mesh, GuidedMesh):
         yield
@@ -30,7 +30,7 @@ def equal_options(
     ranks = _ranks_of(mesh)
     # A function has no value to compare between processes, but a name. ``describe`` returns the class of a callback.
     names = {name: getattr(value, "__qualname__", value) for name, value in options.items()}
-    record = {"mesh": _sizes_of(mesh), **{name: describe(value) for name, value in names.items()}}
+    record = {"mesh": _text_of(mesh), **{name: describe(value) for name, value in names.items()}}
 
     def explain(records: list[Record]) -> str:
         return f"the ranks of one mesh must call {function} with equal options. {'; '.join(differing_fields(records))}."
@@ -50,11 +50,11 @@ def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
     return guided_mesh(mesh) if isinstance(mesh, (DeviceMesh, ProcessGroup)) and mesh.size() < world.ranks else world
 
 
-def _sizes_of(mesh: object) -> str:
+def _text_of(mesh: object) -> str:
     if isinstance(mesh, ProcessGroup):
-        return f"ulysses {mesh.size()}"
+        return f"a process group of {mesh.size()}"
     if not isinstance(mesh, DeviceMesh):
         return describe(mesh)
     names = mesh.mesh_dim_names or [f"dim {index}" for index in range(mesh.ndim)]
     sizes = zip(names, mesh.shape, strict=True)
-    return " × ".join(f"{name} {size}" for name, size in sizes if size > 1) or "one rank"
+    return f"{mesh.device_type}: {' × '.join(f'{name} {size}' for name, size in sizes if size > 1) or 'one rank'}"

@@ -77,6 +77,12 @@ def mesh_and_method(
         chosen, method = _chosen_mesh(device_type, owner, weights)
         return guided_mesh(chosen), method
     guided = guided_mesh(mesh)
+    if guided.sequence.device_type == "meta":
+        raise ValueError(
+            "mesh is of device type 'meta', whose tensors hold no data, and the model is on "
+            f"{getattr(owner, 'device', 'cpu')}. Pass a mesh of the device on which the ranks will compute, such as "
+            "init_context_parallel_mesh('cpu'). The model may be moved there later."
+        )
     require_own_gpus(mesh, guided)
     return guided, "alltoall"
 

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import (
@@ -14,6 +15,7 @@ from para_core.adapters import (
     parallelize_transformer,
     parallelize_unet,
     parallelize_vae,
+    shard_weights,
 )
 from tests.adapters.parallel.test_undo import image_of, same_pipe
 from tests.tiny import cpu_mesh, flux_pipe
@@ -92,6 +94,18 @@ def refuse_on_one_rank():
 
 def test_options_refused_on_one_rank_raise_on_every_rank(rank_pool):
     rank_pool.run(refuse_on_one_rank, 2)
+
+
+def use_meta_mesh():
+    mesh = init_device_mesh("meta", (2,), mesh_dim_names=("tensor",))
+    pipe = flux_pipe(shared_parts=False)
+    for function, options in ((parallelize_pipe, {"weights": "tensor"}), (shard_weights, {"method": "tensor"})):
+        with same_pipe(pipe), pytest.raises(ValueError, match=r"meta.*cpu"):
+            function(pipe, mesh=mesh, **options)
+
+
+def test_a_meta_mesh_is_refused_and_keeps_the_weights(rank_pool):
+    rank_pool.run(use_meta_mesh, 2)
 
 
 @pytest.mark.parametrize(
