@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -114,6 +114,21 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     ]
     components = {name: uncompiled(getattr(pipe, name, None)) for name in (*USUAL_NAMES, *sorted(others))}
     return {name: module for name, module in components.items() if isinstance(module, nn.Module)}
+
+
+def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) -> None:
+    """Raise ``TypeError`` if ``instance`` is a model and a pipeline is expected, or it is no model and one is expected.
+
+    ``other`` completes the message: what to call with an object of the other kind.
+    """
+    module = uncompiled(instance)
+    is_model = isinstance(module, nn.Module)
+    if is_model and kind == "pipeline" and not is_transformer_class(type(module)):
+        # A pipeline may be an nn.Module, too.
+        parts = transformers_of(module) or unets_of(module) or decoders_of(module)
+        is_model = not (parts or hasattr(module, "components"))
+    if is_model != (kind == "model"):
+        raise TypeError(f"expected a {kind}, and got a {original_class(module).__name__}. {other}")
 
 
 def is_transformer_class(cls: Any) -> bool:

@@ -11,7 +11,25 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    apply_cache_on_transformer,
+    calibrate_cache,
+    parallelize_pipe,
+    parallelize_transformer,
+    parallelize_unet,
+    parallelize_vae,
+    propose_plan,
+    remove_cache_from_pipe,
+    shard_weights,
+    unparallelize_pipe,
+    unparallelize_transformer,
+    unparallelize_unet,
+    unparallelize_vae,
+    unshard_weights,
+)
 from tests.attention.one_device import make_qkv, relative_error
+from tests.tiny import flux_pipe, flux_transformer
 
 SECONDS = 10
 
@@ -284,6 +302,56 @@ def test_user_exception_on_one_rank_ends_the_others(rank_pool):
     assert isinstance(own, KeyError)
     assert isinstance(waiting, RuntimeError)
     assert re.search(r"2 ranks .*'ulysses'", str(waiting))
+
+
+# Function, what it is given in place of a pipeline or model, and what the error names.
+OTHER_KINDS = [
+    (parallelize_pipe, "transformer", "FluxTransformer2DModel", "parallelize_transformer"),
+    (parallelize_pipe, "vae", "AutoencoderKL", "parallelize_vae"),
+    (unparallelize_pipe, "transformer", "FluxTransformer2DModel", "unparallelize_transformer"),
+    (apply_cache_on_pipe, "transformer", "FluxTransformer2DModel", "apply_cache_on_transformer"),
+    (calibrate_cache, "transformer", "FluxTransformer2DModel", "apply_cache_on_transformer"),
+    (remove_cache_from_pipe, "transformer", "FluxTransformer2DModel", "para_core.remove_cache"),
+    (shard_weights, "text_encoder", "CLIPTextModel", "components="),
+    (unshard_weights, "transformer", "FluxTransformer2DModel", "components="),
+    *[(call, "pipe", "FluxPipeline", "parallelize_pipe") for call in (parallelize_transformer, parallelize_unet)],
+    (parallelize_vae, "pipe", "FluxPipeline", "parallelize_pipe(pipe, vae=True)"),
+    *[
+        (call, "pipe", "FluxPipeline", "unparallelize_pipe")
+        for call in (unparallelize_transformer, unparallelize_unet, unparallelize_vae)
+    ],
+    (apply_cache_on_transformer, "pipe", "FluxPipeline", "apply_cache_on_pipe"),
+    (propose_plan, "pipe", "FluxPipeline", "pipe.transformer"),
+]
+MORE_ARGUMENTS = {calibrate_cache: {"prompts": "a cat", "target": 30}, propose_plan: {"example_inputs": ({},)}}
+
+
+@pytest.mark.parametrize(
+    ("function", "part", "name", "way_out"), OTHER_KINDS, ids=lambda x: getattr(x, "__name__", None)
+)
+def test_model_in_place_of_pipeline_or_reverse_is_refused(function, part, name, way_out):
+    pipe = flux_pipe()
+    instance = pipe if part == "pipe" else getattr(pipe, part)
+    before = type(instance)
+    with pytest.raises(TypeError, match=rf"{name}\b.*{re.escape(way_out)}"):
+        function(instance, **MORE_ARGUMENTS.get(function, {}))
+    assert type(instance) is before
+
+
+class ModulePipeline(torch.nn.Module):
+    """A user's pipeline that is a module."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, transformer):
+        super().__init__()
+        self.transformer = transformer
+
+
+def test_module_that_holds_a_transformer_is_a_pipeline():
+    pipe = ModulePipeline(flux_transformer())
+    assert remove_cache_from_pipe(apply_cache_on_pipe(pipe)) is pipe
+    assert unparallelize_pipe(parallelize_pipe(pipe)) is pipe
 
 
 def attend_after_a_time_out(path):

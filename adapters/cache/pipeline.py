@@ -12,7 +12,7 @@ from torch import nn
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.cache.generation import KEY, PipelineCache, caching_of
 from para_core.adapters.compatibility.phases import CheckedModel, check_cache, models_to_check
-from para_core.adapters.registry import mesh_of, require_adapter, require_blocks
+from para_core.adapters.registry import mesh_of, require_adapter, require_blocks, require_kind
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
@@ -65,6 +65,7 @@ def apply_cache_on_pipe(
     Raises:
         TypeError, ValueError: The pipeline is not supported, or an option is invalid.
     """
+    require_kind("pipeline", pipe, "apply_cache_on_transformer takes a transformer.")
     mesh = mesh_of(pipe)
     # The ranks decide together whether to skip a step, so either all of them get the new cache or none.
     agreed = nullcontext() if mesh is None else raising_on_all(mesh, "the cache could not be applied")
@@ -132,6 +133,7 @@ def apply_cache_on_transformer(
     Raises:
         TypeError, ValueError: The transformer is not supported, or an option is invalid.
     """
+    require_kind("model", transformer, "apply_cache_on_pipe takes a pipeline.")
     module = uncompiled(transformer)
     check_cache(CheckedModel(module, module, adapter=adapter))
     chosen = _options("apply_cache_on_transformer", options, require_adapter(module, adapter))
@@ -155,6 +157,7 @@ def _options(function: str, options: Mapping[str, Any], adapter: Adapter) -> Cac
 
 def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`apply_cache_on_pipe` and return ``pipe``. A pipeline without a cache stays as it is."""
+    require_kind("pipeline", pipe, "para_core.remove_cache takes a model.")
     caching = caching_of(pipe)
     if caching is not None:
         caching.remove(pipe)

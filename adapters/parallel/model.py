@@ -18,7 +18,7 @@ from para_core.adapters.components import TEXT_ENCODERS, VAE_PLACEMENTS, TextEnc
 from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
-from para_core.adapters.registry import require_plan
+from para_core.adapters.registry import require_kind, require_plan
 from para_core.adapters.rows.unet import UnetRun
 from para_core.adapters.weights.sharded_component import METHODS, Method
 from para_core.adapters.weights.staged_transformer import (
@@ -94,6 +94,7 @@ def parallelize_transformer(
     module = uncompiled(transformer)
     model = CheckedModel(module, module, adapter=adapter)
     with equal_options("parallelize_transformer", mesh, vars(options)):
+        require_kind("model", transformer, "parallelize_pipe takes a pipeline.")
         options.check()
         if options.schedule is not None:
             raise ValueError(
@@ -116,6 +117,7 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
 
     With a ``pipe`` mesh dim this is a collective call: each rank receives the blocks that it does not hold.
     """
+    require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
     release_stage(uncompiled(transformer))
     remove_plan(uncompiled(transformer))
     return transformer
@@ -218,6 +220,7 @@ def parallelize_unet(
     module: nn.Module = uncompiled(unet)
     options = {"assume_equal": assume_equal, "batched": batched}
     with equal_options("parallelize_unet", mesh, options):
+        require_kind("model", unet, "parallelize_pipe takes a pipeline.")
         _require_bools(options)
         check_parallelize([CheckedModel(module, module, "unet")])
     guided = guided_mesh_for(mesh, module)

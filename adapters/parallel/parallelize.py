@@ -16,7 +16,7 @@ from para_core.adapters.parallel.model import ParallelOptions, unparallelize_tra
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
 from para_core.adapters.planner.default_mesh import Mesh
-from para_core.adapters.registry import transformers_of, unets_of
+from para_core.adapters.registry import require_kind, transformers_of, unets_of
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.weights.sharded_component import Method
 from para_core.attention.attention_options import AttentionSchedule, RotateMethod
@@ -150,6 +150,7 @@ def parallelize_pipe(
     previous = None if call is None else call.session
     unshards = previous is not None and previous.shards_weights
     with equal_options("parallelize_pipe", mesh, {**vars(options), "weights sharded before": unshards}):
+        require_kind("pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model.")
         options.check()
         if mesh is None:
             # The default mesh is chosen for the model, so check first that the model is supported.
@@ -164,6 +165,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     With a ``pipe`` mesh dim, or with sharded weights, this is a collective call: each rank receives the weights that it
     does not hold. If it raises, call it again. Until then ``pipe`` stays parallel, or its calls raise an error.
     """
+    require_kind("pipeline", pipe, "unparallelize_transformer, unparallelize_unet and unparallelize_vae take a model.")
     call = parallel_call(pipe)
     if call is not None:
         try:

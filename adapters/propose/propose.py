@@ -23,6 +23,7 @@ from para_core.adapters.propose.overrides import (
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.stack import StackGuess, cached_error, stacks
 from para_core.adapters.propose.text import with_sharded_text
+from para_core.adapters.registry import require_kind
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
 from para_core.verify.parts import largest_error
@@ -76,6 +77,7 @@ def propose_plan(
         ValueError: If no input of the model's blocks grows from the first call to the second, the second call fails, or
             the model does not call scaled_dot_product_attention.
     """
+    require_kind("model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...).")
     module = uncompiled(transformer)
     name = original_class(module).__name__
     examples = _checked_examples(example_inputs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.adapters.models.unets import REFUSED_UNETS, UnetAdapter
-from para_core.adapters.registry import PARALLEL_UNET, supported, unet_adapter
+from para_core.adapters.registry import PARALLEL_UNET, require_kind, supported, unet_adapter
 from para_core.adapters.rows.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
@@ -35,6 +35,7 @@ Unet = TypeVar("Unet", bound=nn.Module)
 
 def unparallelize_unet(unet: Unet) -> Unet:
     """Undo :func:`parallelize_unet` and return ``unet`` as it was before."""
+    require_kind("model", unet, "unparallelize_pipe takes a pipeline.")
     unwrap(uncompiled(unet), PARALLEL_UNET)
     return unet
 

@@ -19,6 +19,7 @@ from para_core.adapters.consistency.failures import Places, places_of_all, reaso
 from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
+from para_core.adapters.registry import require_kind
 from para_core.adapters.rows.call import Gather, RowRanks, deliver, holds_distribution, on_rows
 from para_core.adapters.rows.diffusion_decoder import DecoderRows, window_attentions
 from para_core.adapters.rows.vae_compile import traceable
@@ -100,6 +101,7 @@ def parallelize_vae(
                 f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or "
                 "'first'."
             )
+        require_kind("model", vae, "parallelize_pipe(pipe, vae=True) takes a pipeline.")
         require_parallel_vae(module, method)
     if mesh is None:
         device_type = next(module.parameters()).device.type
@@ -149,6 +151,7 @@ def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdap
 
 def unparallelize_vae(vae: Vae) -> Vae:
     """Undo :func:`parallelize_vae` and return ``vae`` as it was before."""
+    require_kind("model", vae, "unparallelize_pipe takes a pipeline.")
     module = uncompiled(vae)
     for part in (module, *_parts(module)):
         unwrap(part, _KEY)

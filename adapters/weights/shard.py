@@ -14,7 +14,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from para_core.adapters.components import components_of
 from para_core.adapters.consistency.loras import lora_weights
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
-from para_core.adapters.registry import mesh_of, tensor_plan_for, transformers_of
+from para_core.adapters.registry import mesh_of, require_kind, tensor_plan_for, transformers_of
 from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY, require_not_offloaded
 from para_core.adapters.weights.sharded_component import (
     KEY,
@@ -94,6 +94,7 @@ def shard_weights(
         RuntimeError: Under the same conditions as :func:`parallelize_pipe`, for example if ranks hold different
             weights.
     """
+    require_kind("pipeline", pipe, "Pass the pipeline: shard_weights(pipe, mesh, components=['transformer']).")
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; expected 'fsdp' or 'tensor'.")
     if offload_policy is not None and not isinstance(offload_policy, OffloadPolicy):
@@ -313,6 +314,7 @@ def unshard_weights(pipe: Pipeline, *, components: Sequence[str] | None = None) 
     Raises:
         RuntimeError: If a sharded weight was replaced, for example by quantization, so that it cannot be gathered.
     """
+    require_kind("pipeline", pipe, "Pass the pipeline: unshard_weights(pipe, components=['transformer']).")
     chosen = components_of(pipe, components)
     for name, module in chosen.items():
         if mesh_of_diffusers(module) is not None:
