@@ -13,7 +13,7 @@ import torch
 from benchmarks.cache import forecasts as cache_forecasts
 from benchmarks.cache import ways
 from benchmarks.cache.judged import images_of, judge, scenes_of
-from benchmarks.cache.quality import beside, parts_of, summaries
+from benchmarks.cache.quality import parts_of, psnr_difference, summaries
 from benchmarks.harness import read_results
 from para_core.adapters import cache_report
 from para_core.cache.forecasts import FOCA
@@ -74,10 +74,10 @@ def test_sea_cache_latents_are_the_decoded_ones():
     assert torch.equal(latents[:, 0], pipe._unpack_latents(tokens, 128, 128, pipe.vae_scale_factor)[0])
 
 
-def test_beside_is_none_beyond_the_thresholds():
+def test_psnr_difference_is_none_beyond_the_thresholds():
     baseline = [{"computed": [3, 3], "psnr": [20.0, 20.0]}, {"computed": [7, 7], "psnr": [30.0, 30.0]}]
-    assert beside({"computed": [9, 9], "psnr": [30.0, 34.0]}, baseline) is None
-    assert beside({"computed": [5, 5], "psnr": [26.0, 26.0]}, baseline) == [1.0, 0.0]
+    assert psnr_difference({"computed": [9, 9], "psnr": [30.0, 34.0]}, baseline) is None
+    assert psnr_difference({"computed": [5, 5], "psnr": [26.0, 26.0]}, baseline) == [1.0, 0.0]
 
 
 def test_the_page_takes_what_was_measured():
@@ -130,10 +130,10 @@ def test_conclusions_of_the_cache_page_follow_from_the_results():
     results = read_results("cache_forecasts")
     rows = {(row["name"], row["threshold"]): row for row in results["forecasts"]["rows"]}
     for threshold in cache_forecasts.THRESHOLDS:
-        assert rows["order 0", threshold]["psnr beside the first"][0] < 0
-        mean, error = rows["order 2", threshold]["psnr beside the first"]
+        assert rows["order 0", threshold]["psnr difference from the first"][0] < 0
+        mean, error = rows["order 2", threshold]["psnr difference from the first"]
         assert mean < -2 * error if threshold == 0.3 else abs(mean) < 2 * error
-        mean, error = rows["FoCa", threshold]["psnr beside the first"]
+        mean, error = rows["FoCa", threshold]["psnr difference from the first"]
         assert mean > 2 * error
-    beside = [row["psnr beside first_block"] for row in results["rules"]["rows"] if "at equal" in row]
-    assert all(mean > 0 for mean, _ in beside)
+    differences = [row["psnr difference from first_block"] for row in results["rules"]["rows"] if "at equal" in row]
+    assert all(mean > 0 for mean, _ in differences)

@@ -82,7 +82,7 @@ def summary(name: str, row: dict[str, Any], baseline: dict[str, Any], **settings
         "psnr": round(statistics.mean(row["psnr"]), 2),
         "least psnr": min(row["psnr"]),
         "as without": round(statistics.mean(row["as without"]), 3),
-        "psnr beside the first": compared(row, baseline),
+        "psnr difference from the first": compared(row, baseline),
     }
     print(figures, flush=True)
     return figures
@@ -141,7 +141,7 @@ def rules(generator: Generator) -> list[dict[str, Any]]:
             row = {"name": name, "threshold": threshold, "computed": computed, "cost of a hit": costs[name]}
             rows.append({**row, **dict(zip(COSTS, shares, strict=True)), "psnr": judged["psnr"]})
             print({**rows[-1], "psnr": round(statistics.mean(judged["psnr"]), 2)}, flush=True)
-    return [*rows, *[beside for cost in COSTS for beside in _at_equal(rows, cost)]]
+    return [*rows, *[row for cost in COSTS for row in _at_equal(rows, cost)]]
 
 
 def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]
                 weight = (row[cost] - lower[cost]) / (upper[cost] - lower[cost])
                 middle = [(1 - weight) * x + weight * y for x, y in zip(lower["psnr"], upper["psnr"], strict=True)]
                 described = {"at equal": cost, cost: row[cost], "threshold": row["threshold"]}
-                comparisons.append({**described, "psnr beside first_block": compared(row, {"psnr": middle})})
+                comparisons.append({**described, "psnr difference from first_block": compared(row, {"psnr": middle})})
                 print(comparisons[-1], flush=True)
     return comparisons
 
@@ -212,7 +212,7 @@ def _forecasts_table(results: dict[str, Any]) -> list[str]:
     computed = [of[threshold, names[0]]["computed"] for threshold in thresholds]
     lines = []
     for name in names:
-        cells = [_beside(of[threshold, name], name == names[0]) for threshold in thresholds]
+        cells = [_difference(of[threshold, name], name == names[0]) for threshold in thresholds]
         extra = [of[threshold, name]["computed"] - x for threshold, x in zip(thresholds, computed, strict=True)]
         more = [f" ({steps:.1f} steps more)" if steps else "" for steps in extra]
         lines.append([name, *(cell + text for cell, text in zip(cells, more, strict=True))])
@@ -223,21 +223,24 @@ def _few_table(results: dict[str, Any]) -> list[str]:
     rows = []
     for fewer, plain, straight in zip(*(results["rows"][i::3] for i in range(3)), strict=True):
         mask = plain["name"].removeprefix("steps ").removesuffix(", order 0")
-        rows.append([f"{mask} of {plain['of']}", f"{fewer['psnr']:.1f} dB", _beside(plain), _beside(straight)])
+        rows.append([f"{mask} of {plain['of']}", f"{fewer['psnr']:.1f} dB", _difference(plain), _difference(straight)])
     heads = ["computed", "as many steps, no cache", "`forecast_order=0`", "`forecast_order=1`"]
     return markdown_table(heads, rows)
 
 
 def _rules_table(results: dict[str, Any]) -> list[str]:
-    beside = {(row["at equal"], row["threshold"]): row for row in results["rows"] if "at equal" in row}
+    at_equal = {(row["at equal"], row["threshold"]): row for row in results["rows"] if "at equal" in row}
     rows = []
     for row in (row for row in results["rows"] if row.get("name") == "modulated_input"):
-        cells = [beside.get((cost, row["threshold"])) for cost in COSTS]
-        texts = ["" if cell is None else "{:+.1f} ± {:.1f}".format(*cell["psnr beside first_block"]) for cell in cells]
+        cells = [at_equal.get((cost, row["threshold"])) for cost in COSTS]
+        texts = [
+            "" if cell is None else "{:+.1f} ± {:.1f}".format(*cell["psnr difference from first_block"])
+            for cell in cells
+        ]
         if any(texts):
             psnr = f"{statistics.mean(row['psnr']):.1f} dB"
             rows.append([f"{row['threshold']:g}", f"{row['computed']:.1f}", psnr, *texts])
-    return markdown_table(["threshold", "computed of 28", "PSNR", *(f"beside, at equal {x}" for x in COSTS)], rows)
+    return markdown_table(["threshold", "computed of 28", "PSNR", *(f"difference, at equal {x}" for x in COSTS)], rows)
 
 
 def _by_rule_table(results: dict[str, Any]) -> list[str]:
@@ -250,8 +253,8 @@ def _by_rule_table(results: dict[str, Any]) -> list[str]:
     return markdown_table(["steps", *(row["name"] for row in results["rows"] if row["of"] == 8)], rows)
 
 
-def _beside(row: dict[str, Any], is_first: bool = False) -> str:
-    mean, error = row["psnr beside the first"]
+def _difference(row: dict[str, Any], is_first: bool = False) -> str:
+    mean, error = row["psnr difference from the first"]
     return f"{row['psnr']:.1f} dB" if is_first else f"{mean:+.1f} ± {error:.1f}"
 
 

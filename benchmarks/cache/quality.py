@@ -63,19 +63,21 @@ def summaries(rows: Sequence[Row]) -> list[Row]:
         summary["least psnr"] = min(row["psnr"])
         for name, cache in BASELINES.items():
             same = [x for x in rows if (x["cache"], x["steps"]) == (cache, row["steps"])]
-            summary[f"psnr beside {name}"] = None if row["cache"] in ("no cache", cache) else beside(row, same)
+            summary[f"psnr difference from {name}"] = (
+                None if row["cache"] in ("no cache", cache) else psnr_difference(row, same)
+            )
         rows_of_ways.append(summary)
     return rows_of_ways
 
 
-def beside(row: Row, baseline: Sequence[Row]) -> list[float] | None:
+def psnr_difference(row: Row, baseline: Sequence[Row]) -> list[float] | None:
     """Return the mean difference in PSNR from the baseline at as many computed steps, and its standard error. Captions
     are pairs.
 
     The baseline between two of its thresholds is their mean, weighed so that it computes as many steps.
 
     >>> row = {"computed": [4, 6], "psnr": [30.0, 34.0]}
-    >>> beside(row, [{"computed": [3, 3], "psnr": [20.0, 20.0]}, {"computed": [7, 7], "psnr": [30.0, 32.0]}])
+    >>> psnr_difference(row, [{"computed": [3, 3], "psnr": [20.0, 20.0]}, {"computed": [7, 7], "psnr": [30.0, 32.0]}])
     [6.5, 1.5]
     """
     wanted = fmean(row["computed"])
@@ -98,11 +100,11 @@ def quality(summaries: Sequence[Row]) -> list[str]:
     rows = []
     for row in summaries:
         psnr = "" if row["cache"] == "no cache" else f"{row['psnr']:.1f}"
-        difference = row["psnr beside forecast"]
-        beside_default = "" if difference is None else f"{difference[0]:+.1f} ± {difference[1]:.1f}"
-        rows.append([row["cache"], row["setting"], f"{row['computed']:.1f}", psnr, beside_default])
+        difference = row["psnr difference from forecast"]
+        from_default = "" if difference is None else f"{difference[0]:+.1f} ± {difference[1]:.1f}"
+        rows.append([row["cache"], row["setting"], f"{row['computed']:.1f}", psnr, from_default])
     right = [row["right"] for row in summaries]
-    heads = ["cache", "setting", f"computed of {STEPS}", "PSNR, dB", "PSNR beside para_core's default"]
+    heads = ["cache", "setting", f"computed of {STEPS}", "PSNR, dB", "PSNR, difference from para_core's default"]
     return [*markdown_table(heads, rows), "", f"All right: {min(right):.1%} to {max(right):.1%} of the captions."]
 
 
