@@ -186,6 +186,9 @@ def cached() -> str:
 # Keys of the wrappers of ``__call__`` on parallel pipelines and UNets, whose handlers have a ``mesh``.
 PARALLEL_PIPE = "parallel"
 PARALLEL_UNET = "parallel_unet"
+# Keys of the wrappers of autoencoders that run on all ranks, and of components that only the first rank runs.
+PARALLEL_VAE = "parallel_vae"
+FIRST_RANK = "component on the first rank"
 
 
 def mesh_of(pipe: Any) -> GuidedMesh | None:

@@ -19,7 +19,7 @@ from para_core.adapters.consistency.failures import Places, places_of_all, reaso
 from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
-from para_core.adapters.registry import require_kind
+from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE, require_kind
 from para_core.adapters.rows.call import Gather, RowRanks, deliver, holds_distribution, on_rows
 from para_core.adapters.rows.diffusion_decoder import DecoderRows, window_attentions
 from para_core.adapters.rows.vae_compile import traceable
@@ -29,6 +29,7 @@ from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance_patching import (
     WrapperPriority,
     has_compiled_parts,
+    is_wrapped,
     original_class,
     restored_on_failure,
     uncompiled,
@@ -47,7 +48,6 @@ Vae = TypeVar("Vae", bound=nn.Module)
 Method = Literal["exact", "tiled"]
 Way = Literal["encode", "decode"]
 
-_KEY = "parallel_vae"
 # With more ranks than this, parallelize_vae warns: the ranks wait for each other at every layer, which then takes
 # longer than the computation that they save.
 _MANY = 8
@@ -90,8 +90,8 @@ def parallelize_vae(
 
     Raises:
         TypeError: If the class is not supported.
-        ValueError: If ``method`` or ``gather`` is unknown, or ``method`` is ``"tiled"`` and the tiles of the class
-            cannot be distributed.
+        ValueError: If ``method`` or ``gather`` is unknown, ``method`` is ``"tiled"`` and the tiles of the class cannot
+            be distributed, or the first rank alone runs the autoencoder (``vae_placement="first"``).
         RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
     """
     module = uncompiled(vae)
@@ -125,6 +125,11 @@ def parallelize_vae(
         restored_on_failure([module, *_parts(module)]),
         raising_on_all(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
     ):
+        if is_wrapped(module, FIRST_RANK):
+            raise ValueError(
+                "the first rank alone runs it, by vae_placement='first' of a parallel pipeline. Place it by 'offload', "
+                "which goes with several ranks, or call unparallelize_pipe(...) of that pipeline first."
+            )
         unparallelize_vae(vae)
         _VaeRun(module, row_ranks, method, gather).attach(module)
     return vae
@@ -154,7 +159,7 @@ def unparallelize_vae(vae: Vae) -> Vae:
     require_kind("model", vae, "unparallelize_pipe takes a pipeline.")
     module = uncompiled(vae)
     for part in (module, *_parts(module)):
-        unwrap(part, _KEY)
+        unwrap(part, PARALLEL_VAE)
     return vae
 
 
@@ -191,13 +196,13 @@ class _VaeRun:
         handlers.update({name: self.tiles for name in self.adapter.tiled if hasattr(vae, name)})
         if self.adapter.tiled and self.adapter.distributes_tiles:
             for part in _parts(vae):
-                wrap_method(part, "__call__", _KEY, self.tile, order=WrapperPriority.PARALLEL)
+                wrap_method(part, "__call__", PARALLEL_VAE, self.tile, order=WrapperPriority.PARALLEL)
             if hasattr(vae, "clear_cache"):
                 handlers["clear_cache"] = self.clear
         for name, handler in handlers.items():
-            wrap_method(vae, name, _KEY, handler, order=WrapperPriority.PARALLEL)
+            wrap_method(vae, name, PARALLEL_VAE, handler, order=WrapperPriority.PARALLEL)
         if self.decoder is not None:
-            self.decoder.attach(vae, _KEY)
+            self.decoder.attach(vae, PARALLEL_VAE)
 
     def run(self, way: Way, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         # The caller is another wrapped method, which already shards.

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE
 from para_core.cfg.deferred import materialize
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, is_wrapped, unwrap, wrap_method
 
-_KEY = "offloaded module"
 # Key of the wrappers of transformers whose blocks are offloaded (block_offload.py).
 BLOCKS_KEY = "offload"
 # Names of the hooks of diffusers' group offload, in the order of removal: outermost first
@@ -79,6 +79,13 @@ class OffloadedModules:
         from diffusers.hooks import apply_group_offloading
 
         require_not_offloaded(self.modules, f"Leave {self.option} out")
+        for name, module in self.modules.items():
+            if self.first_rank_only and is_wrapped(module, PARALLEL_VAE):
+                raise ValueError(
+                    f"{self.option}='first' runs pipe.{name} on one rank, and it runs on all ranks already, by "
+                    f"parallelize_vae or another pipeline with vae=True. Use {self.option}='offload', or undo that: "
+                    f"unparallelize_vae(pipe.{name}), or unparallelize_pipe(...) of the other pipeline."
+                )
         device = execution_device(self.mesh)
         with ExitStack() as rollback:
             for name, module in self.modules.items():
@@ -92,10 +99,10 @@ class OffloadedModules:
                     use_stream=device.type == "cuda" and "__call__" in self.methods,
                 )
                 if self.first_rank_only and self.mesh.ranks > 1:
-                    rollback.callback(unwrap, module, _KEY)
+                    rollback.callback(unwrap, module, FIRST_RANK)
                     around = partial(_run_on_first, self.mesh, device, name)
                     for method in self.methods:
-                        wrap_method(module, method, _KEY, around, order=WrapperPriority.PARALLEL)
+                        wrap_method(module, method, FIRST_RANK, around, order=WrapperPriority.PARALLEL)
             self._undo = rollback.pop_all()
 
     def remove(self) -> None:

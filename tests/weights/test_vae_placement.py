@@ -148,6 +148,26 @@ def test_a_failure_is_raised_on_all_ranks_and_the_earlier_placement_stays(rank_p
         assert "pipe.vae" in error
 
 
+def share_a_vae():
+    """Place the VAE of two pipelines on the first rank by one, and on all ranks by the other, in either order."""
+    mesh, first, rows = mesh_of({"ulysses": 2}), {"vae_placement": "first"}, {"vae": True}
+    outs = []
+    for earlier, later in ((first, rows), (rows, first)):
+        pipes = [flux_pipe(shared_parts=False) for _ in range(2)]
+        pipes[1].vae = pipes[0].vae
+        parallelize_pipe(pipes[0], mesh=mesh, **earlier)
+        with pytest.raises(ValueError, match="vae_placement='first'"):
+            parallelize_pipe(pipes[1], mesh=mesh, **later)
+        outs += [generate(pipe, "flux") for pipe in pipes]
+    return outs
+
+
+def test_a_shared_vae_runs_on_the_first_rank_or_on_all(rank_pool):
+    expected = generate(make("flux"), "flux")
+    for outs in rank_pool.run(share_a_vae, 2):
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+
+
 def test_a_vae_is_offloaded_on_one_rank_and_restored():
     expected, pipe = generate(make("flux"), "flux"), make("flux")
     before = state_of(pipe.vae)
