@@ -94,6 +94,11 @@ def shard_weights(
         RuntimeError: Under the same conditions as :func:`parallelize_pipe`, for example if ranks hold different
             weights.
     """
+    shard_components(pipe, mesh, method, components, offload_policy)
+    return pipe
+
+
+def _check_options(pipe: Any, method: Method, offload_policy: OffloadPolicy | None) -> None:
     require_kind("pipeline", pipe, "Pass the pipeline: shard_weights(pipe, mesh, components=['transformer']).")
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; expected 'fsdp' or 'tensor'.")
@@ -104,8 +109,6 @@ def shard_weights(
         )
     if method == "tensor" and offload_policy is not None:
         raise ValueError("offload_policy is FSDP2's; leave it out with method='tensor', or give method='fsdp'.")
-    shard_components(pipe, mesh, method, components, offload_policy)
-    return pipe
 
 
 def check_shard(pipe: Any) -> None:
@@ -163,6 +166,7 @@ def shard_components(
     mesh = mesh_of(pipe) if mesh is None else mesh
     if mesh is None:
         # The default mesh is chosen for the models, so check first that they can be sharded.
+        _check_options(pipe, method, offload_policy)
         _components_to_shard(pipe, method, components)
     # FSDP2 gets a DeviceMesh without any dim name of this library unchanged.
     foreign = isinstance(mesh, DeviceMesh) and not set(mesh.mesh_dim_names or ()) & {*MESH_DIMS, PIPE_DIM}
@@ -170,6 +174,7 @@ def shard_components(
     ranks = guided_mesh_for(mesh, pipe, method) if own is None else as_ranks(own)
     # If one rank raised alone, the others would wait for it in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
+        _check_options(pipe, method, offload_policy)
         check_shard(pipe)
         chosen, plans = _components_to_shard(pipe, method, components)
         transformers = transformers_of(pipe)
@@ -196,8 +201,9 @@ def shard_components(
             else:
                 require_tensor_plan_fits(module, plan, ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1)
         # Reading one element of a memory-mapped weight loads a whole page, so values of files are not compared.
-        record = _weights_record(chosen, values=not from_files)
-    way_out = "Load the same weights on every rank, with the same changes (LoRA, dtype)."
+        record = {"method": method, "offload_policy": repr(offload_policy)}
+        record |= _weights_record(chosen, values=not from_files)
+    way_out = "Pass equal options, and load the same weights on every rank, with the same changes (LoRA, dtype)."
     check_consistent(signature(record), ranks, explain=lambda records: f"{first_difference(records)} {way_out}")
     with raising_on_all(ranks, "weights could not be sharded"):
         shared = _device_mesh(ranks, method) if own is None else own

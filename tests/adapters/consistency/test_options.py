@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import OffloadPolicy
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import (
@@ -62,6 +63,7 @@ def differ():
         refuse("gather", parallelize_vae, pipe.vae, mesh=meshes[0], gather=["all", "first"][rank])
         refuse("method", parallelize_vae, pipe.vae, mesh=meshes[0], method=["exact", "tiled"][rank])
     refuse("batched", parallelize_unet, unet, mesh=meshes[0], batched=rank == 0)
+    refuse("offload_policy", shard_weights, pipe, meshes[0], offload_policy=[None, OffloadPolicy()][rank])
     refuse("max_ring_dim_size", init_context_parallel_mesh, "cpu", max_ring_dim_size=1 + rank)
     # The ranks are in step again.
     parallelize_pipe(pipe, mesh=meshes[0])
@@ -90,6 +92,12 @@ def refuse_on_one_rank():
             parallelize_transformer(pipe.vae if dist.get_rank() == 1 else pipe.transformer)
         with pytest.raises(TypeError, match="Linear"):
             parallelize_vae(torch.nn.Linear(1, 1) if dist.get_rank() == 1 else pipe.vae)
+        refused = {"method": "zero"}, {"offload_policy": 17}, {"components": ["unet"]}
+        for options, error in zip(refused, (ValueError, TypeError, ValueError), strict=True):
+            with pytest.raises(error, match=r"zero|17|unet"):
+                shard_weights(pipe, mesh, **(options if dist.get_rank() == 1 else {}))
+        with pytest.raises(TypeError, match="FluxTransformer2DModel"):
+            shard_weights(pipe.transformer if dist.get_rank() == 1 else pipe, mesh)
 
 
 def test_options_refused_on_one_rank_raise_on_every_rank(rank_pool):
