@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.consistency.arguments import describe
 from para_core.distributed.consistency import Record, check_consistent, differing_fields, raising_on_all, signature
-from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh
+from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh, require_member
 
 
 @contextmanager
@@ -47,6 +48,9 @@ def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
     for None, which stands for all ranks, and for other types, which are refused later.
     """
     world = all_ranks()
+    if mesh == dist.GroupMember.NON_GROUP_MEMBER:
+        # The other ranks may have a group of their own, so this rank raises alone.
+        require_member(mesh)
     return guided_mesh(mesh) if isinstance(mesh, (DeviceMesh, ProcessGroup)) and mesh.size() < world.ranks else world
 
 

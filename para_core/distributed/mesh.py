@@ -273,6 +273,7 @@ def guided_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses") 
     ``mesh`` may be anything that :func:`sequence_mesh` accepts, or a DeviceMesh that only has ``batch``, ``tensor`` and
     ``pipe`` dims. All ranks of a ProcessGroup form the dim ``group_dim``.
     """
+    require_member(mesh)
     names = (mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else ()
     batch, tensor, pipe = (dim_of_one(name) for name in ("batch", TENSOR_DIM, PIPE_DIM))
     if isinstance(mesh, DeviceMesh) and "batch" in names:
@@ -309,10 +310,11 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
         ValueError: The mesh has neither of the two dims, or an unknown dim, or this rank does not belong to it.
         RuntimeError: The process groups of the mesh were destroyed.
     """
+    require_member(mesh)
     if isinstance(mesh, ProcessGroup):
         dims = {group_dim: dim_of_group(group_dim, mesh)}
         device_type = _device_type_of(mesh)
-    elif isinstance(mesh, DeviceMesh):
+    else:
         names = mesh.mesh_dim_names or ()
         if not {"ring", "ulysses"} & set(names):
             raise ValueError(
@@ -327,10 +329,6 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
                 "sequence: "
                 f"mesh[{wanted}]."
             )
-        if mesh.get_coordinate() is None:
-            raise ValueError(
-                f"rank {dist.get_rank()} does not belong to the mesh with {_dims_text(mesh)}; only its members use it."
-            )
         try:
             dims = {
                 name: dim_of_group(name, mesh.get_group(name)) for name in names if name not in (TENSOR_DIM, PIPE_DIM)
@@ -341,12 +339,20 @@ def sequence_mesh(mesh: DeviceMesh | ProcessGroup, *, group_dim: str = "ulysses"
                 "init_process_group()."
             ) from error
         device_type = mesh.device_type
-    else:
-        raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
     alone = one_rank(device_type)
     sequence = _sequence_mesh(dims.get("ring", alone.ring), dims.get("ulysses", alone.ulysses), device_type)
     sequence.check_alive()
     return sequence
+
+
+def require_member(mesh: object) -> None:
+    """Raise ``ValueError`` if this rank does not belong to ``mesh``, and ``TypeError`` if ``mesh`` is no mesh."""
+    # new_group() returns NON_GROUP_MEMBER, a number, on ranks outside the group.
+    if mesh == dist.GroupMember.NON_GROUP_MEMBER or (isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None):
+        text = f"mesh with {_dims_text(mesh)}" if isinstance(mesh, DeviceMesh) else "process group"
+        raise ValueError(f"rank {dist.get_rank()} does not belong to the {text}; only its members use it.")
+    if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
 
 
 def _dims_text(mesh: DeviceMesh) -> str:
@@ -361,11 +367,12 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
 
     Raises:
         TypeError: ``mesh`` is neither a DeviceMesh nor a ProcessGroup.
-        ValueError: The mesh has no ``batch`` dim.
+        ValueError: The mesh has no ``batch`` dim, or this rank does not belong to it.
     """
+    require_member(mesh)
     if isinstance(mesh, ProcessGroup):
         group, device_type = mesh, _device_type_of(mesh)
-    elif isinstance(mesh, DeviceMesh):
+    else:
         if "batch" not in (mesh.mesh_dim_names or ()):
             raise ValueError(
                 f"mesh has {_dims_text(mesh)}; expected a dim named 'batch'. "
@@ -373,8 +380,6 @@ def batch_mesh(mesh: DeviceMesh | ProcessGroup) -> SequenceMesh:
                 "mesh_dim_names=('batch', ...)) too."
             )
         group, device_type = mesh.get_group("batch"), mesh.device_type
-    else:
-        raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
     batch = _sequence_mesh(one_rank(device_type).ring, dim_of_group("batch", group), device_type)
     batch.check_alive()
     return batch

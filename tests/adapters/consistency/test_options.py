@@ -104,6 +104,21 @@ def test_options_refused_on_one_rank_raise_on_every_rank(rank_pool):
     rank_pool.run(refuse_on_one_rank, 2)
 
 
+def use_group_of_first_rank():
+    group, pipe = dist.new_group([0]), flux_pipe()
+    if dist.get_rank() == 0:
+        parallelize_pipe(pipe, mesh=group)
+        return
+    uses = ((parallelize_pipe, pipe), (parallelize_transformer, pipe.transformer), (parallelize_vae, pipe.vae))
+    for function, model in uses:
+        with same_pipe(pipe), pytest.raises(ValueError, match="rank 1"):
+            function(model, mesh=group)
+
+
+def test_a_rank_outside_the_group_raises_alone(rank_pool):
+    rank_pool.run(use_group_of_first_rank, 2)
+
+
 def use_meta_mesh():
     mesh = init_device_mesh("meta", (2,), mesh_dim_names=("tensor",))
     pipe = flux_pipe(shared_parts=False)
