@@ -101,7 +101,7 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     """Return the transformers of ``pipe`` by component name, without the wrappers of ``torch.compile``.
 
     These are the modules under one of the usual names, and, under any name, modules whose class has an adapter or
-    publishes a plan. Text encoders, VAEs, ControlNets and UNets have neither.
+    publishes a plan. Text encoders, VAEs, ControlNets and UNets have neither. A module under two names has one entry.
     """
     # A pipeline that is an nn.Module keeps its components in ``_modules``; properties have usual names.
     attributes = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
@@ -112,8 +112,12 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
         and isinstance(part, nn.Module)
         and (is_transformer_class(type(uncompiled(part))) or getattr(uncompiled(part), "_cp_plan", None) is not None)
     ]
-    components = {name: uncompiled(getattr(pipe, name, None)) for name in (*USUAL_NAMES, *sorted(others))}
-    return {name: module for name, module in components.items() if isinstance(module, nn.Module)}
+    modules: dict[str, nn.Module] = {}
+    for name in (*USUAL_NAMES, *sorted(others)):
+        module = uncompiled(getattr(pipe, name, None))
+        if isinstance(module, nn.Module) and module not in modules.values():
+            modules[name] = module
+    return modules
 
 
 def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) -> None:

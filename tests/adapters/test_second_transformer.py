@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from diffusers.modular_pipelines import MiniMaxH3Blocks
 from torch import nn
@@ -9,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters import (
     apply_cache_on_pipe,
+    cache_report,
     parallelize_pipe,
     remove_cache_from_pipe,
     shard_weights,
@@ -71,6 +73,19 @@ def h3_pipe():
         transformer=model.build(), transformer_ref=model.build(2), text_encoder=umt5()["text_encoder"]
     )
     return pipe
+
+
+@pytest.mark.filterwarnings("ignore:.*cache ")
+@pytest.mark.parametrize(
+    ("name", "second"), [("wan 2.2", "transformer_2"), ("ideogram 4", "unconditional_transformer")]
+)
+def test_transformer_under_two_names_is_cached_once(name, second):
+    pipe = build(name)
+    setattr(pipe, second, pipe.transformer)
+    expected = generate(pipe, name)
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+    assert torch.equal(generate(pipe, name), expected)
+    assert len({row.branch for row in cache_report(pipe).rows}) == 2
 
 
 def test_transformers_are_found_by_type():
