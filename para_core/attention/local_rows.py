@@ -26,7 +26,7 @@ from para_core.torch_internals import innermost_transform, owner_of, version_of
 
 # A rank describes its mask by these bits of one integer. A row of the mask belongs to a query.
 LOWER = 1  # No row i of the mask shows a key after key i. Rows that show all keys are ignored.
-DIFFER = 2  # At least two rows of the mask show different keys.
+DIFFER = 2  # At least two rows of the mask show different keys, and a row shows some keys but not all.
 SHOWS = 4  # At least one row of the mask shows a key.
 EQUAL = 8  # All rows of the mask are equal.
 HIDES = 16  # At least one row of the mask hides a key.
@@ -98,7 +98,8 @@ def _review(mask: Tensor, num_common: int) -> Review:
         # Ignore rows that see all keys: some models fill a row without keys like this, to avoid NaN.
         telling = shown & ~shown.all(dim=-1, keepdim=True)
         behind = telling.triu(1).any()
-        differ = (shown.any(dim=-2) & ~shown.all(dim=-2)).any()
+        # Rows that see all keys or none, such as padded queries, do not tell from which token rows were counted.
+        differ = telling.any() & (shown.any(dim=-2) & ~shown.all(dim=-2)).any()
         equal = (mask == mask[..., :1, :]).all()
         # Combine the findings on the device, so that the host waits for it only once.
         code = LOWER * ~behind + DIFFER * differ + SHOWS * shown.any() + EQUAL * equal + HIDES * ~shown.all()
