@@ -106,6 +106,7 @@ def test_a_mask_that_is_not_causal_passes():
         [causal(6, 12), (torch.arange(12) < 1).expand(1, 1, 6, 12)],
         # Queries 5 to 8 are padded, and the others see all keys.
         [(torch.arange(6) < 5)[:, None].expand(1, 1, 6, 12), (torch.arange(6) > 2)[:, None].expand(1, 1, 6, 12)],
+        [(torch.arange(6) < 5)[:, None].expand(1, 1, 6, 12)] * 2,
         [torch.zeros(1, 1, 6, 12, dtype=torch.bool)] * 2,
     ):
         verdict(masks, layout)
