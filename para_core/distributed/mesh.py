@@ -351,7 +351,8 @@ def require_member(mesh: object) -> None:
     if mesh == dist.GroupMember.NON_GROUP_MEMBER or (isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None):
         text = f"mesh with {_dims_text(mesh)}" if isinstance(mesh, DeviceMesh) else "process group"
         raise ValueError(f"rank {dist.get_rank()} does not belong to the {text}; only its members use it.")
-    if not isinstance(mesh, (DeviceMesh, ProcessGroup)):
+    # Dynamo knows the class of a process group in a graph only if isinstance is asked for that class alone.
+    if not (isinstance(mesh, DeviceMesh) or isinstance(mesh, ProcessGroup)):  # noqa: SIM101
         raise TypeError(f"mesh is a {type(mesh).__name__}; expected a DeviceMesh or a ProcessGroup.")
 
 
