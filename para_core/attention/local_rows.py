@@ -45,7 +45,7 @@ class Review(NamedTuple):
     """The findings of a rank about the values of its mask, from which :func:`require_own_rows` decides.
 
     ``bits`` is the sum of the flags above that are true, ``LOWER`` to ``HIDES``. ``digest`` is a digest of some of the
-    rows that every rank's mask has; 0 if there are none, or all rows or all columns of these are equal, so that they
+    rows that every rank's mask has; 0 if there are none, or several rows or columns that are all equal, so that they
     tell nothing. Both are 0 for a mask that was not read: one that :meth:`MaskReviews.trust` marked as correct, and any
     mask while a CUDA graph is captured.
     """
@@ -111,7 +111,7 @@ def _review(mask: Tensor, num_common: int) -> Review:
         read = evenly_spaced_rows(rows, _MOST_COMPARED).cpu()
         all_equal = read.shape[-2] > 1 and torch.equal(read, read[..., :1, :].expand_as(read))
         # Nor do rows of a single value, such as those of padded queries, tell which tokens they belong to.
-        of_one_value = torch.equal(read, read[..., :1].expand_as(read))
+        of_one_value = read.shape[-1] > 1 and torch.equal(read, read[..., :1].expand_as(read))
         return Review(bits, 0 if all_equal or of_one_value else digest_of(read))
 
 
