@@ -224,10 +224,9 @@ def test_a_schedule_needs_its_library_and_a_pipeline():
 
 def with_other_schedules():
     with libraries_installed():
-        last = torch.distributed.get_rank()
-        pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(1, 2), backend=AttentionSchedule("sage", last=last))
-        with pytest.raises(ValueError, match=r"rank 0 .*0.*rank 1 .*1"):
-            draw(pipe)
+        schedule = AttentionSchedule("sage", last=torch.distributed.get_rank())
+        with pytest.raises(ValueError, match=r"rank 0 .*'last': 0.*rank 1 .*'last': 1"):
+            parallelize_pipe(small_pipe(), mesh=cpu_mesh(1, 2), backend=schedule)
 
 
 def test_ranks_with_other_schedules_are_told(rank_pool):

@@ -574,12 +574,17 @@ def test_signal_that_arrives_in_a_callback_of_a_weak_reference_ends_the_command(
     class Object:
         pass
 
-    with pytest.raises(KeyboardInterrupt), para_core.cli.ranks.terminable():
-        kept = Object()
-        reference = weakref.ref(kept, lambda _: signal.raise_signal(number))
-        del kept  # Python ignores what the callback raises.
-        assert reference() is None
-        time.sleep(30)
+    # A shell starts its background jobs with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), para_core.cli.ranks.terminable():
+            kept = Object()
+            reference = weakref.ref(kept, lambda _: signal.raise_signal(number))
+            del kept  # Python ignores what the callback raises.
+            assert reference() is None
+            time.sleep(30)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.long
