@@ -61,8 +61,8 @@ def _by_token(*tensors: Tensor) -> Tensor:
 
 
 def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
-    """Undo :func:`_by_token`: split rows into tensors ``[B, H, S, D_i]`` of these widths D_i. These are views, or
-    copies if the widths differ, because kernels require rows that begin at multiples of their width.
+    """Undo :func:`_by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the D_i. Tensors of
+    different widths are copied, because kernels require that each row begins at a multiple of its width.
     """
     parts = [rows] if len(widths) == 1 else rows.split_with_sizes(list(widths), dim=-1)
     if any(width != widths[0] for width in widths):
@@ -83,7 +83,7 @@ class _Arriving(NamedTuple):
 def _give(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[_Arriving] = ()
 ) -> _Arriving:
-    """Start an all-to-all like :func:`_start` that sends a copy of ``rows`` to each of ``peers``."""
+    """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from ``peers[i]``."""
     copies = rows if len(peers) == 1 else rows.expand(len(peers), *rows.shape)
     return _start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
 
@@ -162,8 +162,8 @@ def attention_2d(
 
 
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
-    """Return ``out`` and ``lse`` as ``[S, B, H, D_v + n]``, in the dtype of lse (n is 1) if any of ``inputs`` requires
-    a gradient, else in that of the query, ``inputs[0]``, in which the bytes of one lse fill n = 1 or 2 elements.
+    """Pack ``out`` and ``lse`` into one ``[S, B, H, D_v + n]`` in the dtype of the query, ``inputs[0]``. The bytes of
+    an lse fill n = 1 or 2 elements. If any of ``inputs`` requires a gradient, the dtype is that of lse, and n is 1.
     """
     lse = lse.to(lse_dtype(inputs[0]))  # A user's attn_func may return lse in any dtype.
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
@@ -173,8 +173,8 @@ def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield out ``[B, H, S, width]`` and lse ``[B, H, S]``, of ``dtype``, of each rank from ``rows``, which
-    :func:`_pack` packed on ``num_ranks`` ranks.
+    """Undo :func:`_pack` for the concatenated ``rows`` of ``num_ranks`` ranks. Yield ``(out, lse)`` of each rank: out
+    is ``[B, H, S, width]``, and lse is ``[B, H, S]`` in ``dtype``.
     """
     rows = rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:])
     lses = _as_lse(rows[..., width:], dtype)

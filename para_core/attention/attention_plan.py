@@ -236,7 +236,7 @@ class AttentionPlan:
         """Whether plain SDPA can compute attention after the Ulysses exchange.
 
         It can if there is only one ring rank (all keys are then on this rank) and no option selects keys. In a causal
-        call, queries and keys must also be in the order of the sequence.
+        call, queries and keys must also be the same tokens, consecutive and in the order of the sequence.
         """
         if self.spec.options.by_position or self.spec.mesh.ring.size > 1:
             return False

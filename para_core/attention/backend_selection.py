@@ -130,7 +130,7 @@ def require_backend(
 
 
 def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend: Backend | None) -> bool:
-    """Whether a call is in a 16-bit dtype, and the math backend computes it and its gradient, in float32.
+    """Whether a float16 or bfloat16 call uses the math backend, which computes it and its gradient in float32.
 
     The decision does not depend on lengths, so it is the same on every rank. Source: transformers/attention.cpp,
     ``_scaled_dot_product_attention_math``.
@@ -168,7 +168,7 @@ def _cached_choice(
     mask_dtype: torch.dtype | None,
     enabled: tuple[bool, ...],
 ) -> int | None:
-    """Compute :func:`_choice_of_pytorch`. ``enabled``, the backends that are enabled, is only in the cache key."""
+    """Compute the result of :func:`_choice_of_pytorch`. ``enabled`` is unused: it only distinguishes cache entries."""
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
     mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
     try:

@@ -269,7 +269,7 @@ class BlockGradients:
 
 @dataclass(frozen=True)
 class _QueryGroup:
-    """A group of queries that see the same keys, with their tensors and their gradients so far, in the dtype of lse."""
+    """The tensors of queries that see the same keys, and the gradients summed so far, which have the dtype of lse."""
 
     query: Tensor
     grad_out: Tensor

@@ -306,8 +306,8 @@ def _texts(parts: Sequence[OwnPart]) -> str:
 
 
 def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
-    """Whether the masks are key masks: each has equal rows and a column for each key of its rank, and one hides a key.
-    Otherwise they may be parts of a larger mask that was cut along both dims. Masks of one row are not checked.
+    """Whether the masks of all ranks are key masks, and not parts of a larger mask that was cut along both dims. Each
+    mask of several rows must have equal rows and a column per key of its rank, and one of these masks must hide a key.
     """
     held = zip(spec.query_layout.sizes(), spec.key_layout.sizes(), strict=True)
     return all(
@@ -317,10 +317,10 @@ def _are_of_keys(parts: Sequence[OwnPart], spec: AttentionSpec) -> bool:
 
 
 def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) -> list[tuple[int, int]]:
-    """Return the mask sizes of all ranks, with one row and a column for each of its keys for a rank without a mask.
+    """Return the mask sizes of all ranks, where a rank without a mask gets ``(1, its number of keys)``.
 
     Raises:
-        ValueError: The masks of the other ranks do not have this form, so the missing mask cannot be guessed.
+        ValueError: Other masks do not have this form, or the call is causal, so the missing mask cannot be guessed.
     """
     held = spec.key_layout.sizes()
     fits = all(rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes))
@@ -330,8 +330,8 @@ def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) ->
 
 
 def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
-    """Return a mask that hides nothing, with ``last`` as its numbers of rows and columns, for a rank without a mask.
-    ``code`` is what :func:`_mask_code` returned on the other ranks.
+    """Return a mask that hides nothing, for a rank without a mask. ``last`` are its numbers of rows and columns; its
+    dtype and leading dims are those that :func:`_mask_code` encoded in ``code`` on the other ranks.
     """
     dtype = _dtype_of(code) or _DTYPES[-1]
     leading = [size if code >> _DTYPE_BITS + dim & 1 else 1 for dim, size in enumerate(query.shape[:-2])]

@@ -26,17 +26,17 @@ from para_core.distributed.mesh import SequenceMesh
 
 
 def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's heads of the queries of its Ulysses group, and of all keys and values of the sequence.
+    """Exchange ``[B, H, S_local, D]`` for this rank's heads of its Ulysses group's queries and of all keys and values.
 
-    The arguments are all heads of this rank's tokens in the layouts of ``plan``; the results are in sequence order.
+    The results are ``[B, H_local, S_group, D]`` and twice ``[B, H_kv_local, S, D]``, in the order of the sequence.
     """
     query, key, value, _ = torch.ops.para_core.flex_enter(query, key, value, plan.spec.text, plan.spec.numbers)
     return query, key, value
 
 
 def leave(out: Tensor, plan: AttentionPlan) -> Tensor:
-    """Exchange outputs by the inverse of :func:`enter`: ``[B, H_local, S, D]``, in the order of the queries that it
-    returned, to all heads of this rank's tokens, ``[B, H, S_local, D]``.
+    """Return all heads of the outputs of this rank's tokens, ``[B, H, S_local, D]``: the inverse of :func:`enter`.
+    ``out`` is ``[B, H_local, S_group, D]``, the outputs of the queries that :func:`enter` returned, in their order.
     """
     own, _ = torch.ops.para_core.flex_leave(out, plan.spec.text, plan.spec.numbers)
     return own  # type: ignore[no-any-return]

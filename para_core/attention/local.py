@@ -109,7 +109,7 @@ def local_attention_with_lse(call: LocalAttentionCall, backend: Backend | None =
 def continued_attention(
     so_far: Merged, call: LocalAttentionCall, backend: Backend | None = None, *, is_last: bool = False
 ) -> None:
-    """Compute ``call`` outside of autograd, and merge the result into ``so_far``, that of its queries to earlier keys.
+    """Compute ``call`` without autograd, and merge it in place into ``so_far``, the same queries' result so far.
 
     The Triton kernel continues from ``so_far`` in one launch. With any other backend, merging is one more launch. If
     the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged result stays in float32.
@@ -186,8 +186,8 @@ def _triton(backend: Backend, call: LocalAttentionCall, **options: Any) -> tuple
 
 
 def _range_of_seen_keys(mask: Tensor) -> Tensor | None:
-    """Return the range ``(0, end of the last visible key)`` of each sample, int32 ``[B or 1, 1, 2]``, by which the
-    Triton kernel skips padding at the end; None unless the mask is bool and equal for all heads and queries.
+    """Return ``(0, index of the last visible key + 1)`` for each sample, int32 ``[B or 1, 1, 2]``: with it the Triton
+    kernel skips padding at the end. Return None unless ``mask`` is a bool ``[B or 1, 1, 1, S_k]`` with S_k > 1.
     """
     if mask.dtype != torch.bool or mask.shape[1] > 1 or mask.shape[2] > 1 or mask.shape[3] == 1:
         return None
@@ -224,7 +224,7 @@ def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, opt
 
     Raises:
         ValueError: ``attn_func`` returns no lse, but a ring or a causal call needs it.
-        RuntimeError: The call is in a compiled function and is causal, or an option selects keys by position.
+        RuntimeError: Inside a compiled function, the call is causal or an option selects keys by position.
     """
     if torch.compiler.is_compiling() and (call.is_causal or options.by_position):
         raise RuntimeError(

@@ -44,10 +44,10 @@ _MOST_FRAMES = 24
 class Review(NamedTuple):
     """The findings of a rank about the values of its mask, from which :func:`require_own_rows` decides.
 
-    ``bits`` is the sum of the flags above that are true, ``LOWER`` to ``HIDES``. ``digest`` is a digest of some of the
-    rows that every rank's mask has; 0 if there are none, or several rows or columns that are all equal, so that they
-    tell nothing. Both are 0 for a mask that was not read: one that :meth:`MaskReviews.trust` marked as correct, and any
-    mask while a CUDA graph is captured.
+    ``bits`` is the sum of the flags above that are true, ``LOWER`` to ``HIDES``. ``digest`` is a digest of some rows,
+    with the same indices on all ranks. It is 0 if comparing it would prove nothing: if there are no such rows, or if
+    all rows or all columns are equal. Both fields are 0 for a mask that was not read: one that
+    :meth:`MaskReviews.trust` marked as correct, and any mask while a CUDA graph is captured.
     """
 
     bits: int = 0
@@ -110,7 +110,7 @@ def _review(mask: Tensor, num_common: int) -> Review:
             return Review(bits)
         read = evenly_spaced_rows(rows, _MOST_COMPARED).cpu()
         all_equal = read.shape[-2] > 1 and torch.equal(read, read[..., :1, :].expand_as(read))
-        # Nor do rows of a single value, such as those of padded queries, tell which tokens they belong to.
+        # Rows of a single value, such as those of padded queries, do not tell either which tokens they belong to.
         of_one_value = read.shape[-1] > 1 and torch.equal(read, read[..., :1].expand_as(read))
         return Review(bits, 0 if all_equal or of_one_value else digest_of(read))
 
@@ -128,7 +128,7 @@ def digest_of(x: Tensor) -> int:
 
 
 def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: SequenceLayout, rank: int) -> bool:
-    """Whether the shape of ``mask`` does not tell if its rows belong to this rank's tokens.
+    """Whether only the values of ``mask`` can tell if its rows belong to this rank's tokens.
 
     This is the case for ``[..., S_local, S]`` in self-attention, and for ``[..., S_q_local, S_k_local]``.
     """
@@ -145,16 +145,16 @@ def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequenc
 
 
 def num_common_rows(layout: SequenceLayout) -> int:
-    """Return the smallest number of tokens, and so of a mask's rows, of any rank that holds tokens of ``layout``."""
+    """Return the number of rows that the masks of all ranks with tokens have at least: the fewest tokens of any."""
     return min([size for size in layout.sizes() if size > 0], default=0)
 
 
 def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
     """Raise ``ValueError`` if the masks look as if every rank had counted its rows from 0. All ranks decide the same.
 
-    Each mask has one row for each of its rank's tokens and all columns. This is so if on all ranks no row i shows a key
-    after key i, although the rows differ; or the model is causal (``is_causal``) and all masks hide every key; or all
-    ranks have the same rows, which differ from each other.
+    Each mask is ``[..., S_local, S]``. The masks look so in three cases: the rows of each mask differ, but on no rank
+    does a row i show a key after key i; the model is causal (``is_causal``), but all masks hide every key; or all ranks
+    have the same rows, which differ from each other, and the sequence has a single segment.
     """
     of_ranks = [(review, size) for review, size in zip(reviews, layout.sizes(), strict=True) if size > 0]
     if len(of_ranks) < 2:
@@ -201,13 +201,12 @@ def _holds_single_tokens(layout: SequenceLayout) -> bool:
 def read_single_tokens(
     mask: Tensor | None, extents: MaskExtents, digests: Set[int], spec: AttentionSpec, rank: int
 ) -> tuple[Tensor | None, MaskExtents]:
-    """Return ``mask`` and its extents. If no rank holds more than one token, a dim of size 1 becomes ``"local"``.
-
-    Such a dim may also be broadcast to all tokens. The result is then still correct, because all ranks have the same
-    row or column. ``digests`` are those of the masks of all ranks whose mask has rows.
+    """Return ``mask`` and its extents. If no rank holds more than one token, and the other dim of the mask is global, a
+    broadcast dim becomes ``"local"``, with size 0 on ranks without a token. If it was meant as broadcast, the result is
+    still correct, because all ranks have the same row or column. ``digests`` are those of all masks that have rows.
 
     Raises:
-        ValueError: Both dims have size 1, and the masks of the ranks differ.
+        ValueError: Both dims have size 1, and the masks of the ranks differ or may differ.
     """
     queries, keys = _holds_single_tokens(spec.query_layout), _holds_single_tokens(spec.key_layout)
     if mask is None:

@@ -16,7 +16,7 @@ define_operator("merge_(Tensor(a!) out_a, Tensor(b!) lse_a, Tensor out_b, Tensor
 def _merge(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`para_core.kernels.merge_reference.merge` with few operators; ``out`` gets the dtype of lse."""
+    """Compute :func:`para_core.kernels.merge_reference.merge`, but with ``out`` in the dtype of lse, in ``into``."""
     # The weight of b is exp(lse_b) / (exp(lse_a) + exp(lse_b)). If a row has no key on both sides, -inf - -inf is NaN;
     # any weight is then correct.
     weight = (lse_b - lse_a).sigmoid_().nan_to_num_(0.5).unsqueeze(-1)

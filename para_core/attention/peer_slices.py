@@ -32,7 +32,7 @@ class PeerSlices:
 
     @cached_property
     def cover_output(self) -> bool:
-        """Whether received slices can be copied: without overlaps or gaps. Otherwise they must be added to zeros."""
+        """Whether the slices cover the output without overlaps or gaps. Otherwise they must be added to zeros."""
         num_sent = sum([run[1] * other[1] for run, other in zip(self.tokens, self.heads, strict=True)])
         return num_sent == prod(self.output_size) and not self.may_overlap
 
@@ -82,10 +82,10 @@ def group_uniform_peers(runs: Sequence[Sequence[Run]]) -> tuple[UniformPeers, ..
 
 
 def _steps(group: UniformPeers, of_peer: Sequence[Run]) -> list[int] | None:
-    """Return the step of each run of ``group`` after the next peer, with runs ``of_peer``, joins it; None if it cannot
-    join.
+    """Return the step of each run of ``group`` if the peer with the runs ``of_peer`` joins it; None if it cannot join.
 
-    Its runs must have the same counts, and begin one step later. In a group of one peer any step, count or 0, will do.
+    The peer's runs must have the same counts as those of the group, and begin one step after those of its last peer. If
+    the group has only one peer, its step is still open: it may become ``count`` or 0.
     """
     steps = []
     for (first, count, step), (start, number) in zip(group.runs, of_peer, strict=True):

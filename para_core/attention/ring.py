@@ -87,7 +87,7 @@ class Packing:
         return keys.view(*rows, self._width), values.view(*rows, self._value_width)
 
     def _regions(self, length: int) -> list[int]:
-        """Return where keys and values of ``length`` tokens are in a rounded buffer: two CopyRegions as integers."""
+        """Return the regions of the keys and of the values of ``length`` tokens in a rounded buffer, as integers."""
         key, value = (self._heads * row for row in self._rows)
         run = 0, length, 0, self._heads
         return as_numbers([CopyRegion(0, *run, 0, key), CopyRegion(1, *run, self._batch * length * key, value)])

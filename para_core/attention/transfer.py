@@ -1,7 +1,8 @@
 """An all-to-all of tensors ``[B, H, S, D]``, in which each peer gets some of the tokens and some of the heads.
 
-How tensors are packed and unpacked is chosen once per set of shapes (:func:`_choose_packing`): as a view, as a
-concatenation of views, peer by peer, or region by region: by one Triton kernel, or rounded to 8 bits.
+:func:`_choose_packing` chooses once per set of shapes how tensors are packed: by one copy of a view, by a concatenation
+of views, by one copy per group of equal peers, or by one operator that copies a list of regions. The last is a Triton
+kernel on a GPU, and the only one that can round to 8 bits.
 
 The number of launches does not depend on the number of ranks: one strided copy packs the slices of all peers that have
 equal sizes. On a GPU with Triton, one kernel packs all slices of all tensors (:mod:`para_core.attention.pack_ops`).
@@ -216,8 +217,8 @@ def _pack_views(views: Sequence[_PeerView], tensors: Sequence[Tensor]) -> Tensor
 
 
 def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor) -> Sequence[Tensor]:
-    """Unpack a buffer ``table``, ``[peers, S, B, heads of all tensors, D]``, with views or one copy; ``heads`` are the
-    numbers of heads of each tensor in it.
+    """Return views of ``buffer``, or one copy if there are several peers. ``table`` is its shape, ``[peers, S, B, heads
+    of all tensors, D]``, and ``heads`` are the numbers of heads of each tensor.
     """
     peers, tokens, batch, all_heads, width = table
     if peers == 1:

@@ -189,9 +189,9 @@ class UlyssesPlan:
 
     @cached_property
     def start_leave(self) -> Start:
-        """A function that starts the exchange of the output's block ``[B, H_local, S_block, D_v]`` for local tokens.
+        """A function that starts the all-to-all of ``(out,)``, the output's block ``[B, H_local, S_block, D_v]``.
 
-        Every rank gets all heads of the replicated tokens.
+        It returns a function that waits, and returns all heads of this rank's tokens, ``([B, H, S_local, D_v],)``.
         """
         return self._leaving.start if self._num_common is None else self._start_leave_with_replicated
 
@@ -236,7 +236,7 @@ def num_replicated(layout: SequenceLayout) -> int:
 
 
 def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:
-    """Return the sharded and the replicated tokens of ``x``, ``[B, H, S_local, D]``, or None if there are no such."""
+    """Return the sharded tokens of ``x``, ``[B, H, S_local, D]``, and the replicated ones (None if there are none)."""
     if not layout.replicated:
         return x, None
     parts = x.split([segment.size(rank, layout.ranks) for segment in layout.segments], dim=2)

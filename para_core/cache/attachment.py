@@ -40,7 +40,7 @@ Roles = list[tuple[nn.Module, BlockRole]]
 
 
 class BlockHookHost:
-    """All cache hooks on one model, and the cache that currently uses them. ``_COMPILED`` keeps it for graphs."""
+    """All cache hooks on one model, and the cache that uses them. ``_COMPILED`` keeps this object for later caches."""
 
     def __init__(self) -> None:
         # The cache of the model call that is running, and the thread of this call.
@@ -57,8 +57,8 @@ class BlockHookHost:
         # Keep classes of compiled graphs alive. The keys are ids, because a patched class compares equal to its
         # original, so the two would be the same key of a dict or set.
         self._classes: dict[int, type] = {}
-        # A model gets the class that its graph was compiled with only from the same wrapper, and each access of a
-        # method makes another bound method.
+        # Store the bound method: a model gets the class of its compiled graph again only if it is wrapped by the same
+        # object, and each access of a method creates a new one.
         self.named: Around = self._run_named
 
     @property

@@ -260,8 +260,8 @@ class BlockCache:
     ) -> Any:
         """Run or skip one transformer block, and return its output.
 
-        A skipped block returns its inputs, except for the last block of a group, which returns the forecast output of
-        the group.
+        The output of a skipped block is its input or, in a graph, may be an uninitialised tensor. Only the last block
+        of a group returns the forecast output of the group.
         """
         if self.idle:
             return call(block, *args, **kwargs)
@@ -339,7 +339,7 @@ class BlockCache:
             return role.as_output(self._end_group_in_graph(role, inputs, compute))
 
         def skipped() -> Streams:
-            # Empty tensors will do, because the last block of the group replaces the outputs of skipped blocks.
+            # The values are not used, because the last block of the group replaces the outputs of skipped blocks.
             return tuple([x.new_empty(x.shape) for x in inputs])
 
         return role.as_output(cond(self._skip, skipped, compute, list(range(len(inputs))), inputs))
@@ -349,7 +349,7 @@ class BlockCache:
     ) -> Any:
         """Return the output of one block in a graph in which one ``torch.cond`` runs or skips the whole group.
 
-        The call of the group's first block contains it. The calls of the other blocks return their inputs.
+        The call of the group's first block contains this ``cond``. The calls of the other blocks return their inputs.
         """
         if not role.enters:
             before = self._group_outputs[role.group] or (None,) * len(inputs)

@@ -164,7 +164,8 @@ def roles_of(
 ) -> list[tuple[nn.Module, BlockRole]]:
     """Return ``(block, role)`` for all blocks that need a hook, in the order in which they run.
 
-    Of the ``first_blocks`` and ``last_blocks``, which always run, only those have a hook that measure the residual.
+    The ``first_blocks`` and ``last_blocks`` always run. Of these, only block 0 and the last one of ``first_blocks`` get
+    a hook: the residual is measured between them.
 
     Raises:
         ValueError: The model does not have the blocks that ``blocks`` names, or no block would be skipped.

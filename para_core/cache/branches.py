@@ -158,7 +158,8 @@ class Branches:
     def name_of(self, arguments: Mapping[str, Any]) -> str | None:
         """Return the name of the branch of a model call: ``branch 0``, ``branch 1``, …; None if it is unknown.
 
-        The host waits for the device at most once, to compare the values of conditions that are new tensors.
+        The host waits for the device once if conditions are new tensors, to compare their values. In the first calls,
+        the values of other arguments are compared as well, to detect branches that the conditions do not tell apart.
         """
         announced, self._announced = self._announced, None
         name = self._name_of(arguments) if announced is None else announced[0]
@@ -207,7 +208,7 @@ class Branches:
         return name
 
     def _find(self, leaves: list[Any]) -> _Branch | None:
-        # Those with equal values, if tensors are compared by shape, dtype and device only.
+        # First compare tensors by shape, dtype and device only, which does not wait for the device.
         candidates = [
             branch
             for branch in self._branches

@@ -196,7 +196,7 @@ class DecisionInput:
         return differences
 
     def may_skip(self, largest: Number, params: DecisionParams, counts: BranchCounters) -> Any:
-        """Return whether the policy, or without one the threshold, permits to skip a step of this difference."""
+        """Return whether a step with the difference ``largest`` may be skipped, by the policy or else the threshold."""
         if self.options.policy is None:
             return largest < params.threshold
         return self.options.ask_policy(

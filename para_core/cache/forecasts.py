@@ -90,10 +90,10 @@ def forecast_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor
 def foca_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor:
     """Return the weights of FoCa (arXiv:2508.16211): a BDF2 prediction (eq. 7), corrected by Heun's method (eq. 8).
 
-    Heun's method averages the slope at the last computed step and the slope at the predicted step. By eq. 6 the latter
-    is the slope of the prediction, which is that between the last two residuals. If the former were this slope too, the
-    result would be the Taylor forecast of order 1. It is therefore the slope of the parabola through the last three
-    residuals. Arguments and result are those of :func:`forecast_weights`, with n = 3.
+    Heun's method averages two slopes. The slope at the predicted step is, by eq. 6, the slope between the last two
+    residuals. As the slope at the last computed step, this function uses that of the parabola through the last three
+    residuals, because with the slope of eq. 6 at both steps the result would be the Taylor forecast of order 1.
+    Arguments and result are those of :func:`forecast_weights`, with n = 3.
     """
     gap, older = times[0] - times[1], times[1] - times[2]
     safe, safe_older = torch.where(gap == 0, 1.0, gap), torch.where(older == 0, 1.0, older)

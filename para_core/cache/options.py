@@ -150,7 +150,7 @@ class CacheOptions:
             ``"modulated_input"`` compares the input of the first block, so a skipped step runs no block.
         policy (`Callable`, *optional*): A function that takes an :class:`Observation` and returns whether to skip the
             step, in place of the threshold. It must return the same on all ranks that share a sequence, or they wait
-            for each other. They get equal observations, so a function of these alone does.
+            for each other. Ranks get equal observations, so use nothing but the observation.
 
     Raises:
         TypeError, ValueError: A value has a wrong type or is out of range, or two options exclude each other.

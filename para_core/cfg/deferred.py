@@ -142,7 +142,7 @@ class Deferred(Tensor):
 
 
 def materialize(tree: Any) -> Any:
-    """Return the pytree ``tree`` with each deferred tensor replaced by its data, for which its round is ended."""
+    """Return the pytree ``tree`` with each deferred tensor replaced by its data. Ends their round (collective)."""
     if not any(isinstance(x, Deferred) for x in pytree.tree_leaves(tree)):
         return tree
 
@@ -157,7 +157,8 @@ def materialize(tree: Any) -> Any:
 def _is_model_output(x: Any) -> bool:
     """Whether ``x`` is an output of diffusers or transformers, a dataclass that is also a dict of its fields.
 
-    The dict leaves out fields that are None, so the pytree does too, and cannot build ``x`` again if they are required.
+    The dict has no entries for fields that are None. A pytree contains only the entries of the dict, so it cannot
+    rebuild ``x`` if such a field is required.
     """
     return isinstance(x, dict) and is_dataclass(x)
 

@@ -119,7 +119,7 @@ class Guidance:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Distribute model calls over ranks inside the ``with`` block. At its end, deferred tensors become ordinary."""
+        """Distribute model calls over ranks inside the ``with`` block. At its end, deferred tensors get their data."""
         self._live = LiveDeferred()
         self._round, self.rounds = self._begin(), []
         self._drop_unverified()

@@ -81,7 +81,9 @@ _ALL_TO_ALL = dist.AllToAllOptions()
 
 
 def start_ring_shift(x: Tensor, receive_size: int, dim: MeshDim, *, distance: int = 1) -> Travelling:
-    """Start to send the 1-dim ``x`` to the rank ``distance`` positions after this one, and receive from that before."""
+    """Start to send the 1-dim ``x`` to the rank ``distance`` positions after this one along ``dim``, and to receive
+    ``receive_size`` elements from the rank ``distance`` positions before it. Positions wrap around.
+    """
     send_sizes = [0] * dim.size
     receive_sizes = [0] * dim.size
     send_sizes[(dim.index + distance) % dim.size] = x.numel()
@@ -105,7 +107,7 @@ def wait(travelling: Travelling) -> Tensor:
 
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:
-    """Return the process group of ``dim``, looked up by its name, which is all that a dim inside a graph has."""
+    """Return the process group of ``dim``, looked up by its name, because a dim in a graph has no group object."""
     return dim.group if dim.group is not None else group_named(dim.group_name)
 
 

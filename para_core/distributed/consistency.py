@@ -59,7 +59,7 @@ class Signature:
 
 
 def signature(record: Record) -> Signature:
-    """Convert ``record``, a dict of JSON values, to a :class:`Signature`, which repeated comparisons should keep."""
+    """Convert ``record``, a dict of JSON values, to a :class:`Signature`. Cache the result for repeated comparisons."""
     encoded = json.dumps(record).encode()
     return Signature(encoded, blake2b(encoded, digest_size=16).digest())
 
@@ -109,8 +109,8 @@ def check_consistent(
 
     Raises:
         ValueError: The signatures of two ranks differ.
-        TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one, whose rank it
-            names.
+        TypeError, ValueError, ImportError, RuntimeError: The exception of the first rank that passed one, with the
+            number of that rank in its message.
     """
     failed = isinstance(local, Exception)
     if isinstance(local, Exception):

@@ -22,10 +22,10 @@ from para_core.torch_internals import group_timeout, is_registered, set_group_ti
 
 @dataclass
 class _Overrides:
-    """The timeouts set on one group and not undone yet, the latest last, and the one before them (``initial``)."""
+    """The timeouts set on one group and not undone yet (the latest last), and the timeout before all of them."""
 
     initial: timedelta
-    active: dict[object, timedelta] = field(default_factory=dict)  # By the call that set the timeout.
+    active: dict[object, timedelta] = field(default_factory=dict)  # Each key stands for one call that set a timeout.
 
     @property
     def timeout(self) -> timedelta:
@@ -47,7 +47,7 @@ def as_timedelta(timeout: timedelta | float) -> timedelta:
     if isinstance(timeout, bool) or not isinstance(timeout, (timedelta, int, float)):
         raise TypeError(f"timeout is {timeout!r}; expected a positive number of seconds, or a timedelta.")
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    # Not a number is neither smaller nor larger than any other number.
+    # Negate the comparison, so that NaN is refused as well.
     if not 0 < seconds <= timedelta.max.total_seconds():
         raise ValueError(f"timeout is {seconds} s; expected a positive number of seconds, or a timedelta.")
     return timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
@@ -58,8 +58,9 @@ def override_timeouts(
 ) -> Callable[[], None]:
     """Set the timeout of ``groups``, and return a function that restores the timeouts. See the module's docstring.
 
-    Groups that this package creates among ``ranks``, those of the mesh, in the meantime inherit the timeout. Undoing
-    gives them the timeout that the first of ``groups`` has afterwards.
+    ``ranks`` are the global ranks of the mesh. Groups that this package creates among them before the call is undone
+    inherit the timeout. Undoing the call sets the timeout of these groups to the restored one of the first of
+    ``groups``.
     """
     override = object()
     own: list[ProcessGroup] = []

@@ -169,9 +169,9 @@ class FlexOverMesh:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def called_in_eager_code() -> bool:
-    """Whether ``flex_attention`` in eager code calls the operator, and not a graph that the user compiled.
+    """Whether the operator is called by ``flex_attention`` in eager code, and not by a graph that the user compiled.
 
-    Return True if the stack of this thread has a frame of ``flex_attention``.
+    Only in eager code does the stack of this thread have a frame of ``flex_attention``.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -182,9 +182,9 @@ def called_in_eager_code() -> bool:
 
 
 def _with_noted_mask(args: Sequence[Any]) -> Sequence[Any]:
-    """Return the operator's arguments, with ``-1 - layout_id`` as the lengths and ``of_rows`` as the ``mask_mod`` of a
-    sharded mask. A traced graph stores these two numbers, but no attributes of a ``mask_mod``, so at run time only they
-    show for which layouts the mask was sharded.
+    """Return the operator's arguments ``args``. In a sharded mask, replace the ``mask_mod`` by its ``of_rows``, and the
+    two lengths by ``-1 - layout_id``. A traced graph stores the lengths, but no attributes of a ``mask_mod``, so at run
+    time only the lengths can tell for which layouts the mask was sharded.
     """
     mask = args[4]
     mod = mask[-1]
@@ -309,8 +309,8 @@ _OTHER_SEQUENCE = (
 
 
 def _refused(call: _FlexCall, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
-    """Add an operator to the traced graph that raises ValueError, with ``message`` formatted with ``numbers``, when the
-    graph runs, because Dynamo would replace an error that is raised while it traces. Return uninitialized results.
+    """Add an operator to the traced graph that raises ``ValueError(message.format(*numbers))`` when the graph runs.
+    Dynamo would replace an error that is raised while it traces. Return uninitialized results.
     """
     out = torch.ops.para_core.refuse_flex_attention(call.query, call.value, message, numbers)
     stat = call.query.new_empty(call.query.shape[:3], dtype=torch.float32)

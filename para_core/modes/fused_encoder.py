@@ -21,7 +21,7 @@ from para_core.torch_internals import CompileContext, TraceId
 
 
 class _CountedSwitch:
-    """The users of the process's switch. There is one object for the process, because there is one switch."""
+    """A count of how often each thread and trace has disabled the kernels. The process has one switch and one count."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

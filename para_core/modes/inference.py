@@ -43,11 +43,11 @@ def sequence_of_length(
         ordered: Whether the result of attention depends on the order of tokens, as with a mask or ``is_causal``.
 
     Raises:
-        ValueError: No segment or concatenation has ``held`` tokens on ``rank``. Or the first that has (the match)
-            conflicts with another: both have equal lengths on some rank, but not on every rank or not in total. Or
-            ``ordered`` is True, and the match is a concatenation, or another has the same length on every rank. Or the
-            match is a concatenation with a replicated segment, which may be first or last. Or more than 4096
-            concatenations have equal lengths on some rank, too many to compare.
+        ValueError: No segment or concatenation (*candidate*) has ``held`` tokens on ``rank``; or the first that has
+            (the *match*) is ambiguous: it conflicts with another candidate (see the module docstring); it is a
+            concatenation with a replicated segment, which may be first or last; with ``ordered``, it is a concatenation
+            or another candidate has the same length on every rank; or on some rank more than 4096 candidates are as
+            long as the match, which are too many to compare.
     """
     choice = next(_choices([segment.size(rank, ranks) for segment in segments], held), None)
     if choice is None:
@@ -59,8 +59,8 @@ def sequence_of_length(
 def sequence_of_symbolic_length(
     held: int, segments: tuple[Segment, ...], rank: int, ranks: int, *, kind: str, ordered: bool
 ) -> SequenceLayout:
-    """Return the result of :func:`sequence_of_length` for symbolic lengths, which can be compared but not hashed. Raise
-    ``ValueError`` also for more than 8 segments, which have too many concatenations to compare all of them.
+    """Return what :func:`sequence_of_length` returns, for symbolic lengths, which can be compared but not hashed. Also
+    raise ``ValueError`` for more than 8 segments, because all their concatenations are compared.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -76,12 +76,12 @@ def sequence_of_symbolic_length(
 
 
 def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
-    """Return the layout of the segment that has ``total`` tokens over all ranks; equal parts if none has, nor any
-    concatenation.
+    """Return the layout of the segment that has ``total`` tokens over all ranks. If neither a segment nor a
+    concatenation of segments has this length, return equal parts.
 
     Raises:
-        ValueError: Several segments or concatenations have ``total`` tokens; or a concatenation has, whose order is
-            unknown; or there are more than 8 segments.
+        ValueError: Several segments or concatenations have ``total`` tokens; or a concatenation has, so that the order
+            of its segments is unknown; or there are more than 8 segments.
     """
     if len(segments) > _MAX_SYMBOLIC:
         raise ValueError(
@@ -156,11 +156,11 @@ def _concatenations(segments: tuple[Segment, ...], ranks: int) -> list[SequenceL
 def _rivals(
     fitting: SequenceLayout, fitting_choice: tuple[int, ...], segments: tuple[Segment, ...], ordered: bool, kind: str
 ) -> Iterator[SequenceLayout]:
-    """Yield the layout of each choice of ``segments`` other than ``fitting_choice``, the indices of the segments of
-    ``fitting``, that has the same length as ``fitting`` on some rank.
+    """Yield the layout of each other choice of ``segments`` that has the same length as ``fitting`` on some rank.
 
-    A layout may be yielded several times. Nothing is yielded if choices cannot conflict: the order of tokens does not
-    matter, all ranks hold equal lengths, and no segment is replicated. Raise ``ValueError`` for more than 4096.
+    ``fitting_choice`` are the indices of the segments of ``fitting``. A layout may be yielded several times. Nothing is
+    yielded if choices cannot conflict: the order of tokens does not matter, all ranks hold equal lengths, and no
+    segment is replicated. Raise ``ValueError`` for more than 4096 choices.
     """
     # Ranks with the same lengths of all segments have the same candidates. Keep one rank for each tuple of lengths.
     columns = {

@@ -227,8 +227,8 @@ THREAD_STATE = ThreadState()
 
 
 def outer_attention(call: SdpaCall) -> Tensor:
-    """Return the output of ``call``, computed by the handler of the enclosing :func:`at_the_dispatcher` context, or
-    without one on one device. Only the handler of the innermost context may call this function.
+    """Return the output of ``call``, computed by the handler of the next outer :func:`at_the_dispatcher` context. If
+    there is none, compute it on one device. Only the handler of the innermost context may call this function.
     """
     handlers = THREAD_STATE.handlers
     return handlers[-2](call) if len(handlers) > 1 else call.on_one_device()
@@ -285,9 +285,9 @@ def at_the_dispatcher(handler: SdpaHandler, is_active: Callable[[], bool] = lamb
     """Return a context in which ``handler`` computes every ``scaled_dot_product_attention`` of this thread.
 
     ``handler`` also computes FlashAttention operators; all other attention operators of other packages raise
-    RuntimeError. Both are intercepted only if ``is_active()``. Use a mode instead for traced code and for calls that
-    require a gradient, because autograd runs the backward outside of this context, and if
-    :func:`dispatcher_is_available` is False, which raises RuntimeError.
+    RuntimeError. Such operators are intercepted only while ``is_active()`` is True. Use a mode instead in traced code
+    and for calls that require a gradient, because autograd runs the backward outside of this context. Raise
+    ``RuntimeError`` if :func:`dispatcher_is_available` is False.
     """
     if not dispatcher_is_available():
         raise RuntimeError("attention cannot be intercepted at the dispatcher of this torch. Use a mode.")

@@ -52,8 +52,8 @@ def is_in_backward() -> bool:
 def bind_reentrant_checkpoint(bind: Bind) -> None:
     """Bind the function of the ``checkpoint(..., use_reentrant=True)`` that is entering ``no_grad``.
 
-    So is the ``ctx.run_function`` of any other ``autograd.Function`` whose forward is entering ``no_grad``. A mode
-    calls this whenever gradients are being disabled. If no checkpoint is doing so, nothing happens.
+    Also bind the ``ctx.run_function`` of any other ``autograd.Function`` whose forward is entering ``no_grad``. A mode
+    calls this whenever gradients are being disabled. If no such forward is on the stack, nothing happens.
 
     Raises:
         RuntimeError: torch's checkpoint does not store its function under that name, so it cannot be replaced.
@@ -131,8 +131,8 @@ def refuse_checkpointing(module: nn.Module) -> None:
 
 
 def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
-    """Return the submodules with activation checkpointing on, each with its checkpoint function; none without gradients
-    or while tracing.
+    """Return ``(submodule, its checkpoint function)`` for each submodule with activation checkpointing on. The list is
+    empty if gradients are disabled and while tracing.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return []

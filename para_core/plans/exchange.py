@@ -35,8 +35,8 @@ class HeadExchange:
     """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to
     ``[B, S, H_local * D]``, and back: first over the ``ulysses`` mesh dim, then over ``ring``.
 
-    ``segment``, the segment of the tokens, is sharded in consecutive parts. ``heads`` is their number on all ranks.
-    Raise ``ValueError`` if there are fewer heads than ranks.
+    ``segment``, the segment of the tokens, is sharded in consecutive parts. ``heads`` is the number of heads of the
+    whole module. Raise ``ValueError`` if there are fewer heads than ranks.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HeadExchange:
         self._entered = 0
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return a projection's output ``x``, of this rank's tokens, for all tokens and its own heads. Collective."""
+        """Exchange the output of a projection, ``[B, S_local, H * D]``, for ``[B, S, H_local * D]``. Collective."""
         self._entered += 1
         width = x.shape[2] // self._heads
         for dim, tokens, heads in self._steps:
@@ -77,7 +77,7 @@ class HeadExchange:
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the attention output ``x``, of this rank's heads, for this rank's tokens and all heads. Collective.
+        """Exchange an attention output, ``[B, S, H_local * D]``, for ``[B, S_local, H * D]``. Collective.
 
         Raises:
             RuntimeError: The module did not call each of its projections once, for example because they are fused.

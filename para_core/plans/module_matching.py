@@ -76,7 +76,7 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
 
 
 def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Return the submodules whose full names match ``pattern``, by name. A compiled one keeps its name."""
+    """Return the submodules whose full names match ``pattern``, by name, without the ``_orig_mod`` of compilation."""
     parts = pattern.split(".")
     for index, part in enumerate(parts):
         if part == "-1":

@@ -80,7 +80,7 @@ class PlannedAttention:
         self._found = {}
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
-        """Return a copy with the plan entries ``attending``, one for each attention call, which it counts from 0."""
+        """Return a copy that uses the plan entries ``attending``, one per attention call, and counts calls from 0."""
         inner = PlannedAttention(self.prepared, attending, self.bind)
         inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
         return inner

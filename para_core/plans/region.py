@@ -72,7 +72,7 @@ class Region:
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
-        # By (options, cross_backend), so that nothing is compiled again if earlier options return.
+        # The key is (options, cross_backend), so that nothing is compiled again if earlier options are set again.
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(self.options, self.cross_backend)
         encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
@@ -94,9 +94,9 @@ class Region:
             self._compiled_before = None
         # The wrapped submodules by name. attach() looks for replaced ones, because loading a LoRA replaces some.
         self.submodules: dict[str, nn.Module] = {}
-        # The attribute with the number of heads, and that number on all ranks, of each module of an AttentionByHeads.
-        # During a call the attribute holds this rank's number, and in a graph with flex_attention also after it: Dynamo
-        # 2.13 loses what is set after flex_attention in an attribute that was set before it.
+        # For each module of an AttentionByHeads, the name of its attribute for the number of heads, and the number on
+        # all ranks. During a call the attribute holds this rank's number; in a graph with flex_attention also after the
+        # call, because Dynamo 2.13 loses the new value of an attribute that is set before flex_attention and after it.
         self.heads: dict[nn.Module, tuple[str, int]] = {}
         self._tree: ModuleTree | None = None
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set before
@@ -131,7 +131,7 @@ class Region:
         return tuple(self._executor.segments.values())
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Verify the arguments, and run ``call``. Outside of what ``Module.compile`` compiles, so this is eager."""
+        """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this wrapper."""
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         around: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
@@ -208,7 +208,7 @@ class Region:
             self._executor.segments.clear()
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of ``function`` that in a backward runs it with the segments and attention of this call."""
+        """Return a wrapper of ``function`` that, if a backward calls it, restores the segments and attention of now."""
         planned, segments = planned.within(planned.attending), dict(self._executor.segments)
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ Wanted = tuple[tuple[Range, ...], ...]
 
 
 class _RowSpan(NamedTuple):
-    """Consecutive rows of a fetched range, from row ``start`` of ``sender`` on; None beyond the edge of the image."""
+    """A part of a fetched range: rows of rank ``sender`` from its row ``start`` on; None beyond the image's edge."""
 
     sender: int | None
     start: int
@@ -149,7 +149,7 @@ def part_of(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
 
 
 def all_ranks(x: Tensor, ranks: MeshDim) -> Tensor:
-    """Return the tensors ``x`` of all ranks, small ones such as statistics, stacked as ``[ranks, ...]``."""
+    """Return the tensors ``x`` of all ranks, such as statistics, stacked as ``[ranks, ...]``. Collective."""
     _require_no_gradient(x)
     return wait(start_all_gather(x.reshape(-1), ranks)).view(ranks.size, *x.shape)
 

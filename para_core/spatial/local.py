@@ -128,8 +128,8 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
 
 
 def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
-    """Return this rank's part of ``x``, which may be replicated or sharded, in the layout of ``rows``, which are along
-    the negative dim ``dim_from_end``; ``x`` itself if it broadcasts along this dim. Raise :class:`MixesRows` if ``x``
+    """Return this rank's part of ``x``, a replicated or sharded tensor, sharded along the negative dim ``dim_from_end``
+    in the layout of ``rows``. Return ``x`` itself if it broadcasts along this dim. Raise :class:`MixesRows` if ``x``
     has another number of rows.
     """
     own = rows_of(x)

@@ -121,7 +121,8 @@ def _tensor(value: Any) -> Tensor:
 
 
 class Pending:
-    """A tensor whose value this rank may not have yet. Torch functions return another one; other uses exchange values.
+    """A tensor whose value this rank may not have yet. Torch functions and indices return another one. Any other use
+    reads the value.
 
     Args:
         get: Returns the value, after an exchange if necessary.

@@ -17,8 +17,8 @@ from para_core.spatial.rows import Function, Layout, RowTag, held, local_sizes, 
 def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``permute``, ``transpose``, ``squeeze`` and other functions that move, add or drop dims."""
     x, rows = only_first(func, args, kwargs)
-    # Find the new index of the sharded dim with a meta tensor in which every dim has another size. Other dims keep a
-    # size of 1, because squeeze may drop them, and the sharded dim does not, so that squeeze keeps it.
+    # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes, except that dims of
+    # size 1 keep it, because squeeze may drop them. The sharded dim is never 1 there, because squeeze must not drop it.
     sizes = [1 if size == 1 and dim != rows.dim else dim + 2 for dim, size in enumerate(x.shape)]
     with torch.device("meta"):
         shape = func(torch.empty(sizes), *args[1:], **kwargs).shape
@@ -161,7 +161,9 @@ def _local_index(x: Tensor, rows: RowTag, index: Any, ranks: MeshDim) -> tuple[t
 
 
 def _kept(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
-    """Return the layout of the rows that the slice keeps, and each rank's slice; None for a step or a rank without."""
+    """Return the layout of the rows that the slice ``part`` keeps, and the slice of each rank's own rows. Return None
+    if the slice has a step, if a rank would keep no row, or if it cuts a dim that contains several frames.
+    """
     total = sum(rows.layout)
     if part.step not in (None, 1):
         return None

@@ -156,7 +156,7 @@ def gather_blocks(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    # By the id of a sharded parameter, which several modules may share, the gathered one.
+    # The gathered parameter by the id of the sharded one, because several modules may share a parameter.
     gathered: dict[int, nn.Parameter] = {}
     whole = []
     for owner in module.modules():
@@ -173,8 +173,8 @@ def gather_blocks(module: nn.Module) -> None:
 
 
 def discard_shards(module: nn.Module) -> Gradients | None:
-    """Undo :func:`shard_blocks` on this rank without communication, even if it failed half-way. Return the record of
-    the parameters that took gradients. Parameters stay sharded, so the caller must put the whole ones back.
+    """Undo :func:`shard_blocks` on this rank without communication, even if it failed half-way. Parameters stay
+    sharded, so the caller must put the whole ones back. Return the record of those that required gradients, if any.
     """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     with unwrapped(parts):
@@ -191,7 +191,7 @@ Sharded = Mapping[tuple[int, str], DTensor]
 
 
 def sharded_parameters(layer: nn.Module) -> Sharded:
-    """Return the sharded parameters of ``layer``, while none of its blocks runs, for :func:`whole_blocks`."""
+    """Return the sharded parameters of ``layer`` for :func:`whole_blocks`. Call it while no block of it is running."""
     owned = [(owner, *item) for owner in layer.modules() for item in owner.named_parameters(recurse=False)]
     return {(id(owner), name): x for owner, name, x in owned if isinstance(x, DTensor)}
 
@@ -200,8 +200,8 @@ def sharded_parameters(layer: nn.Module) -> Sharded:
 def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
     """Gather the parameters of ``layer`` inside the ``with`` block, where they may be written to. Collective.
 
-    On exit, the parameters are sharded again, with the values that were written to them. ``sharded`` is the result of
-    :func:`sharded_parameters`, for blocks that FSDP2 has gathered at the moment.
+    On exit, the parameters are sharded again, with the values that were written to them. ``sharded``, the earlier
+    result of :func:`sharded_parameters`, has the shards of blocks that are running, which FSDP2 has gathered.
     """
     held = []
     for owner in layer.modules():
@@ -236,7 +236,8 @@ def _whole(parameter: DTensor) -> torch.Tensor:
 def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
     """Return ``inner``, a tensor in a quantized weight ``parameter``, with the rows of all ranks. Collective.
 
-    Without ``rows`` rows, as this rank's part of the weight has, ``inner`` is equal on all ranks.
+    ``rows`` is the number of rows of this rank's part of the weight. If ``inner`` has another number of rows, it is not
+    sharded but equal on all ranks, and is returned itself.
     """
     if inner.ndim == 0 or inner.shape[0] != rows:
         return inner

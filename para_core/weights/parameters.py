@@ -46,7 +46,7 @@ def is_plain_weight(x: Tensor) -> bool:
 
 
 def is_float8(x: Tensor) -> bool:
-    """Whether ``x`` is in 8-bit floats. False for quantized weights, which report the dtype of unquantized ones."""
+    """Whether the dtype of ``x`` is an 8-bit float. False for quantized weights, whose dtype is the unquantized one."""
     return x.is_floating_point() and x.dtype.itemsize == 1
 
 
@@ -73,9 +73,9 @@ def stand_ins(
 ) -> Iterator[None]:
     """Replace ``weights``, from :func:`weights_of`, by zeros on ``device`` inside the ``with`` block.
 
-    Code can then run that reads only their shapes, dtypes and device. On exit, each weight is restored, unless its
-    zeros were replaced by another tensor, or were written to. ``writable`` are the ``id()`` of weights whose zeros may
-    be written to; other zeros are expanded scalars, which take no memory.
+    Use it for code that reads only shapes, dtypes and devices of the weights. On exit, each weight is restored, unless
+    its zeros were replaced by another tensor, or were written to. ``writable`` are the ``id()`` of weights whose zeros
+    may be written to; other zeros are expanded scalars, which take no memory.
     """
 
     def zeros(x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ GRADIENTS = "_para_core_gradients"
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Make gathering the sharded weights of ``module`` leave ``requires_grad`` off for all parameters."""
+    """Drop the record in ``module``, so that gathering its sharded weights does not turn ``requires_grad`` on again."""
     if GRADIENTS in module.__dict__:
         module.__dict__[GRADIENTS].forget()
 

@@ -333,9 +333,10 @@ class Fusion:
         return pytree.tree_map_only(Tensor, lambda _: patched, output)
 
     def _exchange_output(self, output: Any, like: Tensor, arrival: Arrival, run: Run) -> None:
-        """Add the output of one patch ``run``, (first index, length), a tensor like ``like``, to ``arrival``.
+        """Add the last stage's output for the patch ``run``, (first index, length), to ``arrival``.
 
-        Only that of the last stage is used. The last stage sends it to all other stages, which start to receive it.
+        The last stage starts to send its ``output`` to all other stages, and these start to receive a tensor with the
+        shape, dtype and device of ``like``. Their own ``output`` is not used.
         """
         stages = self._stages
         if stages is not None and stages.dim.index < stages.dim.size - 1:

@@ -186,14 +186,15 @@ class Stages:
         return None
 
 
-# A function of the values of a block's token streams, and of a function that runs the block with other such values.
+# A function instead(values, compute) that may replace a block. ``values`` are the block's token streams, and
+# compute(other_values) runs the block on other ones. If the result is None, the block's inputs are its output.
 _Instead = Callable[[list[Any], Callable[[list[Any]], Any]], Any]
 
 
 class _Around:
-    """A wrapper of blocks that returns ``instead(inputs, compute)``, or the block's inputs if there is no result.
+    """A wrapper of blocks that returns ``instead(inputs, compute)``, or the block's inputs if that is None or missing.
 
-    ``streams`` and ``parameters`` are the names of the token streams, and of all parameters, of the block.
+    ``streams`` are the names of the block's token streams, ``parameters`` those of all parameters of its ``forward``.
     """
 
     def __init__(self, instead: _Instead | None, streams: tuple[str, ...], parameters: tuple[str, ...]) -> None:
@@ -247,7 +248,7 @@ def others(stages: Stages) -> list[nn.Module]:
 def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
     """Raise ``ValueError`` if a weight of ``blocks`` neither is a plain tensor nor consists of plain tensors.
 
-    Of a weight that is sharded now, and gathered before the stages start, this rank's part is examined.
+    If a weight is still sharded (it is gathered before the stages start), only this rank's part of it is examined.
     """
     names = {id(x): name for name, x in module.named_parameters()}
     for staged in blocks:
@@ -271,8 +272,8 @@ def stages_of(module: nn.Module) -> Stages | None:
 def gather_stages(module: nn.Module) -> None:
     """Remove the stages of ``module``, if any: the rank that owns a block sends its weights to those that freed them.
 
-    Collective over the mesh dim ``pipe``. Raise ``RuntimeError`` if blocks were freed and the process group was
-    destroyed, so that none can be received.
+    Collective over the mesh dim ``pipe``. Raise ``RuntimeError`` if blocks were freed, and cannot be received because
+    the process group was destroyed.
     """
     stages = stages_of(module)
     if stages is None:

@@ -143,7 +143,7 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
 def _require_no_more(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
     """Raise ``ValueError`` if an attention module has linear layers that the plan does not name.
 
-    Such a layer would compute all heads, and this rank has some.
+    Such a layer would compute all heads, while the other layers compute only this rank's heads.
     """
     for at, attention in module.named_modules():
         if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
@@ -174,7 +174,7 @@ def base_linear(layer: nn.Module) -> Any:
 
 
 def lora_matrices(layer: nn.Module) -> list[tuple[nn.Module, nn.Module]] | None:
-    """Return the matrices (A, B) of each LoRA of ``layer``, which may be none; None if it is not a layer for LoRAs."""
+    """Return the matrices (A, B) of each LoRA of ``layer``, possibly none; None if ``layer`` has no place for LoRAs."""
     first, second = getattr(layer, "lora_A", None), getattr(layer, "lora_B", None)
     if not isinstance(first, nn.ModuleDict) or not isinstance(second, nn.ModuleDict):
         return None
