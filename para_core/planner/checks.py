@@ -48,7 +48,7 @@ class Finding:
     """
 
     name: str
-    found: str
+    result: str
     verdict: str = OK
     advice: str = ""
 
@@ -60,9 +60,9 @@ class DoctorReport:
     findings: list[Finding] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, name: str, found: str, advice: str = "", *, broken: bool = False) -> None:
+    def add(self, name: str, result: str, advice: str = "", *, broken: bool = False) -> None:
         """Add a finding: broken, or to be changed if there is ``advice``, or ok."""
-        self.findings.append(Finding(name, found, BROKEN if broken else CHANGE if advice else OK, advice))
+        self.findings.append(Finding(name, result, BROKEN if broken else CHANGE if advice else OK, advice))
 
     @property
     def broken(self) -> bool:
@@ -70,7 +70,7 @@ class DoctorReport:
 
     def table(self) -> str:
         width = max(len(finding.name) for finding in self.findings)
-        lines = [f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.found}" for finding in self.findings]
+        lines = [f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.result}" for finding in self.findings]
         advice = [f"- {finding.name}: {finding.advice}" for finding in self.findings if finding.advice]
         return "\n".join([*lines, "", "What to change:" if advice else "Nothing to change.", *advice])
 

@@ -89,7 +89,7 @@ def test_wrong_attention_is_found_on_every_rank(rank_pool):
 def test_other_versions_on_other_ranks_are_named(rank_pool):
     first, _ = rank_pool.run(examine_with_other_versions, 2)
     assert first.verdict == BROKEN
-    assert "rank 1: " in first.found and "torch 2.12.0" in first.found
+    assert "rank 1: " in first.result and "torch 2.12.0" in first.result
     assert "torch" in first.advice
 
 
@@ -117,7 +117,7 @@ def test_what_was_raised_has_a_way_out(error, words):
         raise RuntimeError(error)
 
     doctor._try(report, "links", check)
-    assert words in report.findings[0].advice and error in report.findings[0].found
+    assert words in report.findings[0].advice and error in report.findings[0].result
 
 
 def test_one_process_is_examined_without_ranks(tmp_path, capsys):

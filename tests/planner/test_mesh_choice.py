@@ -105,14 +105,14 @@ class KeyHeads(torch.overrides.TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.sizes = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.scaled_dot_product_attention:
             key = args[1] if len(args) > 1 else kwargs["key"]
-            self.found.append((key.shape[-2], key.shape[-3]))
+            self.sizes.append((key.shape[-2], key.shape[-3]))
         if function is flex_attention and not torch.compiler.is_compiling():
-            self.found.append((args[1].shape[-2], args[1].shape[-3]))
+            self.sizes.append((args[1].shape[-2], args[1].shape[-3]))
         return function(*args, **(kwargs or {}))
 
 
@@ -134,8 +134,8 @@ def test_heads_are_known_of_every_model(name):
     with KeyHeads() as calls, torch.no_grad():
         module(**MODELS[name].inputs(4, 6, 6))
     # A model with fewer key heads may repeat them for its calls.
-    _, of_longest = max(calls.found)
-    assert number_of_heads(module) in {of_longest, of_longest // 2}, calls.found
+    _, of_longest = max(calls.sizes)
+    assert number_of_heads(module) in {of_longest, of_longest // 2}, calls.sizes
 
 
 class Transformer:
