@@ -98,12 +98,14 @@ clean:
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 # The stamp is newer than what it was made from, so repeating installs nothing. setuptools first, pinned: the build of
-# para_core itself then needs no second download (--no-build-isolation).
+# para_core itself then needs no second download (--no-build-isolation). pip compiles packages with one core, so
+# compileall does it, with all cores. It fails for the files of torch that need a newer Python, which nothing imports.
 $(STAMP): setup.py constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  $(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"para_core needs Python >= 3.11; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")' && \
 	  echo "==> creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "==> installing para_core, PyTorch, diffusers, Ray and the test tools into $(VENV) (once; minutes if nothing is cached)"
-	$(PIP) install --quiet -c constraints.txt setuptools wheel
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e '.[diffusers,fleet,test]'
+	$(PIP) install --quiet --no-compile -c constraints.txt setuptools wheel
+	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[diffusers,fleet,test]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
