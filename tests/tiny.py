@@ -33,7 +33,8 @@ from para_core.distributed.mesh import MeshDim
 from para_core.plans import exchange
 from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH, FluxDenoiser
 from zoo.tiny.base import fill
-from zoo.tiny.pipelines.components import LATENT_CHANNELS, small_vae, tokenizers
+from zoo.tiny.pipelines.components import LATENT_CHANNELS, small_vae
+from zoo.tiny.pipelines.encoders import tokenizers
 
 # Two blocks of each kind are enough for residuals to pass from one list to the other.
 _FLUX = {

@@ -155,9 +155,9 @@ MESHES_OF_16_BITS = TWO_RANKS[:2]
 
 _FLUX_SIZE = {"height": 48, "width": 80, "max_sequence_length": 13}
 PIPELINES = {
-    "flux": TinyPipeline(load, _FLUX_SIZE),
+    "flux": TinyPipeline(lambda _: load(), "FluxPipeline", _FLUX_SIZE),
     "flux, true guidance": TinyPipeline(
-        load, {**_FLUX_SIZE, "negative_prompt": "a blue square", "true_cfg_scale": 3.0}
+        lambda _: load(), "FluxPipeline", {**_FLUX_SIZE, "negative_prompt": "a blue square", "true_cfg_scale": 3.0}
     ),
     **OTHERS,
 }

@@ -21,7 +21,7 @@ from para_core.adapters.registry import adapter_for
 from tests.rank_pool import heartbeat
 from tests.tiny import CLIP_WIDTH, T5_WIDTH, cpu_mesh, each_rank_alone, relative_error, relative_errors
 from zoo.tiny.pipelines import PIPELINES
-from zoo.tiny.pipelines.components import TEXT_WIDTH, embeddings, random_image, random_video
+from zoo.tiny.pipelines.options import TEXT_WIDTH, instead_of_text, random_image, random_video
 from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 from zoo.tiny.transformers.registry import SHELF
 
@@ -299,8 +299,8 @@ CALLS = [
             "negative_prompt_attention_mask": mask(6, 2),
         },
     ),
-    ("cogvideox", "embeddings given", embeddings(13, T5_WIDTH)),
-    ("wan", "embeddings given", embeddings(7, TEXT_WIDTH)),
+    ("cogvideox", "embeddings given", instead_of_text(13, T5_WIDTH)),
+    ("wan", "embeddings given", instead_of_text(7, TEXT_WIDTH)),
     (
         "ltx",
         "embeddings given",

@@ -22,7 +22,8 @@ from para_core.adapters.registry import applied_mesh, transformers_of
 from para_core.instance_patching import uncompiled
 from tests.adapters.test_pipelines import build, generate
 from tests.tiny import cpu_mesh
-from zoo.tiny.pipelines.components import image_vae, umt5
+from zoo.tiny.pipelines.components import image_vae
+from zoo.tiny.pipelines.encoders import umt5
 from zoo.tiny.pipelines.image import qwen_controlled
 from zoo.tiny.transformers.registry import MODELS
 

@@ -26,7 +26,7 @@ from para_core.adapters.registry import component_of, unets_of
 from tests.adapters.test_pipelines import meshes_of
 from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.base import fill
-from zoo.tiny.pipelines.components import random_image
+from zoo.tiny.pipelines.options import random_image
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
 # batch × ring × ulysses: rows; rows by either dim; branches of guidance; both.

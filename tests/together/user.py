@@ -38,7 +38,7 @@ class _Pipeline:
         self.tiny, self.guidance, self.second = tiny, {"plain": plain, "cfg": guided}, second
 
 
-_FLUX = TinyPipeline(lambda: flux_pipe(shared_parts=False), {**flux_call(), "generator": None})
+_FLUX = TinyPipeline(lambda _: flux_pipe(shared_parts=False), "FluxPipeline", {**flux_call(), "generator": None})
 _VIDEO = {"height": 64, "width": 48, "num_frames": 9}
 _IMAGE = {"height": 64, "width": 48}
 

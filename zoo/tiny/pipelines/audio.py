@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
-from diffusers import EDMDPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers import DiffusionPipeline, EDMDPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
 from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioProjectionModel
 from diffusers.pipelines.stable_audio_3.modeling_stable_audio_3 import StableAudio3DurationEmbedder
 from torch import nn
 
 from zoo.tiny.base import fill
-from zoo.tiny.pipelines.components import TEXT, TEXT_WIDTH, TinyPipeline, decoder, masks, random_model, tiny_pipe, umt5
+from zoo.tiny.pipelines import encoders
+from zoo.tiny.pipelines.components import TinyPipeline, random_model, tiny_pipe
+from zoo.tiny.pipelines.options import TEXT, TEXT_WIDTH, masks, of_both, random_tensor
 
 
 def _vae(cls: str, **config: Any) -> nn.Module:
@@ -25,74 +28,47 @@ def _vae(cls: str, **config: Any) -> nn.Module:
 
 
 def _oobleck() -> nn.Module:
-    return _vae(
-        "AutoencoderOobleck",
-        encoder_hidden_size=8,
-        downsampling_ratios=[2, 4],
-        channel_multiples=[1, 2],
-        decoder_channels=8,
-        decoder_input_channels=4,
-        sampling_rate=16,
-    )
+    encoder = {"encoder_hidden_size": 8, "downsampling_ratios": [2, 4], "channel_multiples": [1, 2]}
+    return _vae("AutoencoderOobleck", decoder_channels=8, decoder_input_channels=4, sampling_rate=16, **encoder)
 
 
-def stable_audio() -> Any:
-    seconds = StableAudioProjectionModel(
-        text_encoder_dim=TEXT_WIDTH, conditioning_dim=TEXT_WIDTH, min_value=0, max_value=32
-    )
+def stable_audio(cls: str) -> DiffusionPipeline:
+    widths = dict.fromkeys(("text_encoder_dim", "conditioning_dim"), TEXT_WIDTH)
     return tiny_pipe(
-        "StableAudioPipeline",
+        cls,
         "stable audio",
         # The projection concatenates start and end.
         config={"global_states_input_dim": 2 * TEXT_WIDTH, "sample_size": 27},
         vae=_oobleck(),
-        projection_model=fill(seconds, 3),
+        projection_model=fill(StableAudioProjectionModel(**widths, min_value=0, max_value=32), 3),
         scheduler=EDMDPMSolverMultistepScheduler(solver_order=2),
     )
 
 
-def longcat_audio() -> Any:
+def longcat_audio(cls: str) -> DiffusionPipeline:
     sizes = {"channels": 8, "c_mults": [1, 2], "strides": [2, 4], "latent_dim": 4, "encoder_latent_dim": 8}
     vae = _vae("LongCatAudioDiTVae", sample_rate=16, downsampling_ratio=8, **sizes)
-    return tiny_pipe("LongCatAudioDiTPipeline", "longcat-audio", vae=vae, **umt5())
+    return tiny_pipe(cls, "longcat-audio", vae=vae, **encoders.umt5())
 
 
-def ace_step() -> Any:
-    conditions = AceStepConditionEncoder(
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=32,
-        text_hidden_dim=TEXT_WIDTH,
-        timbre_hidden_dim=4,
-        num_lyric_encoder_hidden_layers=1,
-        num_timbre_encoder_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=12,
-        sliding_window=3,
-    )
+def ace_step(cls: str) -> DiffusionPipeline:
+    widths = {"hidden_size": TEXT_WIDTH, "text_hidden_dim": TEXT_WIDTH, "intermediate_size": 32, "timbre_hidden_dim": 4}
+    layers = dict.fromkeys(("num_lyric_encoder_hidden_layers", "num_timbre_encoder_hidden_layers"), 1)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "sliding_window": 3}
     return tiny_pipe(
-        "AceStepPipeline",
+        cls,
         "ace-step",
         vae=_oobleck(),
-        condition_encoder=fill(conditions, 3),
+        condition_encoder=fill(AceStepConditionEncoder(**widths, **layers, **heads), 3),
         scheduler=FlowMatchEulerDiscreteScheduler(num_train_timesteps=1, shift=1.0),
-        **decoder("Qwen3Model", "Qwen3Config", head_dim=12),
+        **encoders.decoder("Qwen3Model", head_dim=12),
     )
 
 
-def stable_audio3(cls: str = "StableAudio3Pipeline") -> Any:
-    vae = _vae(
-        "AutoencoderSAME",
-        patch_size=2,
-        encoder_channels=8,
-        encoder_c_mults=(2,),
-        encoder_strides=(2,),
-        encoder_transformer_depths=(1,),
-        latent_dim=4,
-        dim_heads=8,
-        ff_mult=1,
-        sampling_rate=16,
-    )
+def stable_audio3(cls: str) -> DiffusionPipeline:
+    encoder = {"channels": 8, "c_mults": (2,), "strides": (2,), "transformer_depths": (1,)}
+    sizes = {"patch_size": 2, "latent_dim": 4, "dim_heads": 8, "ff_mult": 1, "sampling_rate": 16}
+    vae = _vae("AutoencoderSAME", **sizes, **{f"encoder_{name}": value for name, value in encoder.items()})
     duration = StableAudio3DurationEmbedder(output_dim=TEXT_WIDTH, fourier_dim=16)
     # The duration is also a token of the text.
     config = {"global_cond_dim": TEXT_WIDTH}
@@ -101,28 +77,30 @@ def stable_audio3(cls: str = "StableAudio3Pipeline") -> Any:
 
 _MASKS = masks("mask", torch.int64)
 # A short sequence: over a long one the difference that its attention takes hardly depends on other tokens.
-_SHORT = {
-    "prompt": None,
-    "duration": 2.5,
-    "prompt_embeds": TEXT["prompt_embeds"],
-    "encoder_attention_mask": _MASKS["prompt_mask"],
-}
+_short = partial(
+    TinyPipeline,
+    stable_audio3,
+    prompt=None,
+    duration=2.5,
+    prompt_embeds=TEXT["prompt_embeds"],
+    encoder_attention_mask=_MASKS["prompt_mask"],
+)
 
 AUDIO_PIPELINES: dict[str, TinyPipeline] = {
     "stable audio": TinyPipeline(
-        stable_audio, TEXT, dict.fromkeys(("attention_mask", "negative_attention_mask"), torch.ones(1, 9).long())
+        stable_audio, "StableAudioPipeline", TEXT, of_both(attention_mask=lambda _: torch.ones(1, 9).long())
     ),
-    "longcat-audio": TinyPipeline(longcat_audio, audio_duration_s=13.5, negative_prompt="a blue square"),
-    "ace-step": TinyPipeline(ace_step, audio_duration=13.5, lyrics="a small green square"),
-    "stable audio 3": TinyPipeline(
-        stable_audio3,
-        _SHORT,
+    "longcat-audio": TinyPipeline(
+        longcat_audio, "LongCatAudioDiTPipeline", audio_duration_s=13.5, negative_prompt="a blue square"
+    ),
+    "ace-step": TinyPipeline(ace_step, "AceStepPipeline", audio_duration=13.5, lyrics="a small green square"),
+    "stable audio 3": _short(
+        "StableAudio3Pipeline",
         guidance_scale=3.0,
         negative_prompt_embeds=TEXT["negative_prompt_embeds"],
         negative_encoder_attention_mask=_MASKS["negative_prompt_mask"],
     ),
-    "stable audio 3, sound": TinyPipeline(
-        lambda: stable_audio3("StableAudio3AudioToAudioPipeline"),
-        {**_SHORT, "audio": torch.randn(1, 2, 40, generator=torch.Generator().manual_seed(3)), "init_noise_level": 0.9},
+    "stable audio 3, sound": _short(
+        "StableAudio3AudioToAudioPipeline", audio=random_tensor(1, 2, 40, seed=3), init_noise_level=0.9
     ),
 }

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import diffusers
 import torch
-from diffusers import (
-    ClassifierFreeGuidance,
-    FlowMatchEulerDiscreteScheduler,
-    MiniMaxH3Scheduler,
-    UniPCMultistepScheduler,
-    modular_pipelines,
-)
+from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler, MiniMaxH3Scheduler, modular_pipelines
 from diffusers.guiders import LTX2Guidance
 from diffusers.models import MiniMaxMusic3ConditionEncoder
 from torch import Tensor
@@ -26,20 +21,19 @@ from torch.utils._pytree import tree_leaves
 
 from zoo.flux.models import CLIP_WIDTH, SHIFT
 from zoo.tiny.base import fill, noise
-from zoo.tiny.pipelines import video
-from zoo.tiny.pipelines.components import (
+from zoo.tiny.pipelines import cosmos, unet, video
+from zoo.tiny.pipelines.components import random_model, wan_vae
+from zoo.tiny.pipelines.options import (
     SIZE,
-    TEXT,
     TEXT_WIDTH,
     VIDEO,
     embeddings,
     first,
+    instead_of_text,
     masks,
+    of_both,
     pooled,
-    random_model,
-    wan_vae,
 )
-from zoo.tiny.pipelines.unet import stable_diffusion_xl
 from zoo.tiny.torchvision_stand_in import stand_in_for_torchvision
 from zoo.tiny.transformers.registry import MODELS
 
@@ -95,7 +89,8 @@ class TinyModular:
 
 def model(name: str, **config: Any) -> Parts:
     """Return a function that builds a transformer and a scheduler."""
-    return lambda: {"transformer": MODELS[name].build(**config), "scheduler": _flow()}
+    scheduler = partial(FlowMatchEulerDiscreteScheduler, shift=SHIFT)
+    return lambda: {"transformer": MODELS[name].build(**config), "scheduler": scheduler()}
 
 
 def two(first_model: str, second_model: str, second_config: dict[str, Any] | None = None, **config: Any) -> Parts:
@@ -109,10 +104,6 @@ def guided(parts: Parts) -> Parts:
     return lambda: {**parts(), "guider": ClassifierFreeGuidance(guidance_scale=3.0)}
 
 
-def _flow() -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(shift=SHIFT)
-
-
 def anima() -> dict[str, Any]:
     stand_in_for_torchvision()
     widths = dict.fromkeys(("source_dim", "target_dim", "model_dim"), TEXT_WIDTH)
@@ -122,14 +113,13 @@ def anima() -> dict[str, Any]:
 
 
 def cosmos3() -> dict[str, Any]:
-    scheduler = UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction")
-    return {**model("cosmos 3")(), "scheduler": scheduler, "vae": wan_vae()}
+    return {**model("cosmos 3")(), "scheduler": cosmos.flow_unipc(), "vae": wan_vae()}
 
 
 def ltx2() -> dict[str, Any]:
     guidance = {"guidance_scale": 3.0, "stg_scale": 1.0, "modality_scale": 3.0, "spatio_temporal_guidance_blocks": [1]}
     guiders = {name: LTX2Guidance(**guidance) for name in ("guider", "audio_guider")}
-    return {**video.ltx2().components, **guiders}
+    return {**video.ltx2("LTX2Pipeline").components, **guiders}
 
 
 def helios(scheduler: str = "HeliosScheduler", **schedule: Any) -> Parts:
@@ -157,22 +147,11 @@ def minimax_music() -> dict[str, Any]:
     return {**model("minimax-music")(), "condition_encoder": fill(encoder, 3)}
 
 
-def stable_diffusion_xl_parts() -> dict[str, Any]:
-    return dict(stable_diffusion_xl().components)
-
-
 def wan_animate_2() -> dict[str, Any]:
-    vae = random_model("AutoencoderKLWan", 2, base_dim=4, dim_mult=[1] * 4, num_res_blocks=1)
-    return {**model("wan animate 2", in_dim=36, out_dim=16)(), "vae": vae}
+    return {**model("wan animate 2", in_dim=36, out_dim=16)(), "vae": video.wan_vae_16()}
 
 
 # -- options of a call
-
-
-def _of_both(**values: Callable[[int], Any]) -> dict[str, Any]:
-    """Return each value for the prompt and for the negative prompt, made from 0 and 1."""
-    kinds = enumerate(("", "negative_"))
-    return {f"{kind}{name}": make(index) for index, kind in kinds for name, make in values.items()}
 
 
 def _alone(options: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +159,7 @@ def _alone(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if not name.startswith("negative")}
 
 
-_BOTH = {name: value for name, value in TEXT.items() if value is not None}
+_BOTH = embeddings(9, TEXT_WIDTH)
 _PROMPT = {"prompt_embeds": _BOTH["prompt_embeds"]}
 _LISTS = {
     "prompt_embeds": [_BOTH["prompt_embeds"][0]],
@@ -192,31 +171,29 @@ _QWEN = {**SIZE, **_MASKED}
 # Latents of a given image.
 _GIVEN = noise(1, 4, 1, 6, 10, seed=5)
 # 4 × 6 image tokens of 16 × 16 pixels; no token of the text stands for an image.
-_QWEN_21 = {**_MASKED, "height": 64, "width": 96, **_of_both(image_pad_mask=lambda _: first(0))}
+_QWEN_21 = {**_MASKED, "height": 64, "width": 96, **of_both(image_pad_mask=lambda _: first(0))}
 _KREA = {
     **SIZE,
-    **_of_both(
+    **of_both(
         prompt_embeds=lambda i: noise(1, 9, 3, TEXT_WIDTH, seed=i), prompt_embeds_mask=lambda i: first(9 - 4 * i)
     ),
 }
 _HUNYUAN_15 = {
     **VIDEO,
     **_MASKED,
-    **_of_both(
-        prompt_embeds_2=lambda i: noise(1, 4, 16, seed=i), prompt_embeds_mask_2=lambda i: first(3 - i, 4).long()
-    ),
+    **of_both(prompt_embeds_2=lambda i: noise(1, 4, 16, seed=i), prompt_embeds_mask_2=lambda i: first(3 - i, 4).long()),
     "batch_size": 1,
 }
 _XL = {
     **SIZE,
-    **_of_both(
+    **of_both(
         prompt_embeds=lambda i: noise(1, 9, 2 * CLIP_WIDTH, seed=i),
         pooled_prompt_embeds=lambda i: noise(1, CLIP_WIDTH, seed=i),
     ),
 }
 _ANIMA = {
     **SIZE,
-    **_of_both(
+    **of_both(
         qwen_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i),
         qwen_attention_mask=lambda i: first(9 - 4 * i).long(),
         t5_input_ids=lambda i: torch.arange(7)[None] + 9 * i,
@@ -229,7 +206,7 @@ _WITH_SOUND = ("latents", "audio_latents")
 _LTX = {"height": 96, "width": 160, "num_frames": 17}
 _LTX2 = {
     **_LTX,
-    **_of_both(
+    **of_both(
         connector_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i),
         connector_audio_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i + 2),
         connector_attention_mask=lambda _: torch.ones(1, 9).long(),
@@ -256,7 +233,7 @@ _H3 = {"height": 64, "width": 96, "num_frames": 124, **_PROMPT, "text_token_tags
 _WAN = {"in_channels": 16, "out_channels": 16}
 _WAN_IMAGE = {"in_channels": 36, "out_channels": 16}
 _FROM_IMAGE = {**VIDEO, "image_condition_latents": noise(1, 20, 3, 6, 10)}
-_CONTEXT = {**_FROM_IMAGE, **embeddings(512, TEXT_WIDTH), "prompt": None, "image_embeds": noise(1, 5, 20)}
+_CONTEXT = {**_FROM_IMAGE, **instead_of_text(512, TEXT_WIDTH), "image_embeds": noise(1, 5, 20)}
 _CONTROL = {"control_hidden_states": noise(1, 96, 3, 6, 10), "control_hidden_states_scale": torch.tensor([1.0, 0.5])}
 # Two segments, the second with the end of the first as its condition.
 _ANIMATE = {
@@ -329,7 +306,7 @@ _ALL = (
     TinyModular("QwenImage21Turbo", model("qwen-image 2.1"), _alone(_QWEN_21)),
     TinyModular("StableDiffusion3", model("sd3"), {**SIZE, **_BOTH, **pooled()}, guided=True),
     # Every rank along ``batch`` would compute both branches, which its guider computes in two calls.
-    TinyModular("StableDiffusionXL", stable_diffusion_xl_parts, _XL),
+    TinyModular("StableDiffusionXL", lambda: unet.stable_diffusion_xl().components, _XL),
     TinyModular("Wan", model("wan", **_WAN), {**VIDEO, **_BOTH}, guided=True),
     TinyModular("WanImage2Video", model("wan, image context", **_WAN_IMAGE), _CONTEXT, guided=True),
     TinyModular("Wan22", two("wan", "wan", **_WAN), {**VIDEO, **_BOTH}, guided=True),

@@ -6,75 +6,41 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from functools import partial
 from typing import Any
 
 import diffusers
 import torch
-from diffusers import (
-    CogVideoXDDIMScheduler,
-    DDIMScheduler,
-    EulerAncestralDiscreteScheduler,
-    FlowMapEulerDiscreteScheduler,
-)
+from diffusers import CogVideoXDDIMScheduler, DDIMScheduler, DiffusionPipeline, FlowMapEulerDiscreteScheduler
 from diffusers.guiders import AdaptiveProjectedMixGuidance
 from torch import Tensor
 
+from zoo.tiny.pipelines import options
 from zoo.tiny.pipelines.audio import AUDIO_PIPELINES
-from zoo.tiny.pipelines.components import (
-    IMAGE,
-    IMAGE_WIDTH,
-    SIZE,
-    SMALL,
-    SMALL_IMAGE,
-    SMALL_MASK,
-    TEXT,
-    TEXT_WIDTH,
-    VIDEO,
-    TinyPipeline,
-    embeddings,
-    first,
-    kl_vae,
-    masks,
-    random_image,
-    random_model,
-    small_vae,
-    tiny_pipe,
-    wan_vae,
-)
+from zoo.tiny.pipelines.components import TinyPipeline, kl_vae, random_model, small_vae, tiny_pipe, wan_vae
 from zoo.tiny.pipelines.cosmos import COSMOS_PIPELINES
 from zoo.tiny.pipelines.image import EDIT_PIPELINES
+from zoo.tiny.pipelines.options import IMAGE, SIZE, SMALL, SMALL_IMAGE, SMALL_MASK, TEXT, TEXT_WIDTH, VIDEO
 from zoo.tiny.transformers.registry import MODELS
-
-
-def _of_both(name: str, *shape: int, seeds: tuple[int, int]) -> dict[str, Tensor]:
-    """Return ``prompt_{name}`` and ``negative_prompt_{name}``, noise of ``[1, *shape]``."""
-    kinds = zip(("prompt", "negative_prompt"), seeds, strict=True)
-    return {
-        f"{kind}_{name}": torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for kind, seed in kinds
-    }
-
 
 # -- Z-Image: lists of samples
 
 
-def z_image_controlled(cls: str = "ZImageControlNetPipeline", *, channels: int = 4) -> Any:
+def z_image_controlled(cls: str) -> DiffusionPipeline:
+    sizes = {"dim": 48, "n_refiner_layers": 1, "n_heads": 3, "n_kv_heads": 3}
     controlnet = random_model(
         "ZImageControlNetModel",
         8,
         control_layers_places=[0, 1],
         control_refiner_layers_places=[0],
-        control_in_dim=channels,
+        control_in_dim=9 if "Inpaint" in cls else 4,
         add_control_noise_refiner="control_noise_refiner",
-        dim=48,
-        n_refiner_layers=1,
-        n_heads=3,
-        n_kv_heads=3,
+        **sizes,
     )
     return tiny_pipe(cls, "z-image", vae=small_vae(), controlnet=controlnet)
 
 
-_Z_IMAGE = {
-    **SMALL,
+_LISTS = {
     "prompt": None,
     "prompt_embeds": [TEXT["prompt_embeds"][0]],
     "negative_prompt_embeds": [TEXT["negative_prompt_embeds"][0, :5]],
@@ -84,83 +50,77 @@ _Z_IMAGE = {
 # -- Kandinsky 5
 
 
-def kandinsky5_image(cls: str = "Kandinsky5T2IPipeline", **config: Any) -> Any:
+def kandinsky5_image(cls: str, **config: Any) -> DiffusionPipeline:
     pipe = tiny_pipe(cls, "kandinsky 5", config=config)
     # The pipeline takes no other sizes than these.
     pipe.resolutions = [(80, 48)]
     return pipe
 
 
-def kandinsky5_video(cls: str = "Kandinsky5T2VPipeline") -> Any:
+def kandinsky5_video(cls: str) -> DiffusionPipeline:
     return tiny_pipe(cls, "kandinsky 5", vae=kl_vae("AutoencoderKLHunyuanVideo"))
 
 
-_POOLED = embeddings(1, IMAGE_WIDTH)
-_KANDINSKY = {"prompt": None}
-for _kind in ("", "negative_"):
-    _KANDINSKY |= {
-        f"{_kind}prompt_embeds_qwen": TEXT[f"{_kind}prompt_embeds"],
-        f"{_kind}prompt_embeds_clip": _POOLED[f"{_kind}prompt_embeds"][:, 0],
-        f"{_kind}prompt_cu_seqlens": torch.tensor([0, 9], dtype=torch.int32),
-    }
+_KANDINSKY = {
+    "prompt": None,
+    **options.embeddings(9, TEXT_WIDTH, "embeds_qwen"),
+    **options.pooled("prompt_embeds_clip"),
+    **options.of_both(prompt_cu_seqlens=lambda _: torch.tensor([0, 9], dtype=torch.int32)),
+}
 
 
 # -- HunyuanImage, HunyuanDiT
 
 _HUNYUAN_IMAGE = {
     **TEXT,
-    **masks("embeds_mask", torch.int64),
-    **_of_both("embeds_2", 4, 16, seeds=(3, 4)),
-    **masks("embeds_mask_2", torch.int64, (3, 3), 4),
+    **options.masks("embeds_mask", torch.int64),
+    **options.of_both(prompt_embeds_2=lambda i: options.random_tensor(1, 4, 16, seed=3 + i)),
+    **options.masks("embeds_mask_2", torch.int64, (3, 3), 4),
 }
-
-
-def hunyuan_image(*, guided: bool = False) -> Any:
-    guiders = {name: AdaptiveProjectedMixGuidance(guidance_scale=3.0) for name in ("guider", "ocr_guider")}
-    sizes = {"block_out_channels": (32,) * 4, "layers_per_block": 1, "spatial_compression_ratio": 8, "sample_size": 32}
-    channels = {"in_channels": 3, "out_channels": 3, "latent_channels": 4}
-    vae = random_model("AutoencoderKLHunyuanImage", 2, **channels, **sizes)
-    return tiny_pipe("HunyuanImagePipeline", "hunyuanimage", vae=vae, **(guiders if guided else {}))
-
-
-def hunyuan_image_refiner() -> Any:
-    """Build the refiner, which concatenates the given image and its latents along channels."""
-    sizes = {"block_out_channels": (8,) * 5, "layers_per_block": 1, "latent_channels": 2}
-    vae = random_model("AutoencoderKLHunyuanImageRefiner", 2, **sizes)
-    return tiny_pipe("HunyuanImageRefinerPipeline", "hunyuanimage refiner", vae=vae, config={"in_channels": 8})
-
-
 _HUNYUAN_DIT = {
     **SIZE,
     **TEXT,
-    **masks("attention_mask"),
-    **_of_both("embeds_2", 5, 16, seeds=(5, 6)),
-    **masks("attention_mask_2", torch.int64, (5, 2), 5),
+    **options.masks("attention_mask"),
+    **options.of_both(prompt_embeds_2=lambda i: options.random_tensor(1, 5, 16, seed=5 + i)),
+    **options.masks("attention_mask_2", torch.int64, (5, 2), 5),
     "use_resolution_binning": False,
 }
 
 
-def hunyuan_dit(cls: str = "HunyuanDiTPipeline", **components: Any) -> Any:
+def hunyuan_image(cls: str, *, guided: bool = False) -> DiffusionPipeline:
+    guiders = {name: AdaptiveProjectedMixGuidance(guidance_scale=3.0) for name in ("guider", "ocr_guider")}
+    sizes = {"block_out_channels": (32,) * 4, "layers_per_block": 1, "spatial_compression_ratio": 8, "sample_size": 32}
+    channels = {"in_channels": 3, "out_channels": 3, "latent_channels": 4}
+    vae = random_model("AutoencoderKLHunyuanImage", 2, **channels, **sizes)
+    return tiny_pipe(cls, "hunyuanimage", vae=vae, **(guiders if guided else {}))
+
+
+def hunyuan_image_refiner(cls: str) -> DiffusionPipeline:
+    """Build the refiner, which concatenates the given image and its latents along channels."""
+    sizes = {"block_out_channels": (8,) * 5, "layers_per_block": 1, "latent_channels": 2}
+    vae = random_model("AutoencoderKLHunyuanImageRefiner", 2, **sizes)
+    return tiny_pipe(cls, "hunyuanimage refiner", vae=vae, config={"in_channels": 8})
+
+
+def hunyuan_dit(cls: str, **components: Any) -> DiffusionPipeline:
+    """Build the pipeline, with a ControlNet if the class takes one."""
     unchecked = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    if "ControlNet" in cls:
+        controlnet, config = "HunyuanDiT2DControlNetModel", MODELS["hunyuandit"].config
+        taken = inspect.signature(getattr(diffusers, controlnet)).parameters
+        shared = {name: value for name, value in config.items() if name in taken}
+        shared["transformer_num_layers"] = config["num_layers"]
+        components["controlnet"] = random_model(controlnet, 8, **shared)
     return tiny_pipe(cls, "hunyuandit", scheduler=DDIMScheduler(), **unchecked, **components)
-
-
-def hunyuan_dit_controlled() -> Any:
-    cls, config = "HunyuanDiT2DControlNetModel", MODELS["hunyuandit"].config
-    taken = inspect.signature(getattr(diffusers, cls)).parameters
-    shared = {name: value for name, value in config.items() if name in taken}
-    controlnet = random_model(cls, 8, transformer_num_layers=config["num_layers"], **shared)
-    return hunyuan_dit("HunyuanDiTControlNetPipeline", controlnet=controlnet)
 
 
 # -- further families
 
 
-def ideogram() -> Any:
+def ideogram(cls: str) -> DiffusionPipeline:
     """Build Ideogram 4. Its second transformer has no text; ``encode_prompt`` replaces Qwen 3 VL."""
     second = MODELS["ideogram 4"].build(2)
-    vae = kl_vae("AutoencoderKLFlux2")
-    pipe = tiny_pipe("Ideogram4Pipeline", "ideogram 4", vae=vae, unconditional_transformer=second)
+    pipe = tiny_pipe(cls, "ideogram 4", vae=kl_vae("AutoencoderKLFlux2"), unconditional_transformer=second)
 
     def encode_prompt(*, grid_h: int, grid_w: int, **_: Any) -> tuple[Tensor, ...]:
         image = grid_h * grid_w
@@ -171,11 +131,11 @@ def ideogram() -> Any:
     return pipe
 
 
-def prx() -> Any:
+def prx(cls: str) -> DiffusionPipeline:
     with warnings.catch_warnings():
         # diffusers' own use of a class that it calls deprecated.
         warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated")
-        return tiny_pipe("PRXPipeline", "prx")
+        return tiny_pipe(cls, "prx")
 
 
 class _ChatTemplate:
@@ -185,144 +145,138 @@ class _ChatTemplate:
         return [[0]]
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> _ChatTemplate:
         return self
 
     def encode(self, text: str) -> list[int]:
         return [1]
 
 
-def qwen_image_21() -> Any:
-    return tiny_pipe("QwenImage21Pipeline", "qwen-image 2.1", vae=None, processor=_ChatTemplate())
-
-
-_MASKED = {**TEXT, **masks("attention_mask")}
-_EMBEDS_MASKED = {**TEXT, **masks("embeds_mask")}
+_MASKED = {**TEXT, **options.masks("attention_mask")}
+_EMBEDS_MASKED = {**TEXT, **options.masks("embeds_mask")}
 # 4 × 6 image tokens of 16 × 16 pixels, and 3 × 5 of 32 × 32.
 _MEDIUM, _LARGE = {"height": 64, "width": 96}, {"height": 96, "width": 160}
+_CHANGED = {"image": SMALL_IMAGE, "strength": 0.9}
 _QWEN_21 = {**_MEDIUM, **_EMBEDS_MASKED, "true_cfg_scale": 3.0}
-_SANA = {**_LARGE, **_MASKED, "negative_prompt": None, "use_resolution_binning": False}
-_SANA_VIDEO = {**_MEDIUM, **_MASKED, "negative_prompt": None, "frames": 9, "use_resolution_binning": False}
-_FROM_IMAGE = {"image": SMALL_IMAGE, "strength": 0.9}
-_ANYFLOW = {**VIDEO, **TEXT, "guidance_scale": 3.0}
-# Text embeddings of each block, and those from which the model makes tokens.
-_FIBO_2 = {
-    **_MEDIUM,
-    "prompt": None,
-    "prompt_embeds": _of_both("embeds", 2, 9, TEXT_WIDTH, seeds=(9, 9))["prompt_embeds"],
-    "negative_prompt_embeds": _of_both("embeds", 2, 5, TEXT_WIDTH, seeds=(5, 5))["prompt_embeds"],
-    "prompt_embeds_mask": first(9),
-    "negative_prompt_embeds_mask": first(5, 5),
+_SANA = {**_MASKED, "negative_prompt": None, "use_resolution_binning": False}
+_KREA = {
+    **options.of_both(prompt_embeds=lambda i: options.random_tensor(1, 9, 3, TEXT_WIDTH, seed=i)),
+    **options.masks("embeds_mask"),
 }
+# Text embeddings of each block, and those from which the model makes tokens.
+_FIBO_2 = options.of_both(
+    prompt_embeds=lambda i: options.random_tensor(1, 2, 9 - 4 * i, TEXT_WIDTH, seed=9 - 4 * i),
+    prompt_embeds_mask=lambda i: options.first(9 - 4 * i, 9 - 4 * i),
+)
+_NO_VAE, _SMALL_VAE = {"vae": None}, {"vae": small_vae}
+_QWEN_VAE = {"vae": partial(wan_vae, "AutoencoderKLQwenImage")}
+_QWEN_21_PARTS = {"vae": None, "processor": _ChatTemplate}
+_FLOW_MAP = {"vae": wan_vae, "scheduler": FlowMapEulerDiscreteScheduler}
+
+_z_image = partial(TinyPipeline, "z-image", **SMALL, **_LISTS, parts=_SMALL_VAE)
+_z_image_controlled = partial(TinyPipeline, z_image_controlled, **SMALL, **_LISTS, control_image=SMALL_IMAGE)
+_chroma = partial(TinyPipeline, "chroma", **SMALL, **_MASKED, parts=_SMALL_VAE)
+_hunyuan_image = partial(TinyPipeline, hunyuan_image, "HunyuanImagePipeline", SIZE, _HUNYUAN_IMAGE)
+_anyflow = partial(TinyPipeline, **VIDEO, **TEXT, guidance_scale=3.0, parts=_FLOW_MAP)
+_qwen_21 = partial(TinyPipeline, "qwen-image 2.1", "QwenImage21Pipeline", _QWEN_21, parts=_QWEN_21_PARTS)
+_hunyuan_dit = partial(TinyPipeline, hunyuan_dit, **_HUNYUAN_DIT)
 
 SHELF_PIPELINES: dict[str, TinyPipeline] = {
-    "z-image": TinyPipeline(lambda: tiny_pipe("ZImagePipeline", "z-image", vae=small_vae()), _Z_IMAGE),
-    "chroma": TinyPipeline(lambda: tiny_pipe("ChromaPipeline", "chroma", vae=small_vae()), SMALL, _MASKED),
-    "cogview4": TinyPipeline(lambda: tiny_pipe("CogView4Pipeline", "cogview4"), SIZE, TEXT),
+    "z-image": _z_image("ZImagePipeline"),
+    "chroma": _chroma("ChromaPipeline"),
+    "cogview4": TinyPipeline("cogview4", "CogView4Pipeline", SIZE, TEXT),
     "cogview3+": TinyPipeline(
-        lambda: tiny_pipe("CogView3PlusPipeline", "cogview3+", scheduler=CogVideoXDDIMScheduler()), SIZE, TEXT
+        "cogview3+", "CogView3PlusPipeline", SIZE, TEXT, parts={"scheduler": CogVideoXDDIMScheduler}
     ),
-    "hunyuanimage": TinyPipeline(hunyuan_image, SIZE, _HUNYUAN_IMAGE),
-    "hunyuanimage, guided": TinyPipeline(lambda: hunyuan_image(guided=True), SIZE, _HUNYUAN_IMAGE),
-    "ovis": TinyPipeline(
-        lambda: tiny_pipe("OvisImagePipeline", "ovis", vae=small_vae()), SMALL, TEXT, negative_prompt=None
-    ),
-    "bria": TinyPipeline(lambda: tiny_pipe("BriaPipeline", "bria", vae=small_vae()), SMALL, TEXT),
-    "kandinsky 5, one image": TinyPipeline(kandinsky5_image, SIZE, _KANDINSKY),
-    "kandinsky 5": TinyPipeline(kandinsky5_video, VIDEO, _KANDINSKY),
-    "krea 2": TinyPipeline(
-        lambda: tiny_pipe("Krea2Pipeline", "krea 2", vae=wan_vae("AutoencoderKLQwenImage")),
-        {**SIZE, "prompt": None, **_of_both("embeds", 9, 3, TEXT_WIDTH, seeds=(0, 1)), **masks("embeds_mask")},
-    ),
+    "hunyuanimage": _hunyuan_image(),
+    "hunyuanimage, guided": _hunyuan_image(parts={"guided": True}),
+    "ovis": TinyPipeline("ovis", "OvisImagePipeline", SMALL, TEXT, negative_prompt=None, parts=_SMALL_VAE),
+    "bria": TinyPipeline("bria", "BriaPipeline", SMALL, TEXT, parts=_SMALL_VAE),
+    "kandinsky 5, one image": TinyPipeline(kandinsky5_image, "Kandinsky5T2IPipeline", SIZE, _KANDINSKY),
+    "kandinsky 5": TinyPipeline(kandinsky5_video, "Kandinsky5T2VPipeline", VIDEO, _KANDINSKY),
+    "krea 2": TinyPipeline("krea 2", "Krea2Pipeline", SIZE, _KREA, prompt=None, parts=_QWEN_VAE),
     "easyanimate": TinyPipeline(
-        lambda: tiny_pipe(
-            "EasyAnimatePipeline", "easyanimate", vae=kl_vae("AutoencoderKLMagvit"), config={"text_embed_dim_t5": None}
-        ),
+        "easyanimate",
+        "EasyAnimatePipeline",
         {**VIDEO, **_MASKED},
+        parts={"vae": partial(kl_vae, "AutoencoderKLMagvit"), "config": {"text_embed_dim_t5": None}},
     ),
     "ernie-image": TinyPipeline(
-        lambda: tiny_pipe("ErnieImagePipeline", "ernie-image", vae=None, config={"patch_size": 1}), _Z_IMAGE, SIZE
+        "ernie-image", "ErnieImagePipeline", SIZE, _LISTS, parts={"vae": None, "config": {"patch_size": 1}}
     ),
-    "prx": TinyPipeline(prx, SIZE, _MASKED, use_resolution_binning=False),
+    "prx": TinyPipeline(prx, "PRXPipeline", SIZE, _MASKED, use_resolution_binning=False),
     "dit": TinyPipeline(
-        lambda: tiny_pipe(
-            "DiTPipeline", "dit", scheduler=DDIMScheduler(), config={"sample_size": 10, "num_embeds_ada_norm": 1000}
-        ),
+        "dit",
+        "DiTPipeline",
         {"class_labels": [3], "output_type": "np"},
+        parts={"scheduler": DDIMScheduler, "config": {"sample_size": 10, "num_embeds_ada_norm": 1000}},
         without=("prompt",),
     ),
-    "anyflow": TinyPipeline(
-        lambda: tiny_pipe("AnyFlowPipeline", "anyflow", vae=wan_vae(), scheduler=FlowMapEulerDiscreteScheduler()),
-        _ANYFLOW,
-    ),
-    "anyflow far": TinyPipeline(
-        lambda: tiny_pipe(
-            "AnyFlowFARPipeline", "anyflow far", vae=wan_vae(), scheduler=FlowMapEulerDiscreteScheduler()
-        ),
-        {**_ANYFLOW, "chunk_partition": [1, 2]},
-    ),
+    "anyflow": _anyflow("anyflow", "AnyFlowPipeline"),
+    "anyflow far": _anyflow("anyflow far", "AnyFlowFARPipeline", chunk_partition=[1, 2]),
     "nucleus": TinyPipeline(
-        lambda: tiny_pipe(
-            "NucleusMoEImagePipeline", "nucleus", config={"out_channels": 4}, vae=wan_vae("AutoencoderKLQwenImage")
-        ),
-        {**SIZE, **_EMBEDS_MASKED},
+        "nucleus", "NucleusMoEImagePipeline", SIZE, _EMBEDS_MASKED, parts={**_QWEN_VAE, "config": {"out_channels": 4}}
     ),
     "allegro": TinyPipeline(
-        lambda: tiny_pipe("AllegroPipeline", "allegro", vae=None, scheduler=EulerAncestralDiscreteScheduler()),
+        "allegro",
+        "AllegroPipeline",
         {**VIDEO, **_MASKED, "negative_prompt": None},
+        parts={"vae": None, "scheduler": diffusers.EulerAncestralDiscreteScheduler},
     ),
-    "z-image, image": TinyPipeline(
-        lambda: tiny_pipe("ZImageImg2ImgPipeline", "z-image", vae=small_vae()), _Z_IMAGE, _FROM_IMAGE
-    ),
-    "chroma, image": TinyPipeline(
-        lambda: tiny_pipe("ChromaImg2ImgPipeline", "chroma", vae=small_vae()), SMALL, _MASKED, _FROM_IMAGE
-    ),
-    "z-image, inpainting": TinyPipeline(
-        lambda: tiny_pipe("ZImageInpaintPipeline", "z-image", vae=small_vae()),
-        {**_Z_IMAGE, **_FROM_IMAGE, "mask_image": SMALL_MASK},
-    ),
-    "z-image, controlnet": TinyPipeline(z_image_controlled, _Z_IMAGE, control_image=SMALL_IMAGE),
+    "z-image, image": _z_image("ZImageImg2ImgPipeline", _CHANGED),
+    "chroma, image": _chroma("ChromaImg2ImgPipeline", _CHANGED),
+    "z-image, inpainting": _z_image("ZImageInpaintPipeline", _CHANGED, mask_image=SMALL_MASK),
+    "z-image, controlnet": _z_image_controlled("ZImageControlNetPipeline"),
     "cogview4, control": TinyPipeline(
-        lambda: tiny_pipe("CogView4ControlPipeline", "cogview4", config={"in_channels": 8}),
-        {**SIZE, **TEXT, "control_image": IMAGE},
+        "cogview4", "CogView4ControlPipeline", SIZE, TEXT, control_image=IMAGE, parts={"config": {"in_channels": 8}}
     ),
     "glm-image": TinyPipeline(
-        lambda: tiny_pipe("GlmImagePipeline", "glm-image", vision_language_encoder=None),
+        "glm-image",
+        "GlmImagePipeline",
         {**_MEDIUM, **TEXT, "prior_token_ids": torch.arange(24)[None] % 16},
+        parts={"vision_language_encoder": None},
     ),
     "kandinsky 5, image": TinyPipeline(
-        lambda: kandinsky5_video("Kandinsky5I2VPipeline"), VIDEO, _KANDINSKY, num_frames=17, image=IMAGE
+        kandinsky5_video, "Kandinsky5I2VPipeline", VIDEO, _KANDINSKY, num_frames=17, image=IMAGE
     ),
-    "ideogram 4": TinyPipeline(ideogram, SIZE, max_sequence_length=9, guidance_schedule=None, guidance_scale=3.0),
-    "hunyuandit": TinyPipeline(hunyuan_dit, _HUNYUAN_DIT),
-    "hunyuandit, perturbed": TinyPipeline(
-        lambda: hunyuan_dit("HunyuanDiTPAGPipeline", pag_applied_layers="blocks.1"), _HUNYUAN_DIT
+    "ideogram 4": TinyPipeline(
+        ideogram, "Ideogram4Pipeline", SIZE, max_sequence_length=9, guidance_schedule=None, guidance_scale=3.0
     ),
-    "hunyuandit, controlnet": TinyPipeline(hunyuan_dit_controlled, _HUNYUAN_DIT, control_image=IMAGE),
+    "hunyuandit": _hunyuan_dit("HunyuanDiTPipeline"),
+    "hunyuandit, perturbed": _hunyuan_dit("HunyuanDiTPAGPipeline", parts={"pag_applied_layers": "blocks.1"}),
+    "hunyuandit, controlnet": _hunyuan_dit("HunyuanDiTControlNetPipeline", control_image=IMAGE),
     "hunyuanimage, refined": TinyPipeline(
-        hunyuan_image_refiner, _LARGE, TEXT, masks("embeds_mask", torch.int64), image=random_image(96, 160)
+        hunyuan_image_refiner,
+        "HunyuanImageRefinerPipeline",
+        {**_LARGE, **TEXT, **options.masks("embeds_mask", torch.int64), "image": options.random_image(96, 160)},
     ),
-    "z-image, controlnet, inpainting": TinyPipeline(
-        lambda: z_image_controlled("ZImageControlNetInpaintPipeline", channels=9),
-        {**_Z_IMAGE, "image": SMALL_IMAGE, "mask_image": SMALL_MASK, "control_image": random_image(24, 40, seed=2)},
+    "z-image, controlnet, inpainting": _z_image_controlled(
+        "ZImageControlNetInpaintPipeline",
+        {"image": SMALL_IMAGE, "mask_image": SMALL_MASK},
+        control_image=options.random_image(24, 40, seed=2),
     ),
     "kandinsky 5, one image, image": TinyPipeline(
-        lambda: kandinsky5_image("Kandinsky5I2IPipeline", visual_cond=True), SIZE, _KANDINSKY, image=IMAGE
+        kandinsky5_image, "Kandinsky5I2IPipeline", SIZE, _KANDINSKY, image=IMAGE, parts={"visual_cond": True}
     ),
     "bria fibo 2": TinyPipeline(
-        lambda: tiny_pipe("BriaFibo2Pipeline", "bria fibo 2", vae=kl_vae("AutoencoderKLFlux2")), _FIBO_2
+        "bria fibo 2",
+        "BriaFibo2Pipeline",
+        {**_MEDIUM, "prompt": None, **_FIBO_2},
+        parts={"vae": partial(kl_vae, "AutoencoderKLFlux2")},
     ),
     "latte": TinyPipeline(
-        lambda: tiny_pipe("LattePipeline", "latte", vae=None, scheduler=DDIMScheduler()),
+        "latte",
+        "LattePipeline",
         {**SIZE, **TEXT, "negative_prompt": None, "video_length": 3},
+        parts={"vae": None, "scheduler": DDIMScheduler},
     ),
-    "qwen-image 2.1": TinyPipeline(qwen_image_21, _QWEN_21),
-    "qwen-image 2.1, no cached keys": TinyPipeline(qwen_image_21, _QWEN_21, use_kv_cache=False),
-    "sana": TinyPipeline(lambda: tiny_pipe("SanaPipeline", "sana", vae=None), _SANA),
+    "qwen-image 2.1": _qwen_21(),
+    "qwen-image 2.1, no cached keys": _qwen_21(use_kv_cache=False),
+    "sana": TinyPipeline("sana", "SanaPipeline", _LARGE, _SANA, parts=_NO_VAE),
     "sana, perturbed": TinyPipeline(
-        lambda: tiny_pipe("SanaPAGPipeline", "sana", vae=None, pag_applied_layers="transformer_blocks.1"), _SANA
+        "sana", "SanaPAGPipeline", _LARGE, _SANA, parts={"vae": None, "pag_applied_layers": "transformer_blocks.1"}
     ),
-    "sana video": TinyPipeline(lambda: tiny_pipe("SanaVideoPipeline", "sana video", vae=None), _SANA_VIDEO),
+    "sana video": TinyPipeline("sana video", "SanaVideoPipeline", _MEDIUM, _SANA, frames=9, parts=_NO_VAE),
     **COSMOS_PIPELINES,
     **EDIT_PIPELINES,
     **AUDIO_PIPELINES,

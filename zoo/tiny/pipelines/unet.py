@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import diffusers
 import torch
 import transformers
+from diffusers import DiffusionPipeline
 from diffusers.models.controlnets.multicontrolnet import MultiControlNetModel
-from torch import nn
+from torch import Tensor, nn
 
 from zoo.flux.models import CLIP_WIDTH
 from zoo.tiny.base import fill
-from zoo.tiny.pipelines.components import (
-    IMAGE_WIDTH,
-    VISION,
-    TinyPipeline,
-    flux_encoders,
-    from_transformers,
-    random_image,
-    random_mask,
-    random_model,
-    tokenizers,
-    whole_pipe,
-)
+from zoo.tiny.pipelines import encoders
+from zoo.tiny.pipelines.components import TinyPipeline, random_model, whole_pipe
+from zoo.tiny.pipelines.options import IMAGE_WIDTH, random_image, random_mask
 
 _BLOCKS: dict[str, Any] = {
     "sample_size": 16,
@@ -62,68 +55,38 @@ def _vae(cls: str = "AutoencoderKL", **config: Any) -> nn.Module:
     return random_model(cls, 2, latent_channels=4, **types, **config)
 
 
-def _scheduler() -> Any:
-    return diffusers.DDIMScheduler(**_NOISE, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+def _parts(unet: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts that Stable Diffusion 1.5 and XL have in common; ``unet`` is the config of the UNet."""
+    scheduler = diffusers.DDIMScheduler(**_NOISE, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+    net = random_model("UNet2DConditionModel", 1, **unet)
+    return {"unet": net, "vae": _vae(), "scheduler": scheduler, **encoders.clip()}
 
 
-def stable_diffusion(
-    cls: str = "StableDiffusionPipeline", *, unet: dict[str, Any] | None = None, **components: Any
-) -> Any:
+def stable_diffusion(cls: str, *, unet: dict[str, Any] | None = None, **components: Any) -> DiffusionPipeline:
     """Build Stable Diffusion 1.5; ``unet`` holds changes to the config of the UNet."""
-    return whole_pipe(
-        cls,
-        unet=random_model("UNet2DConditionModel", 1, **{**_SD, **(unet or {})}),
-        vae=_vae(),
-        text_encoder=flux_encoders()["clip"],
-        tokenizer=tokenizers().clip,
-        scheduler=components.pop("scheduler", None) or _scheduler(),
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-        **components,
-    )
+    unchecked = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return whole_pipe(cls, **_parts({**_SD, **(unet or {})}), **unchecked, **components)
 
 
-def stable_diffusion_xl(cls: str = "StableDiffusionXLPipeline", **components: Any) -> Any:
-    encoder = flux_encoders()["clip"]
-    projecting = fill(transformers.CLIPTextModelWithProjection(encoder.config), seed=4)
-    return whole_pipe(
-        cls,
-        unet=random_model("UNet2DConditionModel", 1, **_XL),
-        vae=_vae(),
-        text_encoder=encoder,
-        text_encoder_2=projecting,
-        tokenizer=tokenizers().clip,
-        tokenizer_2=tokenizers().clip,
-        scheduler=_scheduler(),
-        add_watermarker=False,
-        **components,
-    )
+def stable_diffusion_xl(cls: str = "StableDiffusionXLPipeline", **components: Any) -> DiffusionPipeline:
+    parts = _parts(_XL)
+    projecting = fill(transformers.CLIPTextModelWithProjection(parts["text_encoder"].config), seed=4)
+    parts |= {"text_encoder_2": projecting, "tokenizer_2": parts["tokenizer"], "add_watermarker": False}
+    return whole_pipe(cls, **parts, **components)
 
 
-def _conditioned(config: dict[str, Any], seed: int = 5) -> nn.Module:
+def _control(config: dict[str, Any], seed: int = 5) -> nn.Module:
     """Return a ControlNet for a UNet of ``config``."""
     taken = {name: value for name, value in config.items() if name not in ("sample_size", "up_block_types")}
     return random_model("ControlNetModel", seed, **taken, conditioning_embedding_out_channels=(4, 4, 8, 8))
 
 
-def controlled(several: bool = False, **pipe: Any) -> Any:
-    nets = [_conditioned(_SD), _conditioned(_SD, seed=6)]
-    return stable_diffusion(
-        "StableDiffusionControlNetPipeline", controlnet=MultiControlNetModel(nets) if several else nets[0], **pipe
-    )
-
-
-def controlled_xl(cls: str = "StableDiffusionXLControlNetPipeline") -> Any:
-    return stable_diffusion_xl(cls, controlnet=_conditioned(_XL))
-
-
-def with_ip_adapter() -> Any:
+def with_ip_adapter(cls: str) -> DiffusionPipeline:
     """Build a pipeline whose cross-attentions see 4 tokens of an image."""
-    pipe = stable_diffusion()
+    pipe = stable_diffusion(cls)
     generator = torch.Generator().manual_seed(9)
 
-    def noise(*shape: int) -> torch.Tensor:
+    def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
 
     state = {
@@ -143,19 +106,17 @@ def with_ip_adapter() -> Any:
     return pipe
 
 
-def with_t2i_adapter() -> Any:
-    adapter = random_model(
-        "T2IAdapter", 8, adapter_type="full_adapter", channels=[8, 16], num_res_blocks=1, downscale_factor=8
-    )
-    return stable_diffusion("StableDiffusionAdapterPipeline", adapter=adapter)
-
-
 def _widths_in_order(unet: Any) -> list[int]:
     names = [name for name in unet.attn_processors if name.endswith("attn2.processor")]
     return [unet.get_submodule(name.removesuffix(".processor")).to_q.out_features for name in names]
 
 
-def stable_video_diffusion() -> Any:
+def _t2i_adapter() -> nn.Module:
+    sizes = {"channels": [8, 16], "num_res_blocks": 1, "downscale_factor": 8}
+    return random_model("T2IAdapter", 8, adapter_type="full_adapter", **sizes)
+
+
+def stable_video_diffusion(cls: str) -> DiffusionPipeline:
     unet = random_model(
         "UNetSpatioTemporalConditionModel",
         1,
@@ -169,74 +130,72 @@ def stable_video_diffusion() -> Any:
         projection_class_embeddings_input_dim=24,
         addition_time_embed_dim=8,
     )
-    vision = {**VISION, "projection_dim": CLIP_WIDTH, "image_size": 224, "patch_size": 112}
+    vision = {**encoders.VISION, "projection_dim": CLIP_WIDTH, "image_size": 224, "patch_size": 112}
+    sigmas = {"use_karras_sigmas": True, "sigma_min": 0.002, "sigma_max": 700.0}
+    types = {"prediction_type": "v_prediction", "timestep_type": "continuous"}
     return whole_pipe(
-        "StableVideoDiffusionPipeline",
+        cls,
         unet=unet,
         vae=_vae("AutoencoderKLTemporalDecoder", block_out_channels=(32,) * 4),
         # SVD takes no other size of images.
-        image_encoder=from_transformers("CLIPVisionModelWithProjection", "CLIPVisionConfig", 7, **vision),
+        image_encoder=encoders.from_transformers("CLIPVisionModelWithProjection", 7, **vision),
         feature_extractor=transformers.CLIPImageProcessorPil(),
-        scheduler=diffusers.EulerDiscreteScheduler(
-            **_NOISE,
-            prediction_type="v_prediction",
-            timestep_type="continuous",
-            use_karras_sigmas=True,
-            sigma_min=0.002,
-            sigma_max=700.0,
-        ),
+        scheduler=diffusers.EulerDiscreteScheduler(**_NOISE, **types, **sigmas),
     )
 
 
 # 17 × 11 latents: an odd number of rows, on two levels.
 _HEIGHT, _WIDTH = 136, 88
-_SIZE = {"height": _HEIGHT, "width": _WIDTH}
 _GUIDED = {"negative_prompt": "a blue square", "guidance_scale": 4.0}
+_TEXT = {"height": _HEIGHT, "width": _WIDTH, **_GUIDED}
 _IMAGE = random_image(_HEIGHT, _WIDTH)
-_MASK = random_mask(_HEIGHT, _WIDTH)
-_TEXT = {**_SIZE, **_GUIDED}
+_PAINTED = {"image": _IMAGE, "mask_image": random_mask(_HEIGHT, _WIDTH)}
 # Embeddings of a negative image and of an image.
 _IP_ADAPTER = {"ip_adapter_image_embeds": [torch.linspace(-1, 2, 2 * IMAGE_WIDTH).reshape(2, 1, IMAGE_WIDTH)]}
 # Hides the image prompt from the upper left of the image.
 _WHERE = torch.ones(1, 1, _HEIGHT, _WIDTH).index_fill(2, torch.arange(40), 0).index_fill(3, torch.arange(30), 0)
-_PIX2PIX = {"image": _IMAGE, **_GUIDED, "image_guidance_scale": 1.5}
+
+
+def _two_controls() -> MultiControlNetModel:
+    return MultiControlNetModel([_control(_SD), _control(_SD, seed=6)])
+
+
+_sd = partial(TinyPipeline, stable_diffusion)
+_sd_control = partial(_sd, "StableDiffusionControlNetPipeline", _TEXT)
+_ip_adapter = partial(TinyPipeline, with_ip_adapter, "StableDiffusionPipeline", _TEXT, _IP_ADAPTER)
+_xl = partial(TinyPipeline, stable_diffusion_xl)
+_ONE_CONTROL = {"controlnet": partial(_control, _SD)}
 
 UNET_PIPELINES: dict[str, TinyPipeline] = {
-    "sd": TinyPipeline(stable_diffusion, _TEXT),
-    "sd, image": TinyPipeline(
-        lambda: stable_diffusion("StableDiffusionImg2ImgPipeline"), _GUIDED, image=_IMAGE, strength=0.9
+    "sd": _sd("StableDiffusionPipeline", _TEXT),
+    "sd, image": _sd("StableDiffusionImg2ImgPipeline", _GUIDED, image=_IMAGE, strength=0.9),
+    "sd, inpaint": _sd("StableDiffusionInpaintPipeline", _TEXT, _PAINTED, parts={"unet": {"in_channels": 9}}),
+    "sd, three branches": _sd(
+        "StableDiffusionInstructPix2PixPipeline",
+        {**_GUIDED, "image": _IMAGE, "image_guidance_scale": 1.5},
+        parts={"unet": {"in_channels": 8}},
     ),
-    "sd, inpaint": TinyPipeline(
-        lambda: stable_diffusion("StableDiffusionInpaintPipeline", unet={"in_channels": 9}),
-        {"image": _IMAGE, "mask_image": _MASK, **_TEXT},
-    ),
-    "sd, three branches": TinyPipeline(
-        lambda: stable_diffusion("StableDiffusionInstructPix2PixPipeline", unet={"in_channels": 8}), _PIX2PIX
-    ),
-    "sd, perturbed": TinyPipeline(
-        lambda: stable_diffusion("StableDiffusionPAGPipeline", pag_applied_layers=["down"]), _TEXT, pag_scale=2.0
-    ),
-    "sd, control": TinyPipeline(controlled, _TEXT, image=_IMAGE),
-    "sd, controls": TinyPipeline(
-        lambda: controlled(several=True),
-        _TEXT,
+    "sd, perturbed": _sd("StableDiffusionPAGPipeline", _TEXT, pag_scale=2.0, parts={"pag_applied_layers": ["down"]}),
+    "sd, control": _sd_control(image=_IMAGE, parts=_ONE_CONTROL),
+    "sd, controls": _sd_control(
         image=[_IMAGE, random_image(_HEIGHT, _WIDTH, seed=2)],
         controlnet_conditioning_scale=[0.7, 1.2],
+        parts={"controlnet": _two_controls},
     ),
-    "sd, control guesses": TinyPipeline(controlled, _TEXT, image=_IMAGE, guess_mode=True),
-    "sd, image prompt": TinyPipeline(with_ip_adapter, _TEXT, _IP_ADAPTER),
-    "sd, image prompt in places": TinyPipeline(
-        with_ip_adapter, _TEXT, _IP_ADAPTER, cross_attention_kwargs={"ip_adapter_masks": [_WHERE]}
+    "sd, control guesses": _sd_control(image=_IMAGE, guess_mode=True, parts=_ONE_CONTROL),
+    "sd, image prompt": _ip_adapter(),
+    "sd, image prompt in places": _ip_adapter(cross_attention_kwargs={"ip_adapter_masks": [_WHERE]}),
+    "sd, t2i adapter": _sd("StableDiffusionAdapterPipeline", _TEXT, image=_IMAGE, parts={"adapter": _t2i_adapter}),
+    "xl": _xl("StableDiffusionXLPipeline", _TEXT),
+    "xl, image": _xl("StableDiffusionXLImg2ImgPipeline", _GUIDED, image=_IMAGE, strength=0.9),
+    "xl, inpaint": _xl("StableDiffusionXLInpaintPipeline", _TEXT, _PAINTED, strength=0.9),
+    "xl, control": _xl(
+        "StableDiffusionXLControlNetPipeline", _TEXT, image=_IMAGE, parts={"controlnet": partial(_control, _XL)}
     ),
-    "sd, t2i adapter": TinyPipeline(with_t2i_adapter, _TEXT, image=_IMAGE),
-    "xl": TinyPipeline(stable_diffusion_xl, _TEXT),
-    "xl, image": TinyPipeline(
-        lambda: stable_diffusion_xl("StableDiffusionXLImg2ImgPipeline"), _GUIDED, image=_IMAGE, strength=0.9
+    "svd": TinyPipeline(
+        stable_video_diffusion,
+        "StableVideoDiffusionPipeline",
+        {"height": _HEIGHT, "width": _WIDTH, "image": _IMAGE, "num_frames": 3},
+        without=("prompt",),
     ),
-    "xl, inpaint": TinyPipeline(
-        lambda: stable_diffusion_xl("StableDiffusionXLInpaintPipeline"),
-        {"image": _IMAGE, "mask_image": _MASK, **_TEXT, "strength": 0.9},
-    ),
-    "xl, control": TinyPipeline(controlled_xl, _TEXT, image=_IMAGE),
-    "svd": TinyPipeline(stable_video_diffusion, _SIZE, image=_IMAGE, num_frames=3, without=("prompt",)),
 }
