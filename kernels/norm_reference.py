@@ -31,8 +31,8 @@ def moments(x: Tensor, groups: int) -> Tensor:
 
 
 def _moments_on_cpu(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the variance and the mean of each group, like ``torch.var_mean``, which is not vectorized on CPUs and
-    takes twelve times as long. Reduce each channel first: a sum over a group is as slow if channels are last in memory.
+    """Return the variance and the mean of each group, ``[B, groups]``. ``torch.var_mean``, which is not vectorized on
+    CPUs, and a sum over a group whose channels are last in memory take twelve times as long as reducing channels first.
     """
     dims = tuple(range(2, x.ndim))
     mean = x.mean(dims)

@@ -93,7 +93,7 @@ class ParallelCall:
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
             for module in guided
         }
-        # By module id: name and value of the argument that marks a call which only fills the model's key cache.
+        # By module id, the name and value of the argument that marks a call which only fills the model's key cache.
         adapters = {id(module): adapter_for(module) for module in guided}
         self._fills = {key: adapter.fills for key, adapter in adapters.items() if adapter is not None}
 
@@ -124,7 +124,7 @@ class ParallelCall:
                 unwrap(component, _GUIDANCE)
 
     def wrap(self, pipe: Any) -> None:
-        """Wrap ``__call__`` of ``pipe`` again after a failed undo, without recording the meshes of its models."""
+        """Wrap ``__call__`` of ``pipe``, for the first time or again after a failed undo. Records no meshes."""
         wrap_method(pipe, "__call__", PARALLEL_PIPE, self._run, order=WrapperPriority.PARALLEL)
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -248,7 +248,7 @@ def _map_each_weight(component: nn.Module, path: Path) -> None:
 
     diffusers and transformers map each file once, so all pages read from it stay resident until the last weight of the
     file is sharded. A separate mapping, with the pages read from it, is freed with its weight. Weights that the loader
-    changed, as their first and last bytes tell, or renamed keep the mapping that they have.
+    renamed or changed (shown by comparing their first and last bytes with the file) keep the mapping that they have.
     """
     from safetensors import safe_open
 

@@ -45,7 +45,7 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
     new one must gather them if it does not shard them itself.
     """
     guided, predicted_method = mesh_and_method(mesh, pipe, options.weights)
-    # The options that need the global ranks, which takes an exchange. All ranks decide the same.
+    # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the same.
     needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"
     ranks = _global_ranks(guided) if guided.ranks > 1 and needs_ranks else set()
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):

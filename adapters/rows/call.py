@@ -38,7 +38,7 @@ class RowRanks:
         self._first: dict[int, MeshDim] = {ranks.size: ranks}
 
     def first(self, count: int) -> MeshDim:
-        """Return the first ``count`` ranks as a mesh dim. Its group is None on ranks that are not among them."""
+        """Return the first ``count`` ranks as a mesh dim. Its group is None on other ranks, and if ``count`` is 1."""
         # A compiled graph cannot create a group.
         if torch.compiler.is_compiling() and count < self.ranks.size:
             return MeshDim("rows", count, self.ranks.index, "", None)
@@ -88,8 +88,8 @@ def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Guid
     """Call ``compute`` on the first ``workers`` ranks, and return its output with all rows.
 
     All ``ranks`` must call this function; ``mesh`` has the same ranks. If there are more ranks than workers, one
-    exchange tells the others the structure of the output. With ``gather="first"`` all ranks but the first get zeros. An
-    error of ``compute`` raises on every rank; a class other than TypeError and ValueError becomes a ``RuntimeError``.
+    exchange tells the others the structure of the output, and an error of ``compute`` then raises on every rank: as a
+    ``RuntimeError``, unless it is a TypeError or ValueError. With ``gather="first"`` all ranks but the first get zeros.
     """
     works = ranks.index < workers
     record: dict[str, Any] = {}

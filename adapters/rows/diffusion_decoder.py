@@ -119,7 +119,7 @@ class DecoderRows:
     def _stage(self, before: int, call: Callable[..., Tensor], decoder: Any, x: Tensor, /, **options: Any) -> Tensor:
         """Return ``call(decoder, x)``, tokens ``[B, T, H, W, C]``, computed with sharded rows and gathered.
 
-        ``before`` is the row dim of a video minus that of ``x``: 0 for latents, 1 for tokens.
+        The row dim of ``x`` is that of a video ``[B, C, T, H, W]`` minus ``before``: 0 for latents, 1 for tokens.
         """
         if self._dim is None or self._layout is not None or x.shape[self._dim - before] < self.ranks.size:
             return call(decoder, x, **options)

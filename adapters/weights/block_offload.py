@@ -27,7 +27,7 @@ class OffloadedBlocks:
     The first ``resident`` blocks of each transformer, and all weights outside of its block stack, stay on the device of
     ``mesh``. Each other block is copied to the device before it runs, and its copy is freed afterwards. On CUDA the
     copies come from pinned memory, and the next block is copied while one runs. Between two calls of a transformer all
-    of these blocks are in host memory, where code that changes weights in place changes the weights that are kept.
+    of these blocks are in host memory, so code that changes weights in place then changes the stored weights.
 
     The hooks of diffusers are not used, for two reasons: they would be inside a compiled block and break its graph, and
     they would copy blocks that a cache skips.

@@ -29,9 +29,10 @@ class EncodedPrompts:
         pipe (`DiffusionPipeline`): The pipeline.
         max_bytes (`int`, *optional*, defaults to 1 GiB): Maximum total size of the kept outputs in host memory.
 
-    Attributes:     hits, misses: Numbers of calls that were answered from memory and that were computed.     complete:
-    Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the text         encoders
-    were freed. False by default.
+    Attributes:
+        hits, misses: Numbers of calls that were answered from memory and that were computed.
+        complete: Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the text
+            encoders were freed. False by default.
     """
 
     def __init__(self, pipe: Any, max_bytes: int = 2**30) -> None:

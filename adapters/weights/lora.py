@@ -33,7 +33,7 @@ Ranks = GuidedMesh | SequenceMesh | None
 
 
 def on_all_ranks(ranks: Ranks) -> AbstractContextManager[object]:
-    """Return a context in which a failure of one of ``ranks`` to change a LoRA raises on all; None changes nothing."""
+    """Return a context that raises an exception of one of ``ranks`` on all of them. With None it does nothing."""
     return nullcontext() if ranks is None else raising_on_all(ranks, "a LoRA could not be changed")
 
 
@@ -141,6 +141,6 @@ def _wrap_merges(module: nn.Module) -> None:
 def _with_whole(
     tensors_of: nn.Module | None, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run ``merge`` or ``unmerge`` of ``layer`` with gathered weights. ``tensors_of`` is its model; None for FSDP2."""
+    """Run a merge of ``layer`` with gathered weights. ``tensors_of`` is the tensor-parallel model; None for FSDP2."""
     with whole_blocks(layer, sharded_parameters(layer)) if tensors_of is None else whole_tensors(tensors_of, [layer]):
         return call(layer, *args, **kwargs)

@@ -138,7 +138,7 @@ def execution_device(mesh: GuidedMesh) -> torch.device:
 def _remove_offload(module: nn.Module, device: torch.device, before: Mapping[nn.Module, set[str]]) -> None:
     """Remove diffusers' group offload from ``module``, and move it back to ``device``.
 
-    ``before`` has the attributes of ``_LEFT_BY_HOOKS`` by submodule that were there before, and are kept.
+    ``before`` has, for each submodule, the names in ``_LEFT_BY_HOOKS`` that it had before the offload. They are kept.
     """
     for part in module.modules():
         registry: Any = getattr(part, "_diffusers_hook", None)

@@ -180,8 +180,8 @@ def shard_components(
         transformers = transformers_of(pipe)
         if isinstance(ranks, GuidedMesh):
             require_mesh_fits(ranks, method, of_transformer=bool(chosen.keys() & transformers.keys()))
-        # Accelerate's model offload leaves shards alone (check_shard refused its other hooks), and diffusers' group
-        # offload of a transformer moves them. The placements of parallelize_pipe are refused.
+        # Refuse the placements of parallelize_pipe. Allow accelerate's model offload, which leaves shards alone
+        # (check_shard refused its other hooks), and diffusers' group offload of a transformer, which moves them.
         placed = {
             name: module
             for name, module in chosen.items()
@@ -271,7 +271,7 @@ def _weights_record(modules: Mapping[str, nn.Module], *, values: bool) -> Record
 
 
 def require_mesh_fits(guided: GuidedMesh, method: str, *, of_transformer: bool = True) -> None:
-    """Raise ``ValueError`` if weights, perhaps ``of_transformer``, cannot be sharded over ``guided`` by ``method``."""
+    """Raise ``ValueError`` unless ``method`` can shard weights (of a transformer, or only others) over ``guided``."""
     if method == "tensor" and guided.tensor.group is None:
         raise ValueError(
             "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
@@ -352,9 +352,9 @@ def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[
 
 
 def restore_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[[], None]:
-    """Return a collective function that shards components again as they are sharded now, if they are gathered then.
+    """Return a function that shards components again as they are sharded now. It skips those that are still sharded.
 
-    ``names`` are the components, as for :func:`release_shards`. Their wrappers are not restored.
+    Calling it is collective. ``names`` are as in :func:`release_shards`. Wrappers that refuse methods are not restored.
     """
     chosen = [module for name, module in components_of(pipe).items() if names is None or name in names]
     earlier = [component for component in map(sharded_component, chosen) if component is not None]

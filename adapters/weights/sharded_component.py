@@ -82,8 +82,8 @@ class ShardedComponent:
         """Gather the weights if they are sharded, and shard them with these settings. If a rank fails, all ranks raise.
 
         ``rollback`` receives callbacks that restore the module; if one rank runs it, all ranks must. With
-        ``hold_weights`` it restores the gathered weights without communication, and holds the memory of all weights
-        until then.
+        ``hold_weights`` it keeps the gathered weights in memory, and restores them without communication even if
+        sharding failed half-way.
         """
         ranks: Any = self.ranks
         with raising_on_all(ranks, "weights could not be gathered"):

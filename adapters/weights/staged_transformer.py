@@ -123,7 +123,7 @@ def release_stage(module: nn.Module) -> None:
 
 
 def suspend_stage(module: nn.Module) -> Callable[[], None]:
-    """Call :func:`release_stage`, and return a function that installs the same stages again, without their wrappers."""
+    """Call :func:`release_stage`. Return a function that installs the stages, but no wrappers that refuse methods."""
     stages = stages_of(module)
     release_stage(module)
 

@@ -33,9 +33,9 @@ def apply_cache(
     """Apply First Block Cache to a model that you call in your own denoising loop. Not exact.
 
     The transformer blocks after the first are skipped in steps in which the first-block residual hardly changes. Call
-    :func:`reset_cache` before each generation. CFG branches are identified by ``model.cache_context(name)`` if the
-    model has this method (models of diffusers do), otherwise by ``blocks.conditions``. Calling this function again
-    replaces the settings; :func:`remove_cache` removes the cache.
+    :func:`reset_cache` before each generation. A call inside ``with model.cache_context(name)``, a method of models of
+    diffusers, belongs to the CFG branch ``name``. Other calls are assigned to branches by ``blocks.conditions``.
+    Calling this function again replaces the settings; :func:`remove_cache` removes the cache.
 
     Args:
         model (`nn.Module`): The model. It may be compiled before or after this call.
