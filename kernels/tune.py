@@ -93,7 +93,7 @@ def medians_of(
 
 
 def fits(case: ConfigKey, config: Config, clock: Clock) -> bool:
-    """Whether the kernel compiles with these block sizes and fits on the device."""
+    """Whether the kernel fits on the device with these block sizes. False if the Hopper kernel does not compile."""
     try:
         # The first call compiles the kernel.
         clock(case, config)

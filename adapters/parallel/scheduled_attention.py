@@ -27,9 +27,9 @@ _KEY = "scheduled attention"
 class ScheduledAttention:
     """Setter of the attention options of one pipeline's transformers at each denoising step, by an AttentionSchedule.
 
-    The step is read from the scheduler and not counted from transformer calls, so two calls per step for guidance,
-    steps that a cache skips, and a second transformer do not disturb it. Outside a generation and inside user callbacks
-    exact attention is in effect. The options of a step replace those in ``options``.
+    The step is read from the scheduler, so it is correct also with two calls per step for guidance, with steps that a
+    cache skips, and with a second transformer. (Only if a pipeline copies its scheduler, calls are counted per branch.)
+    Outside a generation and inside user callbacks attention is exact. The options of a step replace ``options``.
     """
 
     def __init__(

@@ -55,7 +55,8 @@ _TOO_LATE_FOR_PIPE = {
 def hold_stage(
     module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None = None, require_equal: RequireEqual | None = None
 ) -> None:
-    """Run a transformer in stages over the ``pipe`` dim of ``mesh``. :func:`free_other_stages` then frees weights.
+    """Run a transformer in stages over the ``pipe`` dim of ``mesh``. Collective. Frees no weights: see
+    :func:`free_other_stages`.
 
     LoRAs may be loaded, fused and unloaded before and after this call; after it, all ranks of ``mesh`` must do so
     together. ``require_equal`` is called with the named arguments of each call of the model; it raises if ranks differ.

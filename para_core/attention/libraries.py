@@ -194,7 +194,7 @@ def require_library(backend: str | None) -> None:
 def refuse_mask_and_causal_oblong(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
     """Raise ``RuntimeError`` for a call with a mask, or a causal one with unequal numbers of queries and keys.
 
-    The backends for which this is called align the causal diagonal with the last key.
+    Unlike SDPA, the backends for which this is called align the last query of a causal call with the last key.
     """
     if masked:
         raise RuntimeError(

@@ -78,8 +78,8 @@ class LayoutMode(ShardingMode):
                 the tokens that were sharded before it.
 
         Raises:
-            ValueError: If ``dim`` is out of range, or the length of ``x`` differs between ranks or from ``sequence``.
-                In eager code all ranks raise.
+            ValueError: If ``dim`` is out of range, the length of ``x`` differs between ranks or from ``sequence``, or
+                several sharded sequences fit a mask without ``sequence``. In eager code all ranks raise.
             TypeError: If an argument is missing or not allowed for the type of ``x``.
             RuntimeError: If ``sequence`` is missing for a tensor inside a compiled function.
         """

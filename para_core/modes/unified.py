@@ -161,7 +161,7 @@ class UnifiedAttnMode(LayoutMode):
                 explain_unsharded_mask(exc_val)
 
     def _check_use(self) -> None:
-        """Raise or warn if attention was not intercepted since the mode was entered."""
+        """Raise or warn if attention was computed by hand inside the mode. Warn if no attention was intercepted."""
         if self._is_sdpa:
             return
         by_hand, self._computed_by_hand = self._computed_by_hand, False

@@ -27,7 +27,7 @@ def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
 
 
 def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
-    """Return the mesh and the segments of the current call of ``module``; None outside of a call, or on one rank."""
+    """Return the mesh and the segments of the current call of ``module``; None outside of one, or on one rank."""
     region = region_of(module)
     if region is None or region.mesh.ranks == 1 or region.interception is None:
         return None

@@ -85,8 +85,8 @@ class _Record:
 
 
 def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None:
-    """Shard the linear layers of ``module`` in place over the one-dim ``mesh``, on all ranks, which hold equal weights.
-    Raise ``ValueError`` if ``plan`` does not fit the module, which is then unchanged.
+    """Shard the linear layers of ``module`` in place over the one-dim ``mesh``. All ranks must call this function, with
+    equal weights. Raise ``ValueError`` if ``plan`` does not fit the module, which is then unchanged.
     """
     require_tensor_plan_fits(module, plan, mesh.size())
     layers = planned_linears(module, plan).values()

@@ -41,8 +41,8 @@ def select_keys(
 ) -> Tensor:
     """Return which keys each head keeps: a bool tensor ``[B, H, S_k]`` by position in the whole sequence.
 
-    The result is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an observed query gets no
-    vote from this query. Except for ``kept``, the arguments are those of
+    Collective; the result is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an observed query
+    gets no vote from this query. Except for ``kept``, the arguments are those of
     :func:`~para_core.attention.ring.ring_attention`.
     """
     observed = kept.observed(plan.spec.query_layout.total)
