@@ -124,8 +124,8 @@ def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
 def launch(config: Config, call: KernelCall, *, out: Tensor, lse: Tensor, rounded: RoundedKeys | None = None) -> None:
     """Launch the portable kernel with the block sizes of ``config``, and write the results to ``out`` and ``lse``.
 
-    The kernel reads ``rounded``, keys in 8 bits, instead of the keys of ``call``, and then rounds queries as well. It
-    is None for exact attention.
+    With ``rounded``, keys in 8 bits, the kernel reads these instead of the keys of ``call``, and also rounds queries.
+    Without it attention is exact.
     """
     if out.numel() == 0 and lse.numel() == 0:
         return

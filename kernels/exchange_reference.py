@@ -22,7 +22,7 @@ class CopyRegion(NamedTuple):
 
     The buffer holds the region as ``[tokens, B, heads, D]``: one row ``[heads, D]`` per token and sample. The first row
     is at ``offset``, and rows begin ``step`` elements apart, which may leave space for other regions. If rounded to 8
-    bits, a head takes D + 4 bytes. ``tensor`` is an index; ``token`` and ``head`` are the first ones.
+    bits, a head takes D + 4 bytes. ``tensor`` is the index of the tensor, ``token`` and ``head`` are the first ones.
     """
 
     tensor: int

@@ -283,8 +283,8 @@ class _VaeRun:
         """Return the output of ``call``, a method of ``vae`` that splits an image into tiles, which the ranks share.
 
         The method takes and returns all rows, so sharded positional arguments are gathered first. It runs unchanged if
-        ``vae.use_tiling`` is False, or if the user calls it directly, unless this object's method is ``"tiled"`` or the
-        VAE runs only in tiles. If the adapter does not distribute tiles, every rank computes all of them. Raise
+        ``vae.use_tiling`` is False. A direct call by the user also runs unchanged, unless :attr:`method` is ``"tiled"``
+        or the VAE runs only in tiles. If the adapter does not distribute tiles, every rank computes all of them. Raise
         ``RuntimeError`` while compiling.
         """
         called_by_user = self.mode is None and self.method == "exact" and not self.adapter.only_tiled

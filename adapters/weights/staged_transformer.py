@@ -124,7 +124,7 @@ def release_stage(module: nn.Module) -> None:
 
 
 def suspend_stage(module: nn.Module) -> Callable[[], None]:
-    """Call :func:`release_stage`. Return a function that installs the stages, but no wrappers that refuse methods."""
+    """Call :func:`release_stage`. Return a function that installs the stages, but not the wrappers of methods."""
     stages = stages_of(module)
     release_stage(module)
 

@@ -263,7 +263,7 @@ def _memory_efficient_backward(
 def _with_packed_rows(out: Tensor) -> Tensor:
     """Return ``out``, ``[B, H, S, D_v]``, in 16-bit dtypes with the memory layout ``[B, S, H, D_v]``.
 
-    The memory-efficient backward assumes it without checking (mem_eff/kernel_backward.h, ``o_strideM`` and
+    The memory-efficient backward assumes this layout unchecked (mem_eff/kernel_backward.h, ``o_strideM`` and
     ``kKernelComputesDelta``).
     """
     _, heads, num_queries, head_dim = out.shape

@@ -68,7 +68,8 @@ def flash_attention_3(function: Callable[..., Any] | None = None, **options: Any
 def flash_attention_4(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
     """Return a function for ``attn_func=`` that runs FlashAttention-4 (Hopper and Blackwell GPUs).
 
-    It is like that of :func:`flash_attention_3`. ``function`` defaults to ``flash_attn.cute.flash_attn_func``.
+    Arguments, result and errors are those of :func:`flash_attention_3`, but ``function`` defaults to
+    ``flash_attn.cute.flash_attn_func``.
     """
     return _flash_attention(_FLASH_4, function, options)
 

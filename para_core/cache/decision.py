@@ -179,7 +179,7 @@ class DecisionInput:
         return self.sample.shape[0] * (1 if self.sharing is None else self.sharing.size)
 
     def differences(self, first: Tensor) -> Tensor:
-        """Return by the rule how much each sample differs from its values ``first`` in the last computed step.
+        """Return how much each sample differs from ``first``, its values in the last computed step, by the rule.
 
         The result, ``[samples]``, is equal on all ranks that decide together. This is a collective call.
         """

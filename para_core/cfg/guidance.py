@@ -59,7 +59,7 @@ class _Form:
 
 @dataclass
 class _Call:
-    """One model call of the current round, computed by the ranks with index ``owner`` along the mesh dim; None for all.
+    """One model call of a round, computed by the ranks with index ``owner`` along the mesh dim, or by all if None.
 
     ``leaves`` are the output's tensors, empty until the exchange if this rank does not compute the call, and
     ``failure`` is the exception that this rank raised while computing it.

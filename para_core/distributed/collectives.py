@@ -107,7 +107,7 @@ def wait(travelling: Travelling) -> Tensor:
 
 
 def group_of(dim: MeshDim) -> dist.ProcessGroup:
-    """Return the process group of ``dim``, looked up by its name, because a dim in a graph has no group object."""
+    """Return the process group of ``dim``. A dim read from a graph has no group object, so look it up by its name."""
     return dim.group if dim.group is not None else group_named(dim.group_name)
 
 

@@ -87,7 +87,7 @@ def _device_type_of_named(group_name: Any) -> str:
 
 
 def dim_of_group(name: str, group: ProcessGroup | None) -> MeshDim:
-    """Return a mesh dim with this name and the ranks of ``group``; of size 1 for None."""
+    """Return a mesh dim with this name and the ranks of ``group``. It has size 1 if ``group`` is None."""
     if group is None or group.size() == 1:
         return dim_of_one(name)
     return MeshDim(name, group.size(), group.rank(), group.group_name, group)

@@ -116,8 +116,8 @@ def has_other_builds() -> bool:
 def is_called_by_a_graph(operator: Operator) -> bool:
     """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was traced.
 
-    Graphs call overloads. So does the Python function of a ``torch.library.custom_op`` (FlashAttention-3 has one); the
-    stack then shows such a function as the caller.
+    Graphs call overloads. The Python function of a ``torch.library.custom_op`` (FlashAttention-3 has one) also calls an
+    overload, but the stack then shows this function as the caller.
     """
     if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
         return False

@@ -54,7 +54,7 @@ def _form(
     """Return the public function ``name``, which calls ``attention`` with the mode class ``kind`` as its first
     argument.
 
-    From ``attention``, type checkers infer its signature. ``doc`` is its docstring.
+    Type checkers infer the signature of this function from ``attention``. ``doc`` is its docstring.
     """
 
     def form(*args: _P.args, **kwargs: _P.kwargs) -> Tensor:

@@ -16,7 +16,7 @@ class Split:
     """A rule that shards a tensor, or each tensor of a tuple, list or dict, along ``dim``.
 
     A segment with fewer than two tokens per rank, or a segment of rows or frames with fewer entries than ranks, is
-    replicated instead. So is a dim of size 1.
+    replicated instead. A dim of size 1 is replicated, too.
 
     Args:
         dim (`int`): The dim to split.

@@ -266,7 +266,7 @@ def local_sizes(value: Any) -> Any:
 def sharded_dim(shape: Sequence[Any]) -> tuple[int, Layout] | None:
     """Return the index and the layout of the only :class:`ShardedSize` in ``shape``; None if there is none or several.
 
-    A shape with several is that of an attention mask.
+    A shape with several of them is that of an attention mask, whose rows and columns are tokens.
     """
     sharded = [(dim, size.layout) for dim, size in enumerate(shape) if isinstance(size, ShardedSize)]
     return sharded[0] if len(sharded) == 1 else None

@@ -191,7 +191,7 @@ class PatchRuleExecutor(RuleExecutor):
         return whole
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value``, which no other rank computes."""
+        """Return ``value`` itself, because no other rank computes it."""
         return value
 
     def splits(self, names: tuple[str, ...]) -> bool:

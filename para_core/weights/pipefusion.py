@@ -90,7 +90,7 @@ class PipeFusionReport:
     """Statistics of the last generation with PipeFusion on this rank.
 
     Args:
-        whole_calls, patched_calls: Number of model calls that were computed exactly, and that of those in patches.
+        whole_calls, patched_calls: Numbers of model calls that were computed exactly, and in patches.
         overlapping_calls: Number of patched calls that started before the previous step had ended: with schedulers that
             compute elementwise (Euler, DPM++ 2M) all but the first, with others (UniPC) none, because stages wait for
             each other once per step.

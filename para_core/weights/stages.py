@@ -140,8 +140,8 @@ class Stages:
         self.gradients.stop(self.module)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, and return the last stage's output on every rank; this rank's own output, without
-        communication, if :attr:`whole` is False. Raise ``RuntimeError`` if the model was compiled as a whole.
+        """Run a call of the model, and return the last stage's output on every rank. If :attr:`whole` is False, return
+        this rank's own output instead. Raise ``RuntimeError`` if the model was compiled as a whole.
         """
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
@@ -170,7 +170,7 @@ class Stages:
         return self.on_all_from(self.owner(index), output)
 
     def on_all_from(self, stage: int, tree: Any) -> Any:
-        """Return ``tree`` with the tensors of ``stage``, which it sends to all other stages."""
+        """Return ``tree`` with the tensors that it has on ``stage``, which sends them to all other stages."""
         return pytree.tree_map_only(Tensor, lambda x: self.links.from_rank(x, stage), tree)
 
     def _received(self, inputs: list[Any], compute: Callable[[list[Any]], Any]) -> Any:
