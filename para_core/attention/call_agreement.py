@@ -192,7 +192,7 @@ def tokens_digest(query: Tensor, key: Tensor) -> int:
 
 
 def require_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
-    """Warn if equal digests show that all ranks hold the same tokens; raise ``ValueError`` for a causal call."""
+    """Warn if equal digests show that all ranks hold the same tokens. In a causal call raise ``ValueError`` instead."""
     if len(digests) == 1 or digests[0] == 0 or any(digest != digests[0] for digest in digests):
         return
     if spec.is_causal:

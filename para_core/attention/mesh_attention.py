@@ -250,7 +250,7 @@ class MeshAttention:
 def _expanded(call: SdpaCall) -> SdpaCall | None:
     """Return ``call`` with query, key and value expanded to one batch and number of heads, as SDPA broadcasts them.
 
-    Return None if nothing is to be expanded, or if the shapes do not fit, which is an error.
+    Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check` then raises.
     """
     tensors, num_dims = call[:3], 2 if not call.enable_gqa else 3
     shapes = [x.shape[:-num_dims] for x in tensors]

@@ -217,8 +217,8 @@ def _pack_views(views: Sequence[_PeerView], tensors: Sequence[Tensor]) -> Tensor
 
 
 def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor) -> Sequence[Tensor]:
-    """Return views of ``buffer``, or one copy if there are several peers. ``table`` is its shape, ``[peers, S, B, heads
-    of all tensors, D]``, and ``heads`` are the numbers of heads of each tensor.
+    """Return the received tensors ``[B, heads, S, D]``: views of ``buffer``, or one copy if there are several peers.
+    ``table`` is the shape of ``buffer``, ``[peers, S, B, sum of heads, D]``; ``heads`` has one number per tensor.
     """
     peers, tokens, batch, all_heads, width = table
     if peers == 1:

@@ -251,7 +251,7 @@ class Links:
             work.wait(group_timeout(self._group, torch.device("cpu")))
 
     def from_rank(self, x: Tensor, source: int) -> Tensor:
-        """Broadcast ``x`` from the rank with index ``source``. On other ranks it only gives shape, dtype and device."""
+        """Return ``x`` of the rank with index ``source``, by a broadcast. Other ranks pass an ``x`` of equal form."""
         x = (
             x.detach().contiguous()
             if self.dim.index == source
