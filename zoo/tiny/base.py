@@ -72,12 +72,16 @@ class TinyModel:
 
     Args:
         inputs: ``inputs(frames, height, width)`` returns the keyword inputs of one call. Sizes are in latent pixels.
-        changes: Config fields other than those of :data:`SMALL` that the class takes.
+        tables, changes: Config fields other than those of :data:`SMALL` that the class takes; later ones win.
     """
 
-    def __init__(self, cls: str, inputs: Callable[..., dict[str, Any]], **changes: Any) -> None:
+    def __init__(
+        self, cls: str, inputs: Callable[..., dict[str, Any]], *tables: dict[str, Any], **changes: Any
+    ) -> None:
         self.cls, self.inputs = cls, inputs
-        self.config = small_config(cls, SMALL) | changes
+        self.config = small_config(cls, SMALL)
+        for table in (*tables, changes):
+            self.config |= table
 
     def build(self, seed: int = 1, **changes: Any) -> nn.Module:
         return fill(getattr(diffusers, self.cls)(**self.config | changes), seed)
@@ -98,23 +102,24 @@ def valid(lengths: tuple[int, ...], total: int = 9, dtype: torch.dtype = torch.b
     return torch.tensor([[i < length for i in range(total)] for length in lengths]).to(dtype)
 
 
+def samples(hidden_states: Any, timestep: Any = 600, *, text: int = 9, **more: Any) -> dict[str, Any]:
+    """Return the inputs of two samples with ``text`` tokens of text. A number as ``timestep`` is that of both."""
+    if not isinstance(timestep, Tensor):
+        timestep = torch.tensor([timestep, timestep])
+    given = {"hidden_states": hidden_states, "timestep": timestep, **more}
+    return {"encoder_hidden_states": noise(2, text, 24), **given}
+
+
 def inputs(hidden_states: Any, timestep: Any = 600, **more: Any) -> Callable[..., dict[str, Any]]:
-    """Return a function of ``(frames, height, width, text=9)`` that makes the inputs of two samples.
+    """Return a function of ``(frames, height, width, text=9)`` that makes the inputs of :func:`samples`.
 
-    An argument that is a function is called with the sizes, any other is copied. A number as ``timestep`` is that of
-    both samples. ``text`` is the number of tokens of ``encoder_hidden_states``.
+    An argument that is a function is called with the sizes, any other is copied.
     """
-    values = {
-        "hidden_states": hidden_states,
-        "timestep": timestep if callable(timestep) else torch.tensor([timestep, timestep]),
-        **more,
-    }
+    values = {"hidden_states": hidden_states, "timestep": timestep, **more}
 
-    def make(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
-        return {"encoder_hidden_states": noise(2, text, 24)} | {
-            name: value(frames, height, width) if callable(value) else copy.deepcopy(value)
-            for name, value in values.items()
-        }
+    def make(*size: int, text: int = 9) -> dict[str, Any]:
+        arguments = {name: value(*size) if callable(value) else copy.deepcopy(value) for name, value in values.items()}
+        return samples(**arguments, text=text)
 
     return make
 

@@ -52,7 +52,7 @@ class TinyVae:
         latents, pixels: Shapes of what is decoded and encoded.
         conditions, encoder_options: Further arguments of ``decode`` and of ``encode``.
         settings: Attributes that are set on the instance.
-        changes: Config fields other than those of :data:`SMALL` that the class takes.
+        tables, changes: Config fields other than those of :data:`SMALL` that the class takes; later ones win.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TinyVae:
         cls: str,
         latents: tuple[int, ...],
         pixels: tuple[int, ...],
-        *,
+        *tables: dict[str, Any],
         conditions: dict[str, Any] | None = None,
         encoder_options: dict[str, Any] | None = None,
         settings: dict[str, Any] | None = None,
@@ -68,7 +68,9 @@ class TinyVae:
     ) -> None:
         self.cls, self.latents, self.pixels = cls, latents, pixels
         self.conditions, self.encoder_options, self.settings = conditions or {}, encoder_options or {}, settings or {}
-        self.options = small_config(cls, SMALL) | changes
+        self.options = small_config(cls, SMALL)
+        for table in (*tables, changes):
+            self.options |= table
 
     def make(self, **changes: Any) -> nn.Module:
         with warnings.catch_warnings():
@@ -83,12 +85,9 @@ class TinyVae:
         vae: Any = self.make()
         vae.use_tiling = True
         ratio = rows_per_latent(vae)
-        sizes = {
-            **dict.fromkeys(("tile_sample_min_size", "tile_sample_min_height", "tile_sample_min_width"), 4 * ratio),
-            **dict.fromkeys(("tile_sample_stride_height", "tile_sample_stride_width"), 3 * ratio),
-            **dict.fromkeys(("tile_sample_min_overlap_height", "tile_sample_min_overlap_width"), ratio),
-            **dict.fromkeys(("tile_latent_min_size", "tile_latent_min_height", "tile_latent_min_width"), 4),
-        }
+        sizes = {"tile_sample_min_size": 4 * ratio, "tile_latent_min_size": 4}
+        sizes |= _square("tile_sample_min", 4 * ratio) | _square("tile_latent_min", 4)
+        sizes |= _square("tile_sample_stride", 3 * ratio) | _square("tile_sample_min_overlap", ratio)
         for attribute, size in sizes.items():
             if hasattr(vae, attribute):
                 setattr(vae, attribute, size)
@@ -114,12 +113,22 @@ def random_image(shape: tuple[int, ...], *, wide: bool = False, seed: int = 1) -
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def _square(name: str, size: int) -> dict[str, int]:
+    return {f"{name}_height": size, f"{name}_width": size}
+
+
+def _both(**fields: Any) -> dict[str, Any]:
+    """Return each field for the encoder and for the decoder."""
+    return {f"{part}_{name}": value for part in ("encoder", "decoder") for name, value in fields.items()}
+
+
 _KL: dict[str, Any] = {
     "down_block_types": ("DownEncoderBlock2D",) * 2,
     "up_block_types": ("UpDecoderBlock2D",) * 2,
     "block_out_channels": (8, 16),
 }
 _WAN: dict[str, Any] = {"dim_mult": [1, 2, 2, 2], "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+_WAN22 = {**_WAN, "decoder_base_dim": 8, "in_channels": 12, "out_channels": 12, "patch_size": 2}
 _LTX: dict[str, Any] = {"latent_channels": 8, "layers_per_block": (1,) * 5, "spatial_compression_ratio": 32}
 _LTX2: dict[str, Any] = {
     **_LTX,
@@ -127,214 +136,151 @@ _LTX2: dict[str, Any] = {
     "decoder_block_out_channels": (8, 16, 32),
     "decoder_layers_per_block": (1,) * 4,
 }
+_HUNYUAN = {"block_out_channels": (8, 8, 16, 16)}
+_HUNYUAN15 = {"block_out_channels": (8, 16, 16, 16, 16)}
+# Shapes of latents, and of their pixels with 8 × 8 of them in each latent.
+_IMAGE, _VIDEO, _SOUND = (1, 4, 7, 5), (1, 4, 2, 7, 4), (1, 4, 15)
+_FRAMES = (1, 3, 5, 56, 32)
 
 TINY_VAES: dict[str, TinyVae] = {
-    "KL": TinyVae("AutoencoderKL", (1, 4, 7, 5), (2, 3, 15, 10), **_KL),
-    "Flux2": TinyVae("AutoencoderKLFlux2", (2, 4, 7, 5), (1, 3, 14, 10), **_KL, layers_per_block=2),
+    "KL": TinyVae("AutoencoderKL", _IMAGE, (2, 3, 15, 10), _KL),
+    "Flux2": TinyVae("AutoencoderKLFlux2", (2, 4, 7, 5), (1, 3, 14, 10), _KL, layers_per_block=2),
     "Tiny": TinyVae(
         "AutoencoderTiny",
-        (1, 4, 7, 5),
+        _IMAGE,
         (1, 3, 28, 20),
-        encoder_block_out_channels=(8,) * 3,
-        decoder_block_out_channels=(8,) * 3,
-        num_encoder_blocks=(1,) * 3,
-        num_decoder_blocks=(1,) * 3,
+        _both(block_out_channels=(8,) * 3),
+        {"num_encoder_blocks": (1,) * 3, "num_decoder_blocks": (1,) * 3},
     ),
     "DC": TinyVae(
         "AutoencoderDC",
         (1, 8, 7, 5),
         (1, 3, 14, 10),
-        latent_channels=8,
-        encoder_block_types=("ResBlock", "EfficientViTBlock"),
-        decoder_block_types=("ResBlock", "EfficientViTBlock"),
-        encoder_block_out_channels=(8, 16),
-        decoder_block_out_channels=(8, 16),
-        encoder_layers_per_block=(1, 1),
-        decoder_layers_per_block=(1, 1),
-        encoder_qkv_multiscales=((), (5,)),
-        decoder_qkv_multiscales=((), (5,)),
-        upsample_block_type="interpolate",
+        _both(block_types=("ResBlock", "EfficientViTBlock"), block_out_channels=(8, 16)),
+        _both(layers_per_block=(1, 1), qkv_multiscales=((), (5,))),
+        {"latent_channels": 8, "upsample_block_type": "interpolate"},
     ),
-    "HunyuanVideo": TinyVae(
-        "AutoencoderKLHunyuanVideo", (1, 4, 2, 7, 4), (1, 3, 5, 56, 32), block_out_channels=(8, 8, 16, 16)
-    ),
+    "HunyuanVideo": TinyVae("AutoencoderKLHunyuanVideo", _VIDEO, _FRAMES, _HUNYUAN),
     # More frames than a tile of time has, which the VAE decodes one after the other by default.
     "HunyuanVideo, long": TinyVae(
         "AutoencoderKLHunyuanVideo",
         (1, 4, 4, 7, 4),
         (1, 3, 13, 56, 32),
+        _HUNYUAN,
         settings={"tile_sample_min_num_frames": 8, "tile_sample_stride_num_frames": 4},
-        block_out_channels=(8, 8, 16, 16),
     ),
-    "HunyuanVideo15": TinyVae(
-        "AutoencoderKLHunyuanVideo15", (1, 4, 2, 7, 4), (1, 3, 5, 112, 64), block_out_channels=(8, 16, 16, 16, 16)
-    ),
+    "HunyuanVideo15": TinyVae("AutoencoderKLHunyuanVideo15", _VIDEO, (1, 3, 5, 112, 64), _HUNYUAN15),
     "Mochi": TinyVae(
         "AutoencoderKLMochi",
-        (1, 4, 2, 7, 4),
+        _VIDEO,
         (1, 3, 7, 56, 32),
-        encoder_block_out_channels=(32,) * 4,
-        decoder_block_out_channels=(32,) * 4,
-        layers_per_block=(1,) * 5,
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
+        {**_both(block_out_channels=(32,) * 4), "layers_per_block": (1,) * 5},
+        {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4},
     ),
-    "CogVideoX": TinyVae(
-        "AutoencoderKLCogVideoX", (1, 4, 3, 7, 4), (1, 3, 5, 56, 32), block_out_channels=(8, 8, 16, 16)
-    ),
-    "Wan 2.1": TinyVae("AutoencoderKLWan", (1, 4, 2, 7, 4), (1, 3, 5, 56, 32), **_WAN),
+    "CogVideoX": TinyVae("AutoencoderKLCogVideoX", (1, 4, 3, 7, 4), _FRAMES, _HUNYUAN),
+    "Wan 2.1": TinyVae("AutoencoderKLWan", _VIDEO, _FRAMES, _WAN),
     "Wan 2.2": TinyVae(
-        "AutoencoderKLWan",
-        (1, 4, 2, 7, 4),
-        (1, 3, 5, 112, 64),
-        **_WAN,
-        decoder_base_dim=8,
-        is_residual=True,
-        in_channels=12,
-        out_channels=12,
-        patch_size=2,
-        scale_factor_spatial=16,
+        "AutoencoderKLWan", _VIDEO, (1, 3, 5, 112, 64), _WAN22, is_residual=True, scale_factor_spatial=16
     ),
-    "QwenImage": TinyVae("AutoencoderKLQwenImage", (1, 4, 1, 7, 4), (1, 3, 1, 56, 32), **_WAN),
+    "QwenImage": TinyVae("AutoencoderKLQwenImage", (1, 4, 1, 7, 4), (1, 3, 1, 56, 32), _WAN),
     "QwenImage21": TinyVae(
         "AutoencoderKLQwenImage21",
         (1, 4, 1, 7, 4),
         (1, 4, 1, 112, 64),
-        **{**_WAN, "dim_mult": [1, 2, 2, 2, 2]},
-        decoder_base_dim=8,
+        {**_WAN, "dim_mult": [1, 2, 2, 2, 2], "decoder_base_dim": 8},
     ),
     "LTXVideo": TinyVae(
         "AutoencoderKLLTXVideo",
         (1, 8, 2, 7, 4),
         (1, 3, 9, 224, 128),
-        **_LTX,
-        block_out_channels=(8, 8, 16, 16),
-        decoder_block_out_channels=(8, 8, 16, 16),
-        decoder_layers_per_block=(1,) * 5,
+        {**_LTX, **_HUNYUAN, "decoder_block_out_channels": (8, 8, 16, 16), "decoder_layers_per_block": (1,) * 5},
     ),
     "LTXVideo 0.9.5": TinyVae(
         "AutoencoderKLLTXVideo",
         (1, 8, 2, 7, 4),
         (1, 3, 17, 224, 128),
+        {**_LTX2, "down_block_types": ("LTXVideo095DownBlock3D",) * 4, "decoder_inject_noise": (False,) * 4},
+        {"spatio_temporal_scaling": (True,) * 4, "decoder_spatio_temporal_scaling": (True,) * 3},
+        {"upsample_residual": (True,) * 3, "upsample_factor": (2,) * 3, "timestep_conditioning": True},
         conditions={"temb": torch.tensor([0.05])},
-        **_LTX2,
-        down_block_types=("LTXVideo095DownBlock3D",) * 4,
-        spatio_temporal_scaling=(True,) * 4,
-        decoder_spatio_temporal_scaling=(True,) * 3,
-        decoder_inject_noise=(False,) * 4,
         downsample_type=("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
-        upsample_residual=(True,) * 3,
-        upsample_factor=(2,) * 3,
-        timestep_conditioning=True,
     ),
-    "LTX2Video": TinyVae("AutoencoderKLLTX2Video", (1, 8, 2, 7, 4), (1, 3, 17, 224, 128), **_LTX2),
+    "LTX2Video": TinyVae("AutoencoderKLLTX2Video", (1, 8, 2, 7, 4), (1, 3, 17, 224, 128), _LTX2),
     "Cosmos": TinyVae(
         "AutoencoderKLCosmos",
-        (1, 4, 2, 7, 4),
+        _VIDEO,
         (1, 3, 9, 56, 32),
-        encoder_block_out_channels=(8, 16, 16, 16),
-        decode_block_out_channels=(8, 16, 16, 16),
-        attention_resolutions=(8,),
-        resolution=64,
+        dict.fromkeys(("encoder_block_out_channels", "decode_block_out_channels"), (8, 16, 16, 16)),
+        {"attention_resolutions": (8,), "resolution": 64},
     ),
-    "Magvit": TinyVae("AutoencoderKLMagvit", (1, 4, 2, 7, 4), (1, 3, 5, 56, 32), block_out_channels=(8, 8, 16, 16)),
+    "Magvit": TinyVae("AutoencoderKLMagvit", _VIDEO, _FRAMES, _HUNYUAN),
     "TemporalDecoder": TinyVae(
         "AutoencoderKLTemporalDecoder",
         (2, 4, 7, 5),
         (2, 3, 14, 10),
+        {"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (32, 32)},
         conditions={"num_frames": 2},
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        block_out_channels=(32, 32),
     ),
     "HunyuanImage": TinyVae(
         "AutoencoderKLHunyuanImage",
         (1, 8, 7, 5),
         (1, 3, 14, 10),
-        in_channels=3,
-        out_channels=3,
-        latent_channels=8,
-        block_out_channels=(32, 64),
-        spatial_compression_ratio=2,
-        sample_size=32,
+        {"in_channels": 3, "out_channels": 3, "latent_channels": 8, "block_out_channels": (32, 64)},
+        {"spatial_compression_ratio": 2, "sample_size": 32},
     ),
-    "HunyuanImageRefiner": TinyVae(
-        "AutoencoderKLHunyuanImageRefiner", (1, 4, 2, 7, 4), (1, 3, 5, 112, 64), block_out_channels=(8, 16, 16, 16, 16)
-    ),
-    "Oobleck": TinyVae(
-        "AutoencoderOobleck", (1, 4, 15), (1, 2, 120), downsampling_ratios=[2, 4], channel_multiples=[1, 2]
-    ),
+    "HunyuanImageRefiner": TinyVae("AutoencoderKLHunyuanImageRefiner", _VIDEO, (1, 3, 5, 112, 64), _HUNYUAN15),
+    "Oobleck": TinyVae("AutoencoderOobleck", _SOUND, (1, 2, 120), downsampling_ratios=[2, 4], channel_multiples=[1, 2]),
     "LTX2, sound": TinyVae("AutoencoderKLLTX2Audio", (1, 4, 7, 4), (1, 2, 28, 16), ch_mult=(1, 2, 2), mel_bins=28),
     "LongCatAudioDiT": TinyVae(
         "LongCatAudioDiTVae",
-        (1, 4, 15),
+        _SOUND,
         (1, 1, 120),
+        {"channels": 8, "c_mults": [1, 2], "strides": [2, 4]},
         encoder_options={"sample_posterior": False},
-        channels=8,
-        c_mults=[1, 2],
-        strides=[2, 4],
     ),
     "Cosmos3, sound": TinyVae(
         "Cosmos3AVAEAudioTokenizer",
-        (1, 4, 15),
+        _SOUND,
         (1, 2, 180),
-        dec_c_mults=(1, 2),
-        dec_strides=(4, 3),
-        enc_c_mults=(1, 2),
-        enc_strides=(2, 3),
+        {"dec_c_mults": (1, 2), "dec_strides": (4, 3), "enc_c_mults": (1, 2), "enc_strides": (2, 3)},
     ),
     "Kandinsky6SR": TinyVae(
         "Kandinsky6SRVAE",
         (1, 4, 3, 7, 4),
         (1, 3, 5, 28, 16),
-        encoder_block_out_channels=(8, 16, 32),
-        decoder_block_out_channels=(8, 16, 32),
+        _both(block_out_channels=(8, 16, 32)),
         temporal_compression_ratio=2,
     ),
     "MiniMaxH3": TinyVae(
         "AutoencoderKLMiniMaxH3",
         (1, 4, 5, 7, 4),
         (1, 3, 10, 28, 16),
-        settings={
-            **dict.fromkeys(("tile_sample_min_height", "tile_sample_min_width"), 64),
-            **dict.fromkeys(("tile_sample_min_overlap_height", "tile_sample_min_overlap_width"), 16),
-        },
-        block_out_channels=(8, 16, 16),
-        spatial_downsample_factors=(2, 2, 1),
-        temporal_downsample_factors=(1, 2, 1),
+        {"spatial_downsample_factors": (2, 2, 1), "temporal_downsample_factors": (1, 2, 1), "clip_length": 5},
+        {"block_out_channels": (8, 16, 16), "latents_mean": (0.0,) * 4, "latents_std": (1.0,) * 4},
+        settings=_square("tile_sample_min", 64) | _square("tile_sample_min_overlap", 16),
         decoder_attention_head_dim=16,
-        clip_length=5,
-        latents_mean=(0.0,) * 4,
-        latents_std=(1.0,) * 4,
     ),
     "MiniMaxH3, sound": TinyVae(
         "AutoencoderKLMiniMaxH3Audio",
         (2, 4, 15),
         (2, 1, 150),
-        encoder_rates=(2, 5),
-        latent_dim=16,
-        decoder_dim=16,
-        decoder_rates=(5, 2),
-        decoder_kernel_sizes=(9, 4),
-        resblock_kernel_sizes=(3, 7),
-        resblock_dilation_sizes=((1, 3), (1, 5)),
+        {"encoder_rates": (2, 5), "latent_dim": 16, "decoder_dim": 16, "decoder_rates": (5, 2)},
+        {"decoder_kernel_sizes": (9, 4), "resblock_kernel_sizes": (3, 7), "resblock_dilation_sizes": ((1, 3), (1, 5))},
     ),
-    "KVAE": TinyVae("AutoencoderKLKVAE", (1, 4, 7, 5), (1, 3, 14, 10), channels=32, ch_mult=(1, 2)),
+    "KVAE": TinyVae("AutoencoderKLKVAE", _IMAGE, (1, 3, 14, 10), channels=32, ch_mult=(1, 2)),
     "KVAE, video": TinyVae("AutoencoderKLKVAEVideo", (1, 4, 3, 7, 4), (1, 3, 5, 28, 16), ch=32, ch_mult=(1, 1, 2)),
     "KVAE, sound": TinyVae(
         "AutoencoderKLKVAEAudio",
-        (1, 4, 15),
+        _SOUND,
         (1, 1, 90),
-        encoder_rates=[2, 3],
-        latent_dim=16,
-        decoder_dim=16,
-        decoder_rates=[3, 2],
+        {"encoder_rates": [2, 3], "latent_dim": 16, "decoder_dim": 16, "decoder_rates": [3, 2]},
     ),
-    "VidTok": TinyVae("AutoencoderVidTok", (1, 4, 2, 7, 4), (1, 3, 8, 56, 32), ch=8, ch_mult=[1, 2, 2, 2]),
+    "VidTok": TinyVae("AutoencoderVidTok", _VIDEO, (1, 3, 8, 56, 32), ch=8, ch_mult=[1, 2, 2, 2]),
     "Allegro": TinyVae(
         "AutoencoderKLAllegro",
-        (1, 4, 2, 7, 4),
+        _VIDEO,
         (1, 3, 8, 56, 32),
+        _HUNYUAN,
         settings={"use_tiling": True, "kernel": (8, 32, 32), "stride": (4, 24, 24)},
-        block_out_channels=(8, 8, 16, 16),
     ),
 }

@@ -9,7 +9,7 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import Tensor
 
-from zoo.tiny.base import TinyModel, grid, image, inputs, noise, num_patches, residuals, rotary, tokens, valid
+from zoo.tiny.base import TinyModel, grid, image, inputs, noise, num_patches, residuals, rotary, samples, tokens, valid
 
 # -- relatives of FLUX: packed tokens and their positions
 
@@ -22,6 +22,7 @@ packed_inputs = partial(
 )
 controlled_inputs = partial(packed_inputs, controlnet_block_samples=residuals(2, 48, patch=1))
 PACKED = {"in_channels": 16, "out_channels": 16}
+BRIA = {"in_channels": 16, "pooled_projection_dim": None}
 FLUX3 = {"in_channels": 16, "axes_dims_rope": (4, 4, 4, 4)}
 
 
@@ -41,28 +42,23 @@ flux3_inputs = partial(
 
 # -- CogView
 
-
-def _two_sizes() -> dict[str, Tensor]:
-    return {"target_size": torch.tensor([[96.0, 160.0]] * 2), "crop_coords": torch.zeros(2, 2)}
-
-
-cogview_inputs = inputs(image, original_size=torch.tensor([[96.0, 160.0]] * 2), **_two_sizes())
+_MASK = valid((9, 4), dtype=torch.int64)
+_SIZE = torch.tensor([[96.0, 160.0]] * 2)
+_SIZES = {"target_size": _SIZE, "crop_coords": torch.zeros(2, 2)}
+cogview_inputs = inputs(image, original_size=_SIZE, **_SIZES)
 glm_inputs = inputs(
     image,
     prior_token_id=lambda *sizes: torch.arange(2 * num_patches(*sizes)).view(2, -1) % 16,
     prior_token_drop=torch.tensor([False, True]),
-    **_two_sizes(),
+    **_SIZES,
 )
 COGVIEW = {"time_embed_dim": 16, "sample_size": 32, "pos_embed_max_size": 32}
 
 
 def dit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     """Return square images."""
-    return {
-        "hidden_states": noise(2, 4, width, width),
-        "timestep": torch.tensor([600, 600]),
-        "class_labels": torch.tensor([3, 7]),
-    }
+    timestep, labels = torch.tensor([600, 600]), torch.tensor([3, 7])
+    return {"hidden_states": noise(2, 4, width, width), "timestep": timestep, "class_labels": labels}
 
 
 # -- HunyuanImage, HunyuanDiT, JoyImage
@@ -78,33 +74,24 @@ hunyuan_dit_inputs = partial(
     inputs,
     image,
     600.0,
-    text_embedding_mask=valid((9, 4), dtype=torch.int64),
+    text_embedding_mask=_MASK,
     encoder_hidden_states_t5=noise(2, 5, 16),
     text_embedding_mask_t5=valid((5, 2), 5, torch.int64),
     image_meta_size=torch.tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * 2),
     style=torch.zeros(2, dtype=torch.int64),
     image_rotary_emb=rotary,
 )
-HUNYUAN_DIT = {
-    "patch_size": 2,
-    "sample_size": 16,
-    "num_layers": 4,
-    "mlp_ratio": 2.0,
-    "cross_attention_dim": 24,
-    "text_len": 9,
-    "text_len_t5": 5,
-}
+HUNYUAN_DIT = {"patch_size": 2, "sample_size": 16, "num_layers": 4, "mlp_ratio": 2.0, "cross_attention_dim": 24}
 
 
 def joyimage_plus_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     """Return patches. The second sample has fewer images."""
     shape = (1, height // 2, width // 2)
-    make = inputs(
+    return samples(
         noise(2, num_patches(frames, height, width), 4, 1, 2, 2),
         encoder_hidden_states_mask=valid((9, 4), dtype=torch.float32),
         shape_list=[[shape] * frames, [shape]],
     )
-    return make(frames, height, width)
 
 
 # -- Qwen-Image 2.1
@@ -121,7 +108,7 @@ def qwen21_inputs(frames: int, height: int, width: int, *, images: int = 0, cach
     cache = QwenImage21KVCache(2) if cached else None
     for layer in [] if cache is None else cache.layer_caches:
         layer.store(noise(2, prefix, 3, 16, seed=1), noise(2, prefix, 3, 16, seed=2))
-    make = inputs(
+    return samples(
         noise(2, 4 * images + rows * width, 16),
         0.6,
         encoder_hidden_states=noise(2, len(text), 24),
@@ -131,7 +118,6 @@ def qwen21_inputs(frames: int, height: int, width: int, *, images: int = 0, cach
         kv_cache=cache,
         kv_cache_mode="cached" if cached else None,
     )
-    return make(frames, height, width)
 
 
 QWEN21 = {**PACKED, "mlp_ratio": 2}
@@ -140,109 +126,78 @@ QWEN21 = {**PACKED, "mlp_ratio": 2}
 
 
 def sana_inputs(frames: int, height: int, width: int, *, pixels: int = 1, **more: Any) -> dict[str, Any]:
-    """Return an image of as many rows of tokens as all frames together, each token of ``pixels`` × ``pixels``
-    latents.
-    """
+    """Return an image as high as all frames together; each token is ``pixels`` × ``pixels`` latents."""
     latents = image(frames, height * pixels, width * pixels)
-    make = inputs(latents, encoder_attention_mask=valid((9, 4), dtype=torch.int64), **more)
-    return make(frames, height, width)
+    return inputs(latents, encoder_attention_mask=_MASK, **more)(frames, height, width)
 
 
 SANA = {"attention_head_dim": 12, "num_layers": 3, "sample_size": 8}
 
+_chroma = partial(TinyModel, "ChromaTransformer2DModel", **PACKED)
+_flux3 = partial(TinyModel, "Flux3Transformer2DModel", **FLUX3)
+_hunyuan_image = partial(TinyModel, "HunyuanImageTransformer2DModel", **HUNYUAN_IMAGE)
+_hunyuan_dit = partial(TinyModel, "HunyuanDiT2DModel", **HUNYUAN_DIT, text_len=9, text_len_t5=5)
+_sana = partial(TinyModel, "SanaTransformer2DModel", **SANA)
+_qwen21 = partial(TinyModel, "QwenImage21Transformer2DModel", **QWEN21)
+
 IMAGE_MODELS = {
-    "chroma": TinyModel(
-        "ChromaTransformer2DModel",
-        # The pipeline gives a mask of numbers, which attention adds.
-        packed_inputs(attention_mask=partial(joint_mask, dtype=torch.float32)),
-        **PACKED,
-    ),
-    "chroma, controlnet": TinyModel(
-        "ChromaTransformer2DModel",
-        controlled_inputs(controlnet_single_block_samples=lambda *sizes: residuals(2, 48, patch=1)(*sizes)[::-1]),
-        **PACKED,
+    # The pipeline gives a mask of numbers, which attention adds.
+    "chroma": _chroma(packed_inputs(attention_mask=partial(joint_mask, dtype=torch.float32))),
+    "chroma, controlnet": _chroma(
+        controlled_inputs(controlnet_single_block_samples=lambda *sizes: residuals(2, 48, patch=1)(*sizes)[::-1])
     ),
     "ovis": TinyModel("OvisImageTransformer2DModel", packed_inputs(), **PACKED),
     "longcat-image": TinyModel("LongCatImageTransformer2DModel", packed_inputs(), in_channels=16),
-    "bria": TinyModel("BriaTransformer2DModel", controlled_inputs(), in_channels=16, pooled_projection_dim=None),
+    "bria": TinyModel("BriaTransformer2DModel", controlled_inputs(), BRIA),
     "bria fibo": TinyModel(
         "BriaFiboTransformer2DModel",
         packed_inputs(
             text_encoder_layers=[noise(2, 9, 20, seed=i) for i in range(4)], joint_attention_kwargs=fibo_mask
         ),
-        in_channels=16,
-        pooled_projection_dim=None,
+        BRIA,
     ),
-    "cogview3+": TinyModel("CogView3PlusTransformer2DModel", cogview_inputs, **COGVIEW),
-    "cogview4": TinyModel("CogView4Transformer2DModel", cogview_inputs, **COGVIEW, rope_axes_dim=(16, 16)),
+    "cogview3+": TinyModel("CogView3PlusTransformer2DModel", cogview_inputs, COGVIEW),
+    "cogview4": TinyModel("CogView4Transformer2DModel", cogview_inputs, COGVIEW, rope_axes_dim=(16, 16)),
     "glm-image": TinyModel("GlmImageTransformer2DModel", glm_inputs, time_embed_dim=16),
-    "flux3": TinyModel("Flux3Transformer2DModel", flux3_inputs(), **FLUX3),
-    "flux3, given images": TinyModel(
-        "Flux3Transformer2DModel",
-        flux3_inputs(image_cond_hidden_states=noise(2, 5, 16, seed=1), image_cond_ids=torch.ones(5, 4).cumsum(0)),
-        **FLUX3,
+    "flux3": _flux3(flux3_inputs()),
+    "flux3, given images": _flux3(
+        flux3_inputs(image_cond_hidden_states=noise(2, 5, 16, seed=1), image_cond_ids=torch.ones(5, 4).cumsum(0))
     ),
     "dit": TinyModel("DiTTransformer2DModel", dit_inputs, out_channels=8, sample_size=8, num_embeds_ada_norm=10),
     "prx": TinyModel(
         "PRXTransformer2DModel", inputs(image, 0.6, attention_mask=valid((9, 4))), mlp_ratio=2.0, axes_dim=[8, 8]
     ),
-    "hunyuanimage": TinyModel(
-        "HunyuanImageTransformer2DModel",
+    "hunyuanimage": _hunyuan_image(
         hunyuan_image_inputs(
             image, encoder_hidden_states_2=noise(2, 4, 16), encoder_attention_mask_2=valid((1, 4), 4, torch.int64)
         ),
-        **HUNYUAN_IMAGE,
-        patch_size=(2, 2),
-        rope_axes_dim=(6, 6),
+        {"patch_size": (2, 2), "rope_axes_dim": (6, 6)},
     ),
-    "hunyuanimage refiner": TinyModel(
-        "HunyuanImageTransformer2DModel",
-        hunyuan_image_inputs(lambda *sizes: noise(2, 4, *sizes)),
-        **HUNYUAN_IMAGE,
-        patch_size=(1, 1, 1),
-        text_embed_2_dim=None,
+    "hunyuanimage refiner": _hunyuan_image(
+        hunyuan_image_inputs(lambda *sizes: noise(2, 4, *sizes)), patch_size=(1, 1, 1), text_embed_2_dim=None
     ),
-    "hunyuandit": TinyModel("HunyuanDiT2DModel", hunyuan_dit_inputs(), **HUNYUAN_DIT),
-    "hunyuandit, controlnet": TinyModel(
-        "HunyuanDiT2DModel", hunyuan_dit_inputs(controlnet_block_samples=residuals(1, 48)), **HUNYUAN_DIT
-    ),
+    "hunyuandit": _hunyuan_dit(hunyuan_dit_inputs()),
+    "hunyuandit, controlnet": _hunyuan_dit(hunyuan_dit_inputs(controlnet_block_samples=residuals(1, 48))),
     # The image that is generated, and given ones.
     "joyimage": TinyModel(
         "JoyImageEditTransformer3DModel",
         inputs(lambda frames, height, width: noise(2, frames, 4, 1, height, width)),
-        rope_dim_list=[4, 6, 6],
-        rope_type="mrope",
+        {"rope_dim_list": [4, 6, 6], "rope_type": "mrope"},
     ),
     "joyimage plus": TinyModel("JoyImageEditPlusTransformer3DModel", joyimage_plus_inputs, rope_dim_list=[4, 6, 6]),
     "nucleus": TinyModel(
         "NucleusMoEImageTransformer2DModel",
         inputs(tokens(16), 0.6, encoder_hidden_states_mask=valid((9, 4)), img_shapes=lambda *sizes: [sizes, sizes]),
-        **PACKED,
-        num_layers=6,
-        num_attention_heads=4,
-        capacity_factors=2.0,
+        {**PACKED, "num_layers": 6, "num_attention_heads": 4, "capacity_factors": 2.0},
     ),
-    "sana": TinyModel(
-        "SanaTransformer2DModel",
-        partial(sana_inputs, controlnet_block_samples=lambda f, h, w: (noise(2, f * h * w, 36),)),
-        **SANA,
-    ),
-    "sana sprint, positions of patches": TinyModel(
-        "SanaTransformer2DModel",
+    "sana": _sana(partial(sana_inputs, controlnet_block_samples=lambda f, h, w: (noise(2, f * h * w, 36),))),
+    "sana sprint, positions of patches": _sana(
         partial(sana_inputs, pixels=2, guidance=torch.tensor([0.45, 0.45])),
-        **SANA,
-        patch_size=2,
-        interpolation_scale=2,
-        guidance_embeds=True,
-        qk_norm="rms_norm_across_heads",
+        {"patch_size": 2, "interpolation_scale": 2, "guidance_embeds": True, "qk_norm": "rms_norm_across_heads"},
     ),
-    "qwen-image 2.1": TinyModel("QwenImage21Transformer2DModel", partial(qwen21_inputs, images=1), **QWEN21),
-    "qwen-image 2.1, no image": TinyModel(
-        "QwenImage21Transformer2DModel", qwen21_inputs, **QWEN21, causal_condition=False
-    ),
-    "qwen-image 2.1, cached": TinyModel(
-        "QwenImage21Transformer2DModel", partial(qwen21_inputs, images=2, cached=True), **QWEN21
-    ),
+    "qwen-image 2.1": _qwen21(partial(qwen21_inputs, images=1)),
+    "qwen-image 2.1, no image": _qwen21(qwen21_inputs, causal_condition=False),
+    "qwen-image 2.1, cached": _qwen21(partial(qwen21_inputs, images=2, cached=True)),
 }
 
 
@@ -299,10 +254,13 @@ def ideogram_inputs(frames: int, height: int, width: int, *, by_token: bool = Fa
 IDEOGRAM = {"in_channels": 16, "mrope_section": (4, 2, 2)}
 
 
+def ernie_inputs(*size: int) -> dict[str, Any]:
+    text = {"text_bth": noise(2, 9, 24), "text_lens": torch.tensor([9, 4])}
+    return {"hidden_states": image(*size), "timestep": torch.tensor([600.0, 600.0]), **text}
+
+
 def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Return text with a given image of four tokens, the time, and the image. Text is causal; the rest sees
-    all tokens.
-    """
+    """Return text with a given image of four tokens, the time, and the image. Text alone is causal."""
     total = 10 + num_patches(frames, height, width)
     mask = torch.ones(total, total).tril()
     mask[10:] = 1.0
@@ -317,16 +275,17 @@ def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
+_z_image = partial(TinyModel, "ZImageTransformer2DModel", **Z_IMAGE)
+_fibo2 = partial(TinyModel, "BriaFibo2Transformer2DModel", **FIBO2)
+_ideogram = partial(TinyModel, "Ideogram4Transformer2DModel", **IDEOGRAM)
+_ROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+
 STREAM_MODELS = {
-    "z-image": TinyModel("ZImageTransformer2DModel", z_image_inputs, **Z_IMAGE),
-    "z-image, controlnet": TinyModel("ZImageTransformer2DModel", partial(z_image_inputs, controlled=True), **Z_IMAGE),
-    "z-image, editing": TinyModel("ZImageTransformer2DModel", z_image_edit_inputs, **Z_IMAGE),
-    "bria fibo 2": TinyModel("BriaFibo2Transformer2DModel", fibo2_inputs(), **FIBO2),
-    "bria fibo 2, editing": TinyModel(
-        "BriaFibo2Transformer2DModel",
-        fibo2_inputs(context_latents=[noise(2, 4, 4, 6, seed=i) for i in range(2)]),
-        **FIBO2,
-    ),
+    "z-image": _z_image(z_image_inputs),
+    "z-image, controlnet": _z_image(partial(z_image_inputs, controlled=True)),
+    "z-image, editing": _z_image(z_image_edit_inputs),
+    "bria fibo 2": _fibo2(fibo2_inputs()),
+    "bria fibo 2, editing": _fibo2(fibo2_inputs(context_latents=[noise(2, 4, 4, 6, seed=i) for i in range(2)])),
     "krea 2": TinyModel(
         "Krea2Transformer2DModel",
         inputs(
@@ -336,32 +295,15 @@ STREAM_MODELS = {
             position_ids=lambda *sizes: torch.cat([torch.zeros(9, 3), grid(*sizes)]),
             encoder_attention_mask=valid((9, 4)),
         ),
-        in_channels=16,
-        num_attention_heads=4,
+        {"in_channels": 16, "num_attention_heads": 4},
     ),
-    "ernie-image": TinyModel(
-        "ErnieImageTransformer2DModel",
-        lambda *sizes: {
-            "hidden_states": image(*sizes),
-            "timestep": torch.tensor([600.0, 600.0]),
-            "text_bth": noise(2, 9, 24),
-            "text_lens": torch.tensor([9, 4]),
-        },
-        patch_size=2,
-        rope_axes_dim=(4, 6, 6),
-    ),
-    "ideogram 4": TinyModel("Ideogram4Transformer2DModel", ideogram_inputs, **IDEOGRAM),
-    "ideogram 4, a time step for each token": TinyModel(
-        "Ideogram4Transformer2DModel", partial(ideogram_inputs, by_token=True), **IDEOGRAM
-    ),
+    "ernie-image": TinyModel("ErnieImageTransformer2DModel", ernie_inputs, patch_size=2, rope_axes_dim=(4, 6, 6)),
+    "ideogram 4": _ideogram(ideogram_inputs),
+    "ideogram 4, a time step for each token": _ideogram(partial(ideogram_inputs, by_token=True)),
     "omnigen": TinyModel(
         "OmniGenTransformer2DModel",
         omnigen_inputs,
-        num_key_value_heads=3,
-        pad_token_id=0,
-        max_position_embeddings=128,
-        original_max_position_embeddings=64,
-        rope_scaling={"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
-        pos_embed_max_size=24,
+        {"num_key_value_heads": 3, "pad_token_id": 0, "pos_embed_max_size": 24, "rope_scaling": _ROPE},
+        {"max_position_embeddings": 128, "original_max_position_embeddings": 64},
     ),
 }

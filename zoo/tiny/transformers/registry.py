@@ -6,57 +6,40 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from zoo.tiny.base import (
-    TinyModel,
-    grid,
-    image,
-    inputs,
-    noise,
-    num_patches,
-    residuals,
-    rotary,
-    tokens,
-    valid,
-    video,
-    video_by_frame,
-)
+from zoo.tiny import base
+from zoo.tiny.base import TinyModel, grid, image, inputs, noise, residuals, rotary, samples, tokens, valid, video
 from zoo.tiny.transformers.image import IMAGE_MODELS, STREAM_MODELS
 from zoo.tiny.transformers.video import AUDIO_MODELS, VIDEO_MODELS
 
 # -- Wan
 
-WAN = {"attention_head_dim": 12}
-WAN_IMAGE = {**WAN, "image_dim": 20, "added_kv_proj_dim": 36}
 # The attention processor takes the last 512 tokens of the context for text.
 _IMAGE_CONTEXT = {"encoder_hidden_states": noise(2, 512, 24), "encoder_hidden_states_image": noise(2, 5, 20)}
 
 
-def first_frame_given(frames: int, height: int, width: int) -> torch.Tensor:
+def first_frame_given(frames: int, height: int, width: int) -> Tensor:
     """Return a time step for each token, 0 for those of the first frame."""
-    timestep = torch.full((2, frames, num_patches(1, height, width)), 600.0)
+    timestep = torch.full((2, frames, base.num_patches(1, height, width)), 600.0)
     timestep[:, 0] = 0
     return timestep.flatten(1)
 
 
 def animate_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     """Return inputs whose first frame is the given image. Each further frame has four frames of a face."""
-    make = inputs(
+    return samples(
         noise(2, 12, frames + 1, height, width),
         pose_hidden_states=noise(2, 4, frames, height, width, seed=1),
         face_pixel_values=noise(2, 3, 4 * frames - 3, 8, 8, seed=2),
         **_IMAGE_CONTEXT,
     )
-    return make(frames, height, width)
 
 
 def skyreels_forcing_inputs(frames: int, height: int, width: int, *, block: int = 1) -> dict[str, Any]:
-    """Return a time step for each of ``block`` times as many frames. One sample: diffusers takes no more with
-    ``fps``.
-    """
+    """Return a time step for each of ``block`` × as many frames. One sample: diffusers takes no more with ``fps``."""
     frames *= block
-    timestep = torch.linspace(900, 500, frames).long().expand(2, -1)
-    both = inputs(video, lambda *_: timestep)(frames, height, width)
+    both = samples(video(frames, height, width), torch.linspace(900, 500, frames).long().expand(2, -1))
     return {**{name: value[:1] for name, value in both.items()}, "fps": [0], "enable_diffusion_forcing": True}
 
 
@@ -69,55 +52,46 @@ def image_shapes(frames: int, height: int, width: int) -> list[list[tuple[int, i
 
 
 qwen_inputs = partial(inputs, tokens(16), 0.6, img_shapes=image_shapes)
-QWEN = {"in_channels": 16}
-
-
-def qwen_masked_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
-    mask = valid((text, text // 2), text, torch.int64)
-    return qwen_inputs(encoder_hidden_states_mask=mask)(frames, height, width, text=text)
-
-
 _GUIDANCE = {"guidance": torch.tensor([3.5, 3.5])}
+
+
+def qwen_masked_inputs(*size: int, text: int = 9) -> dict[str, Any]:
+    return qwen_inputs(encoder_hidden_states_mask=valid((text, text // 2), text, torch.int64))(*size, text=text)
 
 
 def flux_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
     """Return an image as high as all frames together."""
     positions = {"img_ids": grid(1, frames * height, width), "txt_ids": torch.zeros(text, 3)}
-    make = inputs(tokens(16), 0.6, pooled_projections=noise(2, 20), **_GUIDANCE, **positions)
-    return make(frames, height, width, text=text)
+    values = {"pooled_projections": noise(2, 20), **_GUIDANCE, **positions}
+    return samples(tokens(16)(frames, height, width), 0.6, text=text, **values)
 
 
-def flux2_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[str, Any]:
-    positions = {"img_ids": grid(frames, height, width, 1), "txt_ids": grid(1, 1, 1, text)}
+def flux2_inputs(*size: int, text: int = 9) -> dict[str, Any]:
+    positions = {"img_ids": grid(*size, 1), "txt_ids": grid(1, 1, 1, text)}
     both = {name: ids.expand(2, -1, -1) for name, ids in positions.items()}
-    return inputs(tokens(16), 0.6, **_GUIDANCE, **both)(frames, height, width, text=text)
+    return samples(tokens(16)(*size), 0.6, text=text, **_GUIDANCE, **both)
 
 
 # -- LTX-Video
 
 
-def ltx_timestep(frames: int, height: int, width: int) -> torch.Tensor:
+def ltx_timestep(frames: int, height: int, width: int) -> Tensor:
     """Return a time step for each token, 0 for those of the first frame."""
     timestep = torch.full((2, frames, height * width), 600.0)
     timestep[:, 0] = 0
     return timestep.flatten(1)
 
 
-ltx_inputs = partial(
-    inputs,
-    tokens(8),
-    encoder_attention_mask=valid((9, 4), dtype=torch.int64),
-    num_frames=lambda frames, height, width: frames,
-    height=lambda frames, height, width: height,
-    width=lambda frames, height, width: width,
-)
+_MASK = valid((9, 4), dtype=torch.int64)
+_SIZES = {"num_frames": lambda f, h, w: f, "height": lambda f, h, w: h, "width": lambda f, h, w: w}
+ltx_inputs = partial(inputs, tokens(8), encoder_attention_mask=_MASK, **_SIZES)
 ltx2_inputs = partial(
     ltx_inputs,
     ltx_timestep,
     audio_hidden_states=noise(2, 7, 8, seed=1),
     audio_encoder_hidden_states=noise(2, 9, 24, seed=1),
     audio_timestep=torch.tensor([600.0, 600.0]),
-    audio_encoder_attention_mask=valid((9, 4), dtype=torch.int64),
+    audio_encoder_attention_mask=_MASK,
     audio_num_frames=7,
 )
 LTX = {"in_channels": 8, "out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 24}
@@ -126,41 +100,35 @@ LTX = {"in_channels": 8, "out_channels": 8, "attention_head_dim": 8, "cross_atte
 # -- video models that see earlier frames
 
 
-def history_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    def past(number: int) -> torch.Tensor:
-        return noise(2, 4, number, height, width, seed=number)
+def _past(frames: int, height: int, width: int) -> Tensor:
+    return noise(2, 4, frames, height, width, seed=frames)
 
-    def indices(first: int, number: int) -> torch.Tensor:
+
+def history_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
+    def indices(first: int, number: int) -> Tensor:
         return torch.arange(first, first + number)[None].expand(2, -1)
 
-    make = inputs(
-        video,
+    return samples(
+        video(frames, height, width),
         indices_hidden_states=indices(7, frames),
         indices_latents_history_short=indices(6, 1),
         indices_latents_history_mid=indices(4, 2),
         indices_latents_history_long=indices(0, 4),
-        latents_history_short=past(1),
-        latents_history_mid=past(2),
-        latents_history_long=past(4),
+        latents_history_short=_past(1, height, width),
+        latents_history_mid=_past(2, height, width),
+        latents_history_long=_past(4, height, width),
     )
-    return make(frames, height, width)
-
-
-HELIOS = {"attention_head_dim": 12, "is_amplify_history": True}
 
 
 def framepack_inputs(frames: int, height: int, width: int, *, batch: int = 2) -> dict[str, Any]:
-    def past(number: int) -> torch.Tensor:
-        return noise(2, 4, number, height, width, seed=number)
-
     values = hunyuan_inputs(frames, height, width) | {
         "image_embeds": noise(2, 3, 20),
         "indices_latents": torch.arange(7, 7 + frames),
-        "latents_clean": past(2),
+        "latents_clean": _past(2, height, width),
         "indices_latents_clean": torch.arange(5, 7),
-        "latents_history_2x": past(2),
+        "latents_history_2x": _past(2, height, width),
         "indices_latents_history_2x": torch.arange(3, 5),
-        "latents_history_4x": past(4),
+        "latents_history_4x": _past(4, height, width),
         "indices_latents_history_4x": torch.arange(4),
     }
     return {name: value if name.startswith("indices") else value[-batch:] for name, value in values.items()}
@@ -190,8 +158,6 @@ def h3_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[st
 
 _FEW_VALID = {"encoder_attention_mask": valid((9, 2), dtype=torch.int64)}
 hunyuan_inputs = inputs(video, pooled_projections=noise(2, 20), guidance=torch.tensor([6000.0, 6000.0]), **_FEW_VALID)
-HUNYUAN = {"attention_head_dim": 12, "guidance_embeds": True}
-FRAMEPACK = {**HUNYUAN, "has_image_proj": True, "has_clean_x_embedder": True}
 hunyuan15_inputs = partial(
     inputs,
     video,
@@ -200,20 +166,21 @@ hunyuan15_inputs = partial(
     encoder_attention_mask_2=valid((1, 4), 4, torch.int64),
     **_FEW_VALID,
 )
+HUNYUAN = {"attention_head_dim": 12, "guidance_embeds": True}
+FRAMEPACK = {**HUNYUAN, "has_image_proj": True, "has_clean_x_embedder": True}
 
 
 # -- further models
 
 COGVIDEOX = {"sample_width": 10, "sample_height": 6, "sample_frames": 9, "max_text_seq_length": 9, "patch_size_t": None}
-ROTARY = {**COGVIDEOX, "use_rotary_positional_embeddings": True}
+ROTARY = {"use_rotary_positional_embeddings": True}
 
 
-def cogvideox15_rotary(frames: int, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def cogvideox15_rotary(frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Return cosines and sines for tokens of two frames each."""
     return rotary(frames // 2, height, width)
 
 
-SD3 = {"num_layers": 3, "sample_size": 32, "pos_embed_max_size": 32}
 sd3_inputs = partial(inputs, image, 600.0, pooled_projections=noise(2, 20))
 
 
@@ -244,126 +211,102 @@ NO_WHOLE_GRAPH = {
 # The default run of the tests runs each of these on one mesh only.
 SHELF = {**IMAGE_MODELS, **STREAM_MODELS, **VIDEO_MODELS, **AUDIO_MODELS}
 
+_wan = partial(TinyModel, "WanTransformer3DModel", attention_head_dim=12)
+_skyreels = partial(TinyModel, "SkyReelsV2Transformer3DModel", attention_head_dim=12)
+_qwen = partial(TinyModel, "QwenImageTransformer2DModel", in_channels=16)
+_ltx = partial(TinyModel, "LTXVideoTransformer3DModel", **LTX)
+_ltx2 = partial(TinyModel, "LTX2VideoTransformer3DModel", **LTX)
+_helios = partial(TinyModel, "HeliosTransformer3DModel", history_inputs, attention_head_dim=12, is_amplify_history=True)
+_hunyuan = partial(TinyModel, "HunyuanVideoTransformer3DModel", hunyuan_inputs, **HUNYUAN)
+_framepack = partial(TinyModel, "HunyuanVideoFramepackTransformer3DModel", **FRAMEPACK)
+_hunyuan15 = partial(TinyModel, "HunyuanVideo15Transformer3DModel", attention_head_dim=12)
+_cogvideox = partial(TinyModel, "CogVideoXTransformer3DModel", **COGVIDEOX)
+_sd3 = partial(TinyModel, "SD3Transformer2DModel", num_layers=3, sample_size=32, pos_embed_max_size=32)
+_WAN_IMAGE = {"image_dim": 20, "added_kv_proj_dim": 36}
+
 MODELS = {
-    "wan": TinyModel("WanTransformer3DModel", inputs(video), **WAN),
-    "wan, image context": TinyModel("WanTransformer3DModel", inputs(video, **_IMAGE_CONTEXT), **WAN_IMAGE),
-    "wan, a time step for each token": TinyModel("WanTransformer3DModel", inputs(video, first_frame_given), **WAN),
+    "wan": _wan(inputs(video)),
+    "wan, image context": _wan(inputs(video, **_IMAGE_CONTEXT), **_WAN_IMAGE),
+    "wan, a time step for each token": _wan(inputs(video, first_frame_given)),
     "wan vace": TinyModel(
         "WanVACETransformer3DModel",
         inputs(
             video,
-            control_hidden_states=lambda *sizes: noise(2, 6, *sizes, seed=1),
+            control_hidden_states=lambda *size: noise(2, 6, *size, seed=1),
             control_hidden_states_scale=torch.tensor([1.0, 0.5]),
         ),
-        **WAN,
-        vace_layers=[0, 1],
-        vace_in_channels=6,
+        {"attention_head_dim": 12, "vace_layers": [0, 1], "vace_in_channels": 6},
     ),
     "wan animate": TinyModel(
         "WanAnimateTransformer3DModel",
         animate_inputs,
-        **WAN_IMAGE,
-        in_channels=12,
+        {"attention_head_dim": 12, **_WAN_IMAGE, "in_channels": 12},
         motion_encoder_channel_sizes={"4": 4, "8": 4},
     ),
-    "skyreels v2": TinyModel("SkyReelsV2Transformer3DModel", inputs(video, fps=[0, 1]), **WAN, inject_sample_info=True),
-    "skyreels v2, a time step for each frame": TinyModel(
-        "SkyReelsV2Transformer3DModel", skyreels_forcing_inputs, **WAN, inject_sample_info=True
-    ),
-    "skyreels v2, causal": TinyModel(
-        "SkyReelsV2Transformer3DModel", partial(skyreels_forcing_inputs, block=3), **WAN, num_frame_per_block=3
-    ),
-    "chronoedit": TinyModel("ChronoEditTransformer3DModel", inputs(video), **WAN),
-    "qwen-image": TinyModel("QwenImageTransformer2DModel", qwen_inputs(), **QWEN),
-    "qwen-image, masked": TinyModel("QwenImageTransformer2DModel", qwen_masked_inputs, **QWEN),
-    "qwen-image, controlnet": TinyModel(
-        "QwenImageTransformer2DModel", qwen_inputs(controlnet_block_samples=residuals(2, 48, patch=1)), **QWEN
-    ),
-    "qwen-image, editing": TinyModel("QwenImageTransformer2DModel", qwen_inputs(), **QWEN, zero_cond_t=True),
+    "skyreels v2": _skyreels(inputs(video, fps=[0, 1]), inject_sample_info=True),
+    "skyreels v2, a time step for each frame": _skyreels(skyreels_forcing_inputs, inject_sample_info=True),
+    "skyreels v2, causal": _skyreels(partial(skyreels_forcing_inputs, block=3), num_frame_per_block=3),
+    "chronoedit": TinyModel("ChronoEditTransformer3DModel", inputs(video), attention_head_dim=12),
+    "qwen-image": _qwen(qwen_inputs()),
+    "qwen-image, masked": _qwen(qwen_masked_inputs),
+    "qwen-image, controlnet": _qwen(qwen_inputs(controlnet_block_samples=residuals(2, 48, patch=1))),
+    "qwen-image, editing": _qwen(qwen_inputs(), zero_cond_t=True),
     "flux": TinyModel("FluxTransformer2DModel", flux_inputs, in_channels=16, out_channels=16, guidance_embeds=True),
     "flux2": TinyModel(
         "Flux2Transformer2DModel", flux2_inputs, in_channels=16, out_channels=16, axes_dims_rope=(4, 4, 4, 4)
     ),
-    "ltx": TinyModel("LTXVideoTransformer3DModel", ltx_inputs(600.0), **LTX),
-    "ltx, a time step for each token": TinyModel("LTXVideoTransformer3DModel", ltx_inputs(ltx_timestep), **LTX),
-    "ltx2": TinyModel("LTX2VideoTransformer3DModel", ltx2_inputs(), **LTX),
-    "ltx2, masked, split rope": TinyModel(
-        "LTX2VideoTransformer3DModel",
+    "ltx": _ltx(ltx_inputs(600.0)),
+    "ltx, a time step for each token": _ltx(ltx_inputs(ltx_timestep)),
+    "ltx2": _ltx2(ltx2_inputs()),
+    "ltx2, masked, split rope": _ltx2(
         ltx2_inputs(video_self_attention_mask=lambda f, h, w: noise(2, f * h * w, f * h * w).sigmoid()),
-        **LTX,
         rope_type="split",
     ),
-    "helios": TinyModel("HeliosTransformer3DModel", history_inputs, **HELIOS),
-    "helios, no guidance of text": TinyModel(
-        "HeliosTransformer3DModel", history_inputs, **HELIOS, guidance_cross_attn=False
-    ),
+    "helios": _helios(),
+    "helios, no guidance of text": _helios(guidance_cross_attn=False),
     "minimax-h3": TinyModel(
         "MiniMaxH3Transformer3DModel", h3_inputs, hidden_size=32, ffn_dim=32, freq_dim=16, time_embed_dim=16
     ),
-    "hunyuan": TinyModel("HunyuanVideoTransformer3DModel", hunyuan_inputs, **HUNYUAN),
-    "hunyuan, image by token replacement": TinyModel(
-        "HunyuanVideoTransformer3DModel", hunyuan_inputs, **HUNYUAN, image_condition_type="token_replace"
-    ),
-    "framepack": TinyModel("HunyuanVideoFramepackTransformer3DModel", framepack_inputs, **FRAMEPACK),
-    "framepack, one sample": TinyModel(
-        "HunyuanVideoFramepackTransformer3DModel", partial(framepack_inputs, batch=1), **FRAMEPACK
-    ),
-    "hunyuan 1.5": TinyModel(
-        "HunyuanVideo15Transformer3DModel", hunyuan15_inputs(image_embeds=torch.zeros(2, 3, 20)), attention_head_dim=12
-    ),
-    "hunyuan 1.5, image": TinyModel(
-        "HunyuanVideo15Transformer3DModel", hunyuan15_inputs(image_embeds=noise(2, 3, 20)), attention_head_dim=12
-    ),
+    "hunyuan": _hunyuan(),
+    "hunyuan, image by token replacement": _hunyuan(image_condition_type="token_replace"),
+    "framepack": _framepack(framepack_inputs),
+    "framepack, one sample": _framepack(partial(framepack_inputs, batch=1)),
+    "hunyuan 1.5": _hunyuan15(hunyuan15_inputs(image_embeds=torch.zeros(2, 3, 20))),
+    "hunyuan 1.5, image": _hunyuan15(hunyuan15_inputs(image_embeds=noise(2, 3, 20))),
     "mochi": TinyModel(
         "MochiTransformer3DModel",
         inputs(video, encoder_attention_mask=valid((9, 2))),
         pooled_projection_dim=16,
         max_sequence_length=9,
     ),
-    "cogvideox": TinyModel("CogVideoXTransformer3DModel", inputs(video_by_frame), **COGVIDEOX),
-    "cogvideox, rotary": TinyModel(
-        "CogVideoXTransformer3DModel", inputs(video_by_frame, image_rotary_emb=rotary), **ROTARY
+    "cogvideox": _cogvideox(inputs(base.video_by_frame)),
+    "cogvideox, rotary": _cogvideox(inputs(base.video_by_frame, image_rotary_emb=rotary), **ROTARY),
+    "cogvideox 1.5": _cogvideox(
+        inputs(base.video_by_frame, image_rotary_emb=cogvideox15_rotary), **ROTARY, patch_size_t=2, patch_bias=False
     ),
-    "cogvideox 1.5": TinyModel(
-        "CogVideoXTransformer3DModel",
-        inputs(video_by_frame, image_rotary_emb=cogvideox15_rotary),
-        **{**ROTARY, "patch_size_t": 2},
-        patch_bias=False,
-    ),
-    "sd3": TinyModel("SD3Transformer2DModel", sd3_inputs(), **SD3),
-    "sd3.5, controlnet": TinyModel(
-        "SD3Transformer2DModel",
-        sd3_inputs(block_controlnet_hidden_states=residuals(2, 48)),
-        **SD3,
-        dual_attention_layers=(0, 1),
-        qk_norm="rms_norm",
+    "sd3": _sd3(sd3_inputs()),
+    "sd3.5, controlnet": _sd3(
+        sd3_inputs(block_controlnet_hidden_states=residuals(2, 48)), dual_attention_layers=(0, 1), qk_norm="rms_norm"
     ),
     "auraflow": TinyModel("AuraFlowTransformer2DModel", inputs(image, 0.6), sample_size=16),
     "pixart": TinyModel(
         "PixArtTransformer2DModel",
         inputs(
             image,
-            encoder_attention_mask=valid((9, 4), dtype=torch.int64),
+            encoder_attention_mask=_MASK,
             added_cond_kwargs={"resolution": torch.full((2, 2), 96.0), "aspect_ratio": torch.full((2, 1), 1.5)},
         ),
-        out_channels=8,
-        cross_attention_dim=48,
-        sample_size=128,
+        {"out_channels": 8, "cross_attention_dim": 48, "sample_size": 128},
     ),
     "lumina2": TinyModel(
         "Lumina2Transformer2DModel",
         inputs(image, 0.6, encoder_attention_mask=valid((9, 4))),
-        num_attention_heads=4,
-        axes_dim_rope=(4, 4, 4),
-        axes_lens=(64, 64, 64),
+        {"num_attention_heads": 4, "axes_dim_rope": (4, 4, 4), "axes_lens": (64, 64, 64)},
     ),
     "hidream": TinyModel(
         "HiDreamImageTransformer2DModel",
         hidream_inputs,
-        patch_size=2,
-        caption_channels=[24, 20],
-        max_resolution=(32, 32),
-        llama_layers=[0, 1, 2, 3],
+        {"patch_size": 2, "caption_channels": [24, 20], "max_resolution": (32, 32), "llama_layers": [0, 1, 2, 3]},
         force_inference_output=True,
     ),
     **SHELF,

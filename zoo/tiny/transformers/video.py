@@ -9,9 +9,12 @@ import torch
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from torch import Tensor
 
-from zoo.tiny.base import TinyModel, grid, inputs, noise, num_patches, residuals, rotary, valid, video, video_by_frame
+from zoo.tiny import base
+from zoo.tiny.base import TinyModel, grid, inputs, noise, num_patches, residuals, rotary, samples, valid, video
 
 # -- Kandinsky: channels last
+
+_MASK = valid((9, 4), dtype=torch.int64)
 
 
 def channels_last(frames: int, height: int, width: int) -> Tensor:
@@ -28,8 +31,7 @@ def kandinsky6_sr_inputs(frames: int, height: int, width: int) -> dict[str, Any]
     return {"hidden_states": noise(2, frames, *size, 9), "timestep": torch.tensor([600.0, 600.0])}
 
 
-kandinsky6_inputs = partial(inputs, channels_last, 600.0, pooled_projections=noise(2, 20))
-KANDINSKY6 = {"axes_dims": (4, 4, 4), "visual_cond": False}
+kandinsky_inputs = partial(inputs, channels_last, 600.0, pooled_projections=noise(2, 20))
 
 # -- Cosmos
 
@@ -43,13 +45,8 @@ def cosmos_timestep(frames: int, height: int, width: int) -> Tensor:
     return timestep
 
 
-COSMOS = {
-    "attention_head_dim": 12,
-    "mlp_ratio": 2.0,
-    "max_size": (16, 32, 32),
-    # Resizing it needs torchvision.
-    "concat_padding_mask": False,
-}
+# Resizing a mask of padding needs torchvision.
+COSMOS = {"attention_head_dim": 12, "mlp_ratio": 2.0, "max_size": (16, 32, 32), "concat_padding_mask": False}
 
 
 def cosmos3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
@@ -81,7 +78,7 @@ def anyflow_timestep(frames: int, height: int, width: int) -> Tensor:
 
 
 anyflow_inputs = partial(
-    inputs, video_by_frame, anyflow_timestep, r_timestep=lambda *sizes: anyflow_timestep(*sizes) - 100.0
+    inputs, base.video_by_frame, anyflow_timestep, r_timestep=lambda *sizes: anyflow_timestep(*sizes) - 100.0
 )
 
 # -- Wan Animate 2
@@ -110,87 +107,66 @@ def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     mask = torch.ones(2, frames, height, width)
     mask[1, :, : height // 2] = 0.0
     positions = tuple(axis[None] for axis in grid(*shape).long().T)
-    make = inputs(
-        video,
-        attention_mask=mask,
-        encoder_attention_mask=valid((9, 4), dtype=torch.int64),
-        image_rotary_emb=(tuple((a.cos(), a.sin()) for a in angles), positions),
-    )
-    return make(frames, height, width)
+    rotations = (tuple((a.cos(), a.sin()) for a in angles), positions)
+    masks = {"attention_mask": mask, "encoder_attention_mask": _MASK}
+    return samples(video(frames, height, width), **masks, image_rotary_emb=rotations)
 
 
 def sana_given_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     """Return twice as many frames, the first of them given by a time step for each token."""
     timestep = torch.full((2, 1, 2 * frames, height // 2, width // 2), 600.0)
     timestep[:, :, 0] = 0
-    mask = valid((9, 4), dtype=torch.int64)
-    return inputs(video, lambda *_: timestep, encoder_attention_mask=mask)(2 * frames, height, width)
+    return samples(video(2 * frames, height, width), timestep, encoder_attention_mask=_MASK)
 
 
-SANA_VIDEO = {"attention_head_dim": 12, "rope_max_seq_len": 1024}
 motif_inputs = partial(inputs, lambda *sizes: noise(2, 6, *sizes), encoder_attention_mask=valid((9, 4)))
 MOTIF = {"in_channels": 6, "attention_head_dim": 12, "num_single_layers": 3, "mlp_ratio": 2.0}
+
+_cosmos = partial(TinyModel, "CosmosTransformer3DModel", **COSMOS)
+_kandinsky6 = partial(TinyModel, "Kandinsky6Transformer3DModel", axes_dims=(4, 4, 4), visual_cond=False)
+_sana_video = partial(TinyModel, "SanaVideoTransformer3DModel", attention_head_dim=12, rope_max_seq_len=1024)
+_motif = partial(TinyModel, "MotifVideoTransformer3DModel", **MOTIF)
 
 VIDEO_MODELS = {
     "kandinsky 5": TinyModel(
         "Kandinsky5Transformer3DModel",
-        inputs(
-            channels_last,
-            600.0,
-            pooled_projections=noise(2, 20),
-            visual_rope_pos=kandinsky_positions,
-            text_rope_pos=torch.arange(9),
-        ),
+        kandinsky_inputs(visual_rope_pos=kandinsky_positions, text_rope_pos=torch.arange(9)),
         axes_dims=(4, 4, 4),
     ),
-    "cosmos": TinyModel("CosmosTransformer3DModel", cosmos_inputs(timestep=0.6), **COSMOS),
-    "cosmos, given frames": TinyModel(
-        "CosmosTransformer3DModel",
-        cosmos_inputs(cosmos_timestep, condition_mask=lambda *sizes: noise(2, 1, *sizes, seed=1)),
-        **COSMOS,
-        in_channels=5,
+    "cosmos": _cosmos(cosmos_inputs(timestep=0.6)),
+    "cosmos, given frames": _cosmos(
+        cosmos_inputs(cosmos_timestep, condition_mask=lambda *sizes: noise(2, 1, *sizes, seed=1)), in_channels=5
     ),
     # Text and tokens of an image, and residuals of a ControlNet.
-    "cosmos 2.5, transfer": TinyModel(
-        "CosmosTransformer3DModel",
+    "cosmos 2.5, transfer": _cosmos(
         cosmos_inputs(
             0.6,
             encoder_hidden_states=(noise(2, 9, 24), noise(2, 5, 20)),
             block_controlnet_hidden_states=residuals(2, 36),
         ),
-        **COSMOS,
+        {"img_context_dim_in": 20, "img_context_num_tokens": 5, "img_context_dim_out": 36},
         extra_pos_embed_type=None,
         controlnet_block_every_n=1,
-        img_context_dim_in=20,
-        img_context_num_tokens=5,
-        img_context_dim_out=36,
     ),
     "cosmos 3": TinyModel(
         "Cosmos3OmniTransformer",
         cosmos3_inputs,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        rope_axes_dim=(2, 2, 2),
+        {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "rope_axes_dim": (2, 2, 2)},
     ),
     "easyanimate": TinyModel(
         "EasyAnimateTransformer3DModel",
         inputs(video, encoder_hidden_states_t5=noise(2, 5, 20)),
-        patch_size=2,
-        num_layers=3,
-        time_embed_dim=16,
+        {"patch_size": 2, "num_layers": 3, "time_embed_dim": 16},
     ),
     "consisid": TinyModel(
         "ConsisIDTransformer3DModel",
         inputs(
-            video_by_frame,
+            base.video_by_frame,
             image_rotary_emb=rotary,
             id_cond=noise(2, 12),
             id_vit_hidden=[noise(2, 5, 16, seed=i) for i in range(2)],
         ),
-        sample_width=10,
-        sample_height=6,
-        max_text_seq_length=9,
+        {"sample_width": 10, "sample_height": 6, "max_text_seq_length": 9},
         use_rotary_positional_embeddings=True,
         is_train_face=True,
     ),
@@ -199,54 +175,31 @@ VIDEO_MODELS = {
     "anyflow far": TinyModel(
         "AnyFlowFARTransformer3DModel",
         anyflow_inputs(chunk_partition=lambda frames, height, width: [1] * frames),
-        num_attention_heads=4,
-        attention_head_dim=12,
+        {"num_attention_heads": 4, "attention_head_dim": 12},
     ),
     "wan animate 2": TinyModel("WanAnimate2Transformer3DModel", wan_animate_2_inputs, text_len=12, num_heads=4),
     "kandinsky 6 sr": TinyModel(
         "Kandinsky6SRTransformer3DModel",
         kandinsky6_sr_inputs,
-        model_dim=64,
-        nabla_threshold=0.3,
-        nabla_window=(1, 1, 1),
+        {"model_dim": 64, "nabla_threshold": 0.3, "nabla_window": (1, 1, 1)},
     ),
     "allegro": TinyModel("AllegroTransformer3DModel", allegro_inputs, attention_head_dim=12),
-    "kandinsky 6": TinyModel("Kandinsky6Transformer3DModel", kandinsky6_inputs(), **KANDINSKY6),
-    "kandinsky 6, with sound": TinyModel(
-        "Kandinsky6Transformer3DModel",
-        kandinsky6_inputs(audio_hidden_states=noise(2, 7, 8)),
-        **KANDINSKY6,
-        ca_rope=True,
-    ),
-    "sana video": TinyModel(
-        "SanaVideoTransformer3DModel",
-        inputs(video, encoder_attention_mask=valid((9, 4), dtype=torch.int64)),
-        **SANA_VIDEO,
-    ),
-    "sana video, image": TinyModel("SanaVideoTransformer3DModel", sana_given_inputs, **SANA_VIDEO),
-    "motif": TinyModel(
-        "MotifVideoTransformer3DModel", motif_inputs(), **MOTIF, num_decoder_layers=2, image_embed_dim=None
-    ),
-    "motif, image": TinyModel(
-        "MotifVideoTransformer3DModel",
+    "kandinsky 6": _kandinsky6(kandinsky_inputs()),
+    "kandinsky 6, with sound": _kandinsky6(kandinsky_inputs(audio_hidden_states=noise(2, 7, 8)), ca_rope=True),
+    "sana video": _sana_video(inputs(video, encoder_attention_mask=_MASK)),
+    "sana video, image": _sana_video(sana_given_inputs),
+    "motif": _motif(motif_inputs(), num_decoder_layers=2, image_embed_dim=None),
+    "motif, image": _motif(
         motif_inputs(image_embeds=noise(2, 5, 20)),
-        **MOTIF,
+        dict.fromkeys(("enable_text_cross_attention_dual", "enable_text_cross_attention_single"), True),
         num_decoder_layers=1,
-        enable_text_cross_attention_dual=True,
-        enable_text_cross_attention_single=True,
     ),
     # Always three frames, because it has positions for them; each is as high as all frames together.
     "latte": TinyModel(
         "LatteTransformer3DModel",
         inputs(lambda frames, height, width: noise(2, 4, 3, frames * height, width)),
-        attention_head_dim=12,
-        out_channels=8,
-        sample_size=8,
-        patch_size=2,
-        norm_type="ada_norm_single",
-        norm_elementwise_affine=False,
-        norm_eps=1e-6,
-        attention_bias=True,
+        {"attention_head_dim": 12, "out_channels": 8, "sample_size": 8, "patch_size": 2, "attention_bias": True},
+        {"norm_type": "ada_norm_single", "norm_elementwise_affine": False, "norm_eps": 1e-6},
         activation_fn="gelu-approximate",
     ),
 }
@@ -254,70 +207,51 @@ VIDEO_MODELS = {
 
 def ace_step_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     length = frames * height * width // 2
-    make = inputs(
-        noise(2, length, 4), 0.6, timestep_r=torch.tensor([0.4, 0.4]), context_latents=noise(2, length, 8, seed=1)
-    )
-    return make(frames, height, width)
+    latents = {"hidden_states": noise(2, length, 4), "context_latents": noise(2, length, 8, seed=1)}
+    return samples(timestep=0.6, timestep_r=torch.tensor([0.4, 0.4]), **latents)
 
 
 def stable_audio_inputs(frames: int, height: int, width: int, *, masked: bool = False) -> dict[str, Any]:
     length = frames * height * width // 4
     angles = noise(length + 1, 8)
     masks = {"attention_mask": _half(length), "encoder_attention_mask": valid((9, 4))} if masked else {}
-    make = inputs(
-        noise(2, 4, length),
-        0.6,
-        global_hidden_states=noise(2, 1, 20),
-        rotary_embedding=(angles.cos(), angles.sin()),
-        **masks,
-    )
-    return make(frames, height, width)
+    rotations = angles.cos(), angles.sin()
+    latents, states = noise(2, 4, length), noise(2, 1, 20)
+    return samples(latents, 0.6, global_hidden_states=states, rotary_embedding=rotations, **masks)
 
 
-def _half(length: int) -> torch.Tensor:
+def _half(length: int) -> Tensor:
     """Return a mask in which half of the second sample is valid."""
     return valid((length, (length + 1) // 2), length)
 
 
-STABLE_AUDIO = {"sample_size": 1024, "num_attention_heads": 4, "cross_attention_dim": 32}
-
-
 def stable_audio3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Return a short sequence: over a long one the difference that this attention takes hardly depends on
-    other tokens.
-    """
+    """Return a short sequence: over a long one the difference that attention takes hardly depends on other tokens."""
     latents = noise(2, 4, max(frames * height * width // 12, 1))
-    mask = valid((9, 4), dtype=torch.int64)
-    return inputs(latents, 0.6, global_hidden_states=noise(2, 20), encoder_attention_mask=mask)(frames, height, width)
+    return samples(latents, 0.6, global_hidden_states=noise(2, 20), encoder_attention_mask=_MASK)
 
 
 def longcat_audio_inputs(frames: int, height: int, width: int, *, masked: bool = False) -> dict[str, Any]:
     length = frames * height * width // 4
-    make = inputs(
-        noise(2, length, 4),
-        0.6,
-        encoder_attention_mask=valid((9, 4)),
-        attention_mask=_half(length) if masked else None,
-        latent_cond=noise(2, length, 4, seed=1),
-    )
-    return make(frames, height, width)
+    latents = {"hidden_states": noise(2, length, 4), "latent_cond": noise(2, length, 4, seed=1)}
+    masks = {"encoder_attention_mask": valid((9, 4)), "attention_mask": _half(length) if masked else None}
+    return samples(timestep=0.6, **latents, **masks)
 
 
 def minimax_music_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     length = frames * height * width // 4
-    return inputs(noise(2, 4, length), 0.6, encoder_hidden_states=noise(2, length, 24))(frames, height, width)
+    return samples(noise(2, 4, length), 0.6, encoder_hidden_states=noise(2, length, 24))
 
 
-LONGCAT_AUDIO = {"dit_dim": 48}
+STABLE_AUDIO = {"sample_size": 1024, "num_attention_heads": 4, "cross_attention_dim": 32}
+_longcat = partial(TinyModel, "LongCatAudioDiTTransformer", dit_dim=48)
 
 AUDIO_MODELS = {
     "ace-step": TinyModel("AceStepTransformer1DModel", ace_step_inputs, num_attention_heads=4, in_channels=12),
-    "stable audio": TinyModel("StableAudioDiTModel", stable_audio_inputs, **STABLE_AUDIO),
-    "stable audio, masked": TinyModel("StableAudioDiTModel", partial(stable_audio_inputs, masked=True), **STABLE_AUDIO),
+    "stable audio": TinyModel("StableAudioDiTModel", stable_audio_inputs, STABLE_AUDIO),
+    "stable audio, masked": TinyModel("StableAudioDiTModel", partial(stable_audio_inputs, masked=True), STABLE_AUDIO),
     "stable audio 3": TinyModel("StableAudio3DiTModel", stable_audio3_inputs, local_add_cond_dim=5),
-    "longcat-audio": TinyModel("LongCatAudioDiTTransformer", longcat_audio_inputs, **LONGCAT_AUDIO),
-    "longcat-audio, masked": TinyModel(
-        "LongCatAudioDiTTransformer", partial(longcat_audio_inputs, masked=True), **LONGCAT_AUDIO
-    ),
+    "longcat-audio": _longcat(longcat_audio_inputs),
+    "longcat-audio, masked": _longcat(partial(longcat_audio_inputs, masked=True)),
     "minimax-music": TinyModel("MiniMaxMusic3Transformer1DModel", minimax_music_inputs, condition_dim=24),
 }
