@@ -120,6 +120,11 @@ def is_wrapped(instance: Any, key: str) -> bool:
     return any(name[0] == key for name in _wrappers(instance))
 
 
+def only_wrapped_by(instance: Any, key: str) -> bool:
+    """Whether ``instance`` has wrappers, all of them with ``key``."""
+    return {name[0] for name in _wrappers(instance)} == {key}
+
+
 def wrapper(instance: Any, method: str, key: str) -> Around | None:
     """Return the wrapper of ``method`` with ``key``; None if there is none."""
     return _wrappers(instance).get((key, method), (None, None, None))[1]

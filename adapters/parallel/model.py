@@ -180,8 +180,13 @@ class TransformerPart(Part):
 
     def clear(self) -> Undo:
         resume = suspend_stage(self.module)
-        remove_plan(self.module)
-        return resume
+        restore = remove_plan(self.module)
+
+        def undo() -> None:
+            restore()
+            resume()
+
+        return undo
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         return self.clear()

@@ -147,9 +147,11 @@ class BlockHooks:
         for block, role in self._roles:
             # Blocks with equal roles share a wrapper, and so a class and a graph.
             wrap_method(block(), "__call__", _KEY, self._arounds[role], order=WrapperPriority.CACHED_BLOCK)
+            self.host.remember(block())
         module = self._module()
         if hasattr(module, "cache_context"):
             wrap_method(module, "cache_context", _KEY, self.host.named, order=WrapperPriority.CACHE)
+            self.host.remember(module)
 
     def remove(self) -> None:
         """Remove the hooks from the model and its blocks, but keep their classes alive for compiled graphs."""

@@ -6,11 +6,13 @@ The module and its submodules are wrapped by :mod:`para_core.instance_patching`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import InitVar, dataclass, replace
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,16 @@ from para_core.attention.local import AttnFunc
 from para_core.distributed.consistency import RequireEqual
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
-from para_core.instance_patching import Around, ModuleTree, WrapperPriority, is_entry, unwrap, wrap_method, wrapper
+from para_core.instance_patching import (
+    Around,
+    ModuleTree,
+    WrapperPriority,
+    is_entry,
+    only_wrapped_by,
+    unwrap,
+    wrap_method,
+    wrapper,
+)
 from para_core.modes import fused_encoder
 from para_core.modes.flash_attention import has_other_builds
 from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
@@ -48,6 +59,11 @@ from para_core.torch_internals import CALL_WITH_HOOKS, COMPILED_CALL, ORIGINAL_C
 from para_core.user_warnings import WarningLog
 
 _KEY = "parallel"
+# Regions of removed plans, by model, at most as many as Dynamo compiles graphs of one function by default. The next
+# plan with equal settings uses the region again, because a graph is valid only for the region and the classes that it
+# was compiled with.
+_REMOVED: WeakKeyDictionary[nn.Module, deque[Region]] = WeakKeyDictionary()
+_MOST_REMOVED = 8
 
 
 @dataclass(eq=False)
@@ -99,6 +115,19 @@ class Region:
         # call, because Dynamo 2.13 loses the new value of an attribute that is set before flex_attention and after it.
         self.heads: dict[nn.Module, tuple[str, int]] = {}
         self._tree: ModuleTree | None = None
+        # Submodules of equal rules share a wrapper, and so their graphs.
+        self._hook_of = cache(self._submodule_hook)
+        # The wrappers of the module, by method. Each access of self.run makes another bound method, and the module gets
+        # the class that its graph was compiled with only from the same wrappers.
+        self.wrappers: dict[str, Around] = {CALL_WITH_HOOKS: self.run, "__call__": self.call_outer}
+        # Keep classes of compiled graphs alive. The keys are ids, because a patched class compares equal to its
+        # original.
+        self._classes: dict[int, type] = {}
+        # A later plan may use this region again if its settings are equal.
+        self.settings = (
+            *(self.plan, self.mesh, self.batch, self.options, self.attn_func, self.cross_backend, self.parameters),
+            *(self._has_encoders, self._must_use_mode),
+        )
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set before
         # torch.cond (which a cache adds) and again after it.
         self._interceptions: list[Interception] = []
@@ -264,19 +293,18 @@ class Region:
             for submodule in self.submodules.values():
                 unwrap(submodule, _KEY)
             self.submodules = submodules
-            hook_of = cache(self._submodule_hook)
             for submodule, rules in matches.values():
                 if isinstance(rules.attention, AttentionByHeads):
                     attribute = rules.attention.heads
                     self.heads.setdefault(submodule, (attribute, getattr(submodule, attribute)))
                 _, heads = self.heads.get(submodule, ("", 0))
                 # Wrap __call__, so that the wrapper stays outside of the graph of a compiled submodule.
-                hook = hook_of(rules, parameters_of(submodule), heads)
+                hook = self._hook_of(rules, parameters_of(submodule), heads)
                 wrap_method(submodule, "__call__", _KEY, hook, order=WrapperPriority.PLAN)
         self._tree = ModuleTree(module)
 
     def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
-        """Return the wrapper of a submodule with ``rules``. Submodules of equal rules share it, and so their graphs.
+        """Return the wrapper of a submodule with ``rules``.
 
         ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
         """
@@ -339,6 +367,50 @@ class Region:
         # Return `attend` itself if nothing else is needed: one Python frame less per call.
         return hook if of_inputs or of_outputs or gathers or halo is not None else attend
 
+    def remember(self, instances: Iterable[nn.Module]) -> None:
+        """Keep the classes of ``instances`` alive, because graphs were compiled for them.
+
+        Leaves out classes with wrappers of others, such as a cache, which may refer to the model and keep it alive.
+        """
+        classes = [type(instance) for instance in instances if only_wrapped_by(instance, _KEY)]
+        self._classes |= {id(cls): cls for cls in classes}
+
+    def release(self, module: nn.Module) -> Callable[[], None]:
+        """Keep this region for a later plan of ``module``, without references to the module and its parts.
+
+        Returns a function that undoes this.
+        """
+        names = ("require_equal", "around", "_compiled_before", "submodules", "heads", "_tree")
+        state = {name: getattr(self, name) for name in names}
+        self.require_equal = self._compiled_before = self._tree = None
+        self.around, self.submodules, self.heads = nullcontext, {}, {}
+        for prepared in self._prepared_for.values():
+            prepared.attentions.clear()
+        removed = _REMOVED.setdefault(module, deque(maxlen=_MOST_REMOVED))
+        removed.append(self)
+
+        def restore() -> None:
+            vars(self).update(state)
+            if self in removed:
+                removed.remove(self)
+
+        return restore
+
+    def or_removed(self, module: nn.Module) -> Region:
+        """Return the region of a removed plan of ``module`` with equal settings, for use in place of this new region;
+        this region itself if there is none.
+        """
+        removed = _REMOVED.get(module, ())
+        region = next((region for region in removed if region.settings == self.settings), None)
+        if region is None:
+            return self
+        _REMOVED[module].remove(region)
+        region.require_equal, region.around = self.require_equal, self.around
+        region._compiled_before = self._compiled_before
+        region.use(self.options, self.cross_backend)
+        region._warnings.clear()
+        return region
+
     def _is_sharded(self, segment: str) -> bool:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
 
@@ -390,21 +462,28 @@ def apply_plan(
     is_default_attention = options.backend is None and cross_backend is None and attn_func is None
     if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
         return
+    region = region.or_removed(module)
     region.attach(module)
-    wrap_method(module, CALL_WITH_HOOKS, _KEY, region.run, order=WrapperPriority.PLAN)
-    wrap_method(module, "__call__", _KEY, region.call_outer, order=WrapperPriority.PLAN)
+    for method, around in region.wrappers.items():
+        wrap_method(module, method, _KEY, around, order=WrapperPriority.PLAN)
+    region.remember([module, *region.submodules.values()])
 
 
-def remove_plan(module: nn.Module) -> None:
-    """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
+def remove_plan(module: nn.Module) -> Callable[[], None]:
+    """Undo :func:`apply_plan`. Does nothing if no plan is applied.
+
+    Returns a function that restores the state of the plan after a failure, but not the wrappers.
+    """
     region = region_of(module)
     wrapped = set(module.modules())
     if region is not None:
         wrapped.update(region.submodules.values())
         for submodule, (attribute, heads) in region.heads.items():
             setattr(submodule, attribute, heads)
+        region.remember(wrapped)
     for submodule in wrapped:
         unwrap(submodule, _KEY)
+    return region.release(module) if region is not None else lambda: None
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 
 
@@ -72,6 +72,38 @@ def test_two_generations_then_other_mesh_compile_once(rank_pool, way, when, back
         errors = [relative_error(out, expected) for out in outs]
         assert max(errors) < 1e-5, errors
         assert frames == [graphs, graphs]
+
+
+def draw_in_rounds(way, shapes, cached=False):
+    """Return the image of each round, parallel and then undone, and the number of graphs after each round."""
+    counter = CompileCounterWithBackend("eager")
+    pipe = small_pipe(way)
+    WAYS[way][0](pipe, counter)
+    meshes = {shape: cpu_mesh(*shape) for shape in shapes}
+    outs, frames = [], []
+    for shape in shapes:
+        parallelize_pipe(pipe, mesh=meshes[shape])
+        outs.append(pipe(**flux_call()).images)
+        if cached:
+            apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+            outs.append(pipe(**flux_call()).images)
+            remove_cache_from_pipe(pipe)
+            outs.append(pipe(**flux_call()).images)
+        unparallelize_pipe(pipe)
+        outs.append(pipe(**flux_call()).images)
+        frames.append(counter.frame_count)
+    return outs, frames
+
+
+@pytest.mark.long  # tests/plans/test_plan.py has a small model
+@pytest.mark.parametrize(("way", "cached"), [("in place", False), ("in place", True), ("torch.compile", True)])
+def test_second_set_up_with_equal_settings_compiles_nothing(rank_pool, way, cached):
+    expected = small_pipe(way)(**flux_call()).images
+    shapes = [(1, 2), (1, 2), (2, 1), (1, 2), (2, 1)]
+    for outs, frames in rank_pool.run(draw_in_rounds, 2, way, shapes, cached=cached):
+        errors = [relative_error(out, expected) for out in outs]
+        assert max(errors) < 1e-5, errors
+        assert frames[0] == frames[1] < frames[2] == frames[3] == frames[4], frames
 
 
 @pytest.mark.long

@@ -1,9 +1,13 @@
 """Plans: what they do, what they refuse, and being compiled by parts."""
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaModel
 
 from para_core.distributed.mesh import one_rank, sequence_mesh
@@ -133,6 +137,39 @@ def test_a_plan_that_cuts_inside_the_model_is_exact(rank_pool, compiled):
             for out, reference in zip([*outs, alone], [*expected, expected[0]], strict=True)
         ]
         assert max(errors) < 1e-5, errors
+
+
+def apply_in_rounds(in_place):
+    model, counter = fill(Model(), seed=1), CompileCounter()
+    if in_place:
+        model.compile(backend=counter, fullgraph=True)
+        called = model
+    else:
+        called = torch.compile(model, backend=counter, fullgraph=True)
+    meshes = {shape: sequence_mesh(cpu_mesh(*shape)) for shape in [(1, 2), (2, 1)]}
+    outs, frames = [], []
+    for shape in [(1, 2), (1, 2), (2, 1), (1, 2), (2, 1)]:
+        apply_plan(model, PLAN, meshes[shape])
+        outs.append(called(tokens(11)))
+        remove_plan(model)
+        assert type(model) is Model
+        gc.collect()
+        outs.append(called(tokens(11)))
+        frames.append(counter.frame_count)
+    reference = ref(model)
+    torch._dynamo.reset()
+    del model, called
+    gc.collect()
+    return outs, frames, reference() is None
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_next_equal_plan_of_a_compiled_model_uses_its_graphs(rank_pool, in_place):
+    expected = fill(Model(), seed=1)(tokens(11))
+    for outs, frames, collected in rank_pool.run(apply_in_rounds, 2, in_place):
+        assert max(relative_error(out, expected) for out in outs) < 1e-5
+        assert frames == [2, 2, 3, 3, 3]
+        assert collected
 
 
 def apply_unfitting():
