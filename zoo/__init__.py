@@ -1,3 +1,1 @@
-"""Tiny models and pipelines, and two small trained pipelines: for tests, benchmarks, examples and the offline
-default.
-"""
+"""Tiny models and pipelines, and two small trained ones: for tests, benchmarks, examples and the offline default."""

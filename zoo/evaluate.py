@@ -58,9 +58,7 @@ def held_out_videos(seed: int, count: int) -> list[videos.VideoScene]:
 def generate(
     pipe: Any, captions: list[str], *, steps: int, seed: int, batch: int, **options: Any
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index, image ``[128, 128, 3]`` or video ``[17, 64, 64, 3]``, uint8) of each caption; its noise depends on
-    ``seed`` and index alone.
-    """
+    """Yield index and uint8 image or video, channels last, of each caption; noise depends on seed and index alone."""
     call = CALLS["flux" if isinstance(pipe, diffusers.FluxPipeline) else "video"]
     for start in range(0, len(captions), batch):
         part = captions[start : start + batch]
@@ -74,9 +72,7 @@ def _to_8_bit(outputs: np.ndarray) -> np.ndarray:
 
 
 def tally(verdicts: list[Any]) -> dict[str, float]:
-    """Return the share of each field of verdicts that is right: of things (colour, shape, place, size), of images or of
-    videos; and of the verdicts that are all right.
-    """
+    """Return the share of each field of verdicts that is right, and of the verdicts that are all right."""
     values = {f.name: np.hstack([getattr(verdict, f.name) for verdict in verdicts]) for f in fields(verdicts[0])}
     values["all"] = np.array([verdict.all_right for verdict in verdicts])
     return {name: round(float(np.mean(x)), 4) for name, x in values.items()}
@@ -113,15 +109,10 @@ def sheet(pictures: list[np.ndarray], captions: list[str], columns: int) -> Imag
 
 
 def _judge(
-    pipe: Any,
-    scenes: list[Any],
-    captions: list[str],
-    check: Callable[..., Any],
-    args: argparse.Namespace,
-    **options: Any,
+    args: argparse.Namespace, pipe: Any, scenes: list[Any], captions: list[str], **options: Any
 ) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Return the figures of one set of captions, and the outputs."""
-    start = time.monotonic()
+    start, check = time.monotonic(), (image_check if args.model == "flux" else videos).check
     generated = generate(pipe, captions, steps=args.steps, batch=args.batch, **options)
     outputs = [output for _, output in tqdm(generated, total=len(captions), mininterval=5.0)]
     verdicts = [check(output, scene) for output, scene in zip(outputs, scenes, strict=True)]
@@ -135,7 +126,7 @@ def evaluate_images(pipe: Any, args: argparse.Namespace) -> tuple[dict[str, Any]
     for num_things in (1, 2, 3):
         scenes = held_out_images(args.seed, num_things, args.count * (1 if num_things == 3 else 2))
         captions = [images.caption(scene) for scene in scenes]
-        row, outputs = _judge(pipe, scenes, captions, image_check.check, args, seed=args.seed + num_things)
+        row, outputs = _judge(args, pipe, scenes, captions, seed=args.seed + num_things)
         figures[f"things_{num_things}"] = {**row, "ceiling_all": ceiling(pipe, scenes, args.seed)["all"]}
         few = 12 if num_things == 1 else 6
         shown, shown_captions = shown + outputs[:few], shown_captions + captions[:few]
@@ -149,25 +140,24 @@ def evaluate_videos(pipe: Any, args: argparse.Namespace) -> tuple[dict[str, Any]
     figures, shown = {}, {}
     for guidance in (GUIDANCE, 1.0):
         options = {"guidance_scale": guidance, "negative_prompt": "", "seed": args.seed}
-        figures[f"guidance_{guidance}"], shown[guidance] = _judge(pipe, scenes, captions, videos.check, args, **options)
+        figures[f"guidance_{guidance}"], shown[guidance] = _judge(args, pipe, scenes, captions, **options)
     figures["true_videos_through_vae"] = ceiling(pipe, scenes, args.seed)
     strips = [np.hstack(video[::2]).repeat(2, axis=0).repeat(2, axis=1) for video in shown[GUIDANCE][:8]]
     return figures, sheet(strips, captions[:8], columns=1)
 
 
-def environment(device: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the device, the date and the versions."""
-    name = torch.cuda.get_device_name() if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
     versions = {module.__name__: module.__version__ for module in (torch, diffusers, transformers)}
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"device": name, "python": platform.python_version(), **versions, "date": date}
+    device = f"CPU, {torch.get_num_threads()} threads"
+    return {"device": device, "python": platform.python_version(), **versions, "date": date}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Load, measure, print, write; the defaults are what is published."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", choices=CALLS)
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20, help="Euler steps")
@@ -178,28 +168,20 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     folder = ROOT / "zoo" / args.model / "pipeline"
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    pipe.to(args.device).set_progress_bar_config(disable=True)
+    pipe.set_progress_bar_config(disable=True)
     figures, image = (evaluate_images if args.model == "flux" else evaluate_videos)(pipe, args)
-    text_length = CALLS[args.model]["max_sequence_length"]
+    settings = {"seed": args.seed, "steps": args.steps, "weights": "bfloat16 as float32"}
     result = {
-        "environment": environment(args.device),
-        "settings": {
-            "seed": args.seed,
-            "steps": args.steps,
-            "max_sequence_length": text_length,
-            "weights": "bfloat16 as float32",
-        },
+        "environment": environment(),
+        "settings": {**settings, "max_sequence_length": CALLS[args.model]["max_sequence_length"]},
         "training": json.loads((folder / "training.json").read_text()),
         "held_out": figures,
     }
-    paths = (
-        args.output / f"benchmarks/results/tiny_{args.model}.json",
-        args.output / f"docs/images/tiny_{args.model}.png",
-    )
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    paths[0].write_text(json.dumps(result, indent=2) + "\n")
-    image.save(paths[1])
+    results, pictures = args.output / "benchmarks/results", args.output / "docs/images"
+    for path in (results, pictures):
+        path.mkdir(parents=True, exist_ok=True)
+    (results / f"tiny_{args.model}.json").write_text(json.dumps(result, indent=2) + "\n")
+    image.save(pictures / f"tiny_{args.model}.png")
     print(json.dumps(figures, indent=2))
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-CHECKPOINT_EVERY, EXPORT_EVERY = 120.0, 600.0  # seconds
+SAVE_EVERY = 300.0  # seconds
 MUON_INSIDE = (".blocks.", ".transformer_blocks.", ".single_transformer_blocks.")
 # In each seed, so that stages draw different scenes.
 VAE_STAGE, FLOW_STAGE, STATISTICS, TEXT_STAGE, DECODER_STAGE = range(5)
@@ -31,9 +31,7 @@ CAPITAL = 0.25  # of the captions start with a capital
 
 
 def step_seed(seed: int, stage: int, step: int) -> np.random.SeedSequence:
-    """Return the source of all randomness of one step. A resumed run draws what an uninterrupted one would
-    have drawn.
-    """
+    """Return the source of all randomness of one step: a resumed run draws what an uninterrupted one would draw."""
     return np.random.SeedSequence([seed, stage, step])
 
 
@@ -46,9 +44,7 @@ def torch_generator(seed: np.random.SeedSequence) -> torch.Generator:
 
 
 class PlainAttention(TorchFunctionMode):
-    """A mode that computes attention without a mask as two matrix products, which is 2.5 times as fast on a
-    CPU at 300 tokens.
-    """
+    """A mode that computes unmasked attention as two matrix products: 2.5 times as fast on a CPU at 300 tokens."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,7 +70,6 @@ class VaeLoss:
     thing_weight: float = 1.0  # of the error of pixels that have a colour; backgrounds are grey
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Return the loss of one step, a scalar."""
         seed = step_seed(self.seed, VAE_STAGE, step)
         pixels = self.draw(seed, self.batch).to(next(model.parameters()).device)
         posterior = model.encode(pixels).latent_dist
@@ -107,12 +102,11 @@ class FlowLoss:
     seed: int
     batch: int
     shift: float
-    autocast: bool  # bfloat16 inside the model
+    autocast: bool = True  # bfloat16 inside the model
     # A further loss of the same call: a function of model and scenes that returns a scalar.
     also: Callable[[Any, list[Any]], torch.Tensor] | None = None
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Return the loss of one step, a scalar."""
         seed = step_seed(self.seed, FLOW_STAGE, step)
         generator, rng = torch_generator(seed), np.random.default_rng(seed)
         device = next(model.parameters()).device
@@ -182,29 +176,22 @@ class State:
     step: int = 0
     seconds: float = 0.0
 
+    def _parts(self) -> list[Any]:
+        return [self.model, self.averaged, *self.optimizers]
+
     def save(self, path: Path) -> None:
         """Write the checkpoint; an interrupted write leaves the previous one whole."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "model": self.model.state_dict(),
-            "averaged": self.averaged.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "step": self.step,
-            "seconds": self.seconds,
-        }
         partial = path.with_suffix(".partial")
-        torch.save(content, partial)
+        torch.save(([part.state_dict() for part in self._parts()], self.step, self.seconds), partial)
         partial.replace(path)
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of the same model."""
         device = next(self.model.parameters()).device
-        content = torch.load(path, map_location=device, weights_only=True)
-        self.model.load_state_dict(content["model"])
-        self.averaged.load_state_dict(content["averaged"])
-        for optimizer, saved in zip(self.optimizers, content["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.step, self.seconds = content["step"], content["seconds"]
+        states, self.step, self.seconds = torch.load(path, map_location=device, weights_only=True)
+        for part, state in zip(self._parts(), states, strict=True):
+            part.load_state_dict(state)
 
 
 def build_optimizers(model: nn.Module, *, muon: bool = True) -> list[torch.optim.Optimizer]:
@@ -214,12 +201,11 @@ def build_optimizers(model: nn.Module, *, muon: bool = True) -> list[torch.optim
         if parameter.requires_grad:
             inside = muon and parameter.ndim == 2 and any(mark in f".{name}" for mark in MUON_INSIDE)
             (matrices if inside else others).append(parameter)
-    adam = torch.optim.AdamW(others, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
-    # Scaled so that an update is as large as AdamW's: one learning rate serves both.
-    return [
-        adam,
-        *([torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")] if matrices else []),
-    ]
+    optimizers = [torch.optim.AdamW(others, betas=(0.9, 0.99), weight_decay=0.01, fused=True)]
+    if matrices:
+        # Scaled so that an update is as large as AdamW's: one learning rate serves both.
+        optimizers.append(torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 def fit(
@@ -228,7 +214,6 @@ def fit(
     schedule: Schedule,
     *,
     checkpoint: Path,
-    name: str,
     stop_after: int | None = None,
     export: Callable[[State], None] = lambda state: None,
 ) -> State:
@@ -236,16 +221,15 @@ def fit(
 
     Args:
         loss_of_step: model and step to a scalar loss; must draw all its randomness from `step_seed`.
-        export: called with the state about every ``EXPORT_EVERY`` seconds and at the end.
+        export: called with the state whenever a checkpoint is written.
     """
     optimizers = build_optimizers(model, muon=schedule.boost > 0)
     state = State(model, copy.deepcopy(model).requires_grad_(False), optimizers)
     if checkpoint.exists():
         state.load(checkpoint)
     end = schedule.steps if stop_after is None else min(stop_after, schedule.steps)
-    saved = exported = start = time.monotonic()
-    spent = state.seconds
-    with tqdm(total=end, initial=state.step, desc=name, mininterval=5.0) as bar:
+    start, saved = time.monotonic() - state.seconds, state.seconds
+    with tqdm(total=end, initial=state.step, desc=checkpoint.stem, mininterval=5.0) as bar:
         while state.step < end:
             loss = loss_of_step(model, state.step)
             loss.backward()
@@ -263,14 +247,11 @@ def fit(
                 torch._foreach_lerp_(list(state.averaged.parameters()), list(model.parameters()), 1 - decay)
             bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
             bar.update()
-            now = time.monotonic()
-            state.seconds = spent + now - start
-            if now - saved > CHECKPOINT_EVERY:
+            state.seconds = time.monotonic() - start
+            if state.seconds - saved > SAVE_EVERY:
                 state.save(checkpoint)
-                saved = now
-            if now - exported > EXPORT_EVERY:
                 export(state)
-                exported = now
+                saved = state.seconds
     state.save(checkpoint)
     export(state)
     return state
@@ -285,15 +266,12 @@ def parse(doc: str | None, home: Path, arguments: list[str] | None = None, **rec
     ``home`` holds the checkpoints and the pipeline folder. Also sets the number of threads.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-autocast", dest="autocast", action="store_false", help="float32 instead of bfloat16")
-    parser.add_argument("--stop-after", type=int, help="end at this step of the schedule; the same command continues")
-    parser.add_argument("--checkpoints", type=Path, default=home / "checkpoints")
-    parser.add_argument("--output", type=Path, default=home / "pipeline")
-    for name, value in recipe.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, help="of the recipe")
+    folders = {"checkpoints": home / "checkpoints", "output": home / "pipeline"}
+    options = {"device": "cuda" if torch.cuda.is_available() else "cpu", "threads": 1, "seed": 0, **recipe, **folders}
+    for name, value in options.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=type(value), default=value, help=" "
+        )  # no help, no default shown
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     # Under autocast RMSNorm sees bfloat16 input and float32 weight; it says so once and computes all the same.
@@ -309,15 +287,12 @@ def train_flow(
     vae_seconds: float,
     build_pipeline: Callable[[Any, Any], diffusers.DiffusionPipeline],
 ) -> None:
-    """Train the denoiser; now and then write the averaged weights as a bfloat16 pipeline folder, and how they came
-    about. The seconds are wall-clock time, which other processes lengthen.
-    """
+    """Train the denoiser; now and then write the averaged weights as a bfloat16 pipeline, and how they came about."""
 
     def write(state: State) -> None:
         parts = copy.deepcopy(state.averaged).eval(), copy.deepcopy(vae)
         build_pipeline(*(part.to("cpu", torch.bfloat16) for part in parts)).save_pretrained(args.output)
         options = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-        options.pop("stop_after")
         children = dict(state.model.named_children())
         record = {
             "options": options,
@@ -329,5 +304,4 @@ def train_flow(
         (args.output / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
     schedule = Schedule(args.steps, args.learning_rate, boost=args.boost, decay=0.5)
-    checkpoint = args.checkpoints / "flow.pt"
-    fit(model, loss, schedule, checkpoint=checkpoint, name="flow", stop_after=args.stop_after, export=write)
+    fit(model, loss, schedule, checkpoint=args.checkpoints / "flow.pt", export=write)

@@ -15,17 +15,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 from skimage.measure import label
 
-from zoo.flux.scenes import (
-    BACKGROUND_GREYS,
-    CELL_CENTRES,
-    CELLS,
-    COLOURS,
-    SHAPES,
-    ImageScene,
-    Thing,
-    background,
-    draw_shape,
-)
+from zoo.flux.scenes import CELL_CENTRES, CELLS, COLOURS, GREYS, SHAPES, ImageScene, Thing, background, draw_shape
 
 SATURATED = 60  # max − min over RGB; the palest colour of the palette has 125, so edges count from about one half
 MIN_PIXELS = 40  # smaller patches are specks; the smallest true object has more than 100
@@ -164,7 +154,7 @@ def find_background(image: np.ndarray) -> str | None:
     plain = _saturation(image) < SATURATED / 3  # edges are part of neither
     if not plain.any():
         return None
-    true = {name: background(name, *image.shape[:2]).astype(float) for name in BACKGROUND_GREYS}
+    true = {name: background(name, *image.shape[:2]).astype(float) for name in GREYS}
     distance = {name: float(np.abs(image - pixels)[plain].mean()) for name, pixels in true.items()}
     return _nearest(distance, BACKGROUND_DISTANCE)
 

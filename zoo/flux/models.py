@@ -52,9 +52,7 @@ def build_clip_tokenizer() -> CLIPTokenizer:
 
 
 def build_word_tokenizer(words: list[str]) -> T5TokenizerFast:
-    """Return a tokenizer in which each of the words, also capitalized, is one token. The rest of other words is
-    ``<unk>``.
-    """
+    """Return a tokenizer in which each of the words, also capitalized, is one token, and others are ``<unk>``."""
     pieces = [piece for word in words for piece in (f"▁{word}", f"▁{word.capitalize()}") if word != ","] + [","]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0), *((piece, -1.0) for piece in pieces)]
     return T5TokenizerFast(vocab=vocab, extra_ids=0, model_max_length=512)
@@ -66,9 +64,7 @@ def build_tokenizers() -> Tokenizers:
 
 
 def build_vae() -> AutoencoderKL:
-    """Return a VAE with three downsamplings, as FLUX: 128 × 128 pixels to 16 × 16 latent pixels of 16 channels, which
-    are 64 tokens.
-    """
+    """Return a VAE with three downsamplings, as FLUX: 128 × 128 pixels to 16 × 16 latents of 16 channels, 64 tokens."""
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -77,9 +73,7 @@ def build_vae() -> AutoencoderKL:
         latent_channels=LATENT_CHANNELS,
         norm_num_groups=8,
         sample_size=128,
-        mid_block_add_attention=False,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
+        **dict.fromkeys(("mid_block_add_attention", "use_quant_conv", "use_post_quant_conv"), False),
     )
 
 
@@ -109,23 +103,12 @@ class FluxDenoiser(nn.Module):
                 num_hidden_layers=2,
                 num_attention_heads=2,
                 max_position_embeddings=CLIP_LENGTH,
-                bos_token_id=clip.bos_token_id,
-                eos_token_id=clip.eos_token_id,
-                pad_token_id=clip.pad_token_id,
+                **{name: getattr(clip, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
             )
         )
-        self.text_encoder_2 = T5EncoderModel(
-            T5Config(
-                vocab_size=len(t5),
-                d_model=T5_WIDTH,
-                d_kv=32,
-                d_ff=2 * T5_WIDTH,
-                num_layers=2,
-                num_heads=4,
-                feed_forward_proj="gated-gelu",
-                dropout_rate=0.0,
-            )
-        )
+        sizes = {"d_model": T5_WIDTH, "d_kv": 32, "d_ff": 2 * T5_WIDTH, "num_layers": 2, "num_heads": 4}
+        config = T5Config(vocab_size=len(t5), **sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0)
+        self.text_encoder_2 = T5EncoderModel(config)
 
     def forward(
         self, tokens: torch.Tensor, sigma: torch.Tensor, clip_ids: torch.Tensor, t5_ids: torch.Tensor

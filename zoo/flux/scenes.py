@@ -149,9 +149,7 @@ def training_scene(rng: np.random.Generator, weights: Sequence[float] = (0.6, 0.
 
 
 def crowded_scene(rng: np.random.Generator) -> ImageScene:
-    """Return a thing in nearly every cell, none of them held out. No caption describes such a scene; an autoencoder
-    learns colours sooner from it.
-    """
+    """Return a thing in nearly every cell, none held out. An autoencoder learns colours sooner from such a scene."""
     things = []
     for cell in CELLS:
         colour, shape, _ = choice(rng, [triple for triple in triples(held_out=False) if triple[2] == cell])
@@ -186,14 +184,14 @@ CROSS_HALF_ARM = 0.34  # of the radius
 RING_HOLE = 0.52  # of the radius
 JITTER = 2.0  # pixels, of the centre, each way
 RADIUS_JITTER = 0.05  # of the radius, each way
-BACKGROUND_GREYS = {"white": (245, 245), "grey": (128, 128), "black": (15, 15), "striped": (225, 160)}
+GREYS = {"white": (245, 245), "grey": (128, 128), "black": (15, 15), "striped": (225, 160)}
 STRIPE = 8  # pixels
 SUPERSAMPLING = 3
 
 
 def background(name: str, height: int = SIDE, width: int = SIDE) -> np.ndarray:
     """Return ``[height, width, 3]`` uint8: one grey, or upright stripes of two greys."""
-    light, dark = BACKGROUND_GREYS[name]
+    light, dark = GREYS[name]
     columns = np.where((np.arange(width) // STRIPE) % 2 == 0, light, dark)
     return np.broadcast_to(columns[None, :, None], (height, width, 3)).astype(np.uint8)
 
@@ -237,7 +235,5 @@ def draw(scene: ImageScene, rng: np.random.Generator) -> np.ndarray:
 
 
 def to_tensor(images: list[np.ndarray]) -> torch.Tensor:
-    """Convert uint8 images or videos to ``[B, 3, height, width]`` or ``[B, 3, frames, height, width]`` in −1 … 1,
-    channels last in memory.
-    """
+    """Convert uint8 images or videos to ``[B, 3, …, height, width]`` in −1 … 1, channels last in memory."""
     return (torch.from_numpy(np.stack(images)).float() / 127.5 - 1).movedim(-1, 1)

@@ -160,9 +160,7 @@ def encode(vae: AutoencoderKL, images: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_of_cell(cell: str, reach: int) -> torch.Tensor:
-    """Return a boolean mask ``[rows, columns]`` of the tokens whose middle is less than ``reach`` pixels from the
-    cell's, along both sides.
-    """
+    """Return a mask ``[rows, columns]`` of the tokens with a middle less than ``reach`` pixels from the cell's."""
     tokens = torch.arange(TOKEN // 2, SIDE, TOKEN)
     near = [(tokens - centre).abs() < reach for centre in CELL_CENTRES]
     row, column = divmod(list(grammar.CELLS).index(cell), 3)
@@ -201,7 +199,6 @@ class DecoderLoss:
     batch: int
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Return the loss of one step, a scalar."""
         seed = step_seed(self.seed, training.DECODER_STAGE, step)
         generator = torch_generator(seed)
         crowded, tokens = self.batch // 4, SIDE // TOKEN
@@ -240,9 +237,7 @@ class Reader(nn.Module):
 
 
 def naming_tokens(tokenizer: T5TokenizerFast, ids: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Return (caption, thing, position in the caption) of each colour word and each shape word in ``ids``,
-    ``[B, S]``.
-    """
+    """Return (caption, thing, position) of each colour word and each shape word in captions of ids ``[B, S]``."""
     tokens = []
     for name in NAMING:
         words = [f"▁{form}" for word in ATTRIBUTES[name] for form in (word, word.capitalize())]
@@ -255,16 +250,13 @@ def naming_tokens(tokenizer: T5TokenizerFast, ids: torch.Tensor) -> list[tuple[i
 
 @dataclass(frozen=True)
 class TextLoss:
-    """The summed cross-entropy of each thing's attributes, told from the embeddings of its colour word and of its shape
-    word. An attribute that a caption omits can only be guessed.
-    """
+    """The summed cross-entropy of each thing's attributes, told from the embeddings of its colour and shape words."""
 
     tokenizer: T5TokenizerFast
     seed: int
     batch: int
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
-        """Return the loss of one step, a scalar."""
         rng = np.random.default_rng(step_seed(self.seed, training.TEXT_STAGE, step))
         device = next(model.parameters()).device
         scenes = [grammar.training_scene(rng, TEXT_THINGS) for _ in range(self.batch)]
@@ -287,9 +279,7 @@ class TextLoss:
 
 
 class AlignedDenoiser(FluxDenoiser):
-    """The denoiser with linear layers on the image tokens of the first single block, dropped afterwards. ``answers``
-    holds those of the last call, by attribute, ``[B, S, classes]``.
-    """
+    """The denoiser with linear layers on the image tokens of the first single block, dropped afterwards."""
 
     def __init__(self, tokenizers: Tokenizers) -> None:
         super().__init__(tokenizers)
@@ -297,7 +287,7 @@ class AlignedDenoiser(FluxDenoiser):
         self.heads = nn.ModuleDict(
             {name: nn.Linear(models.HEADS * models.HEAD_DIM, 1 + len(ATTRIBUTES[name])) for name in NAMING}
         )
-        self.answers: dict[str, torch.Tensor] = {}
+        self.answers: dict[str, torch.Tensor] = {}  # of the last call, by attribute, ``[B, S, classes]``
         self.transformer.single_transformer_blocks[0].register_forward_hook(self._ask)
 
     def _ask(self, block: nn.Module, arguments: object, outputs: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -306,9 +296,7 @@ class AlignedDenoiser(FluxDenoiser):
 
 
 def things_by_token(scene: ImageScene) -> dict[str, torch.Tensor]:
-    """Return for each attribute the class of each token, ``[S]``: 0 without a thing, else 1 + its index in
-    `ATTRIBUTES`.
-    """
+    """Return by attribute the class of each token, ``[S]``: 0 without a thing, else 1 + its index in `ATTRIBUTES`."""
     side = SIDE // TOKEN
     classes = {name: torch.zeros(side, side, dtype=torch.long) for name in NAMING}
     for thing in scene.things:
@@ -319,9 +307,7 @@ def things_by_token(scene: ImageScene) -> dict[str, torch.Tensor]:
 
 
 def alignment_loss(model: AlignedDenoiser, scenes: list[ImageScene]) -> torch.Tensor:
-    """Return the cross-entropy of the last call's answers, summed over attributes. Tokens with and without a thing
-    weigh the same.
-    """
+    """Return the cross-entropy of the last call's answers. Tokens with and without a thing weigh the same."""
     truths = [things_by_token(scene) for scene in scenes]
     total = torch.zeros((), device=next(model.parameters()).device)
     for name, answer in model.answers.items():
@@ -335,16 +321,14 @@ def alignment_loss(model: AlignedDenoiser, scenes: list[ImageScene]) -> torch.Te
 
 
 def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKL, float]:
-    """Return the averaged autoencoder, with the statistics of its latents in its config, and the seconds of
-    training.
-    """
+    """Return the averaged autoencoder, with the statistics of its latents in its config, and the seconds spent."""
     torch.manual_seed(args.seed)
     model = models.build_vae().to(args.device, memory_format=torch.channels_last)
     seconds = 0.0
     for name, steps, grey in (("vae", args.vae_steps, 0.1), ("vae_grey", args.vae_grey_steps, 0.5)):
         loss = VaeLoss(args.seed + 7, args.vae_batch, partial(draw_thinned_batch, grey=grey), VAE_THING_WEIGHT)
         schedule = Schedule(steps, args.vae_learning_rate, average=0.98)
-        state = fit(model.requires_grad_(True), loss, schedule, checkpoint=args.checkpoints / f"{name}.pt", name=name)
+        state = fit(model.requires_grad_(True), loss, schedule, checkpoint=args.checkpoints / f"{name}.pt")
         model, seconds = state.averaged, seconds + state.seconds
     # The published weights are bfloat16; the transformer learns the latents that those give.
     model = model.to(torch.bfloat16).to(torch.float32)
@@ -352,8 +336,8 @@ def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKL, float]:
     # Then the decoder alone, which changes no latent.
     model.requires_grad_(False).decoder.requires_grad_(True)
     schedule = Schedule(args.decoder_steps, args.decoder_learning_rate, decay=0.6, average=0.99)
-    checkpoint = args.checkpoints / "decoder.pt"
-    alone = fit(model, DecoderLoss(args.seed, args.vae_batch), schedule, checkpoint=checkpoint, name="decoder")
+    loss = DecoderLoss(args.seed, args.vae_batch)
+    alone = fit(model, loss, schedule, checkpoint=args.checkpoints / "decoder.pt")
     return alone.averaged.eval(), seconds + alone.seconds
 
 
@@ -363,7 +347,7 @@ def train_text(args: argparse.Namespace, tokenizers: Tokenizers) -> T5EncoderMod
     model = Reader(FluxDenoiser(tokenizers).text_encoder_2).to(args.device)
     schedule = Schedule(args.text_steps, args.text_learning_rate, decay=0.5, average=0.99)
     loss = TextLoss(tokenizers.t5, args.seed, args.text_batch)
-    return fit(model, loss, schedule, checkpoint=args.checkpoints / "text.pt", name="text").averaged.encoder
+    return fit(model, loss, schedule, checkpoint=args.checkpoints / "text.pt").averaged.encoder
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -387,7 +371,7 @@ def main(arguments: list[str] | None = None) -> None:
     def pipeline(denoiser: FluxDenoiser, vae: AutoencoderKL) -> FluxPipeline:
         return models.build_pipeline(denoiser, vae.to(memory_format=torch.contiguous_format), tokenizers)
 
-    loss = FlowLoss(pool, FluxCaptions(tokenizers), args.seed, args.batch, models.SHIFT, args.autocast, also)
+    loss = FlowLoss(pool, FluxCaptions(tokenizers), args.seed, args.batch, models.SHIFT, also=also)
     training.train_flow(args, model, loss, vae, seconds, pipeline)
 
 

@@ -6,7 +6,7 @@ torchvision is built for one version of torch, so tests do not ask for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import Enum
+from functools import reduce
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -18,26 +18,13 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 
-class _Interpolation(Enum):
-    NEAREST = "nearest"
-
-
 def _to_tensor(image: Image.Image) -> Tensor:
     """Return ``[C, H, W]``, from 0 to 1."""
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
-def _resize(x: Tensor, size: Sequence[int], interpolation: _Interpolation) -> Tensor:
-    return interpolate(x, size=tuple(size), mode=interpolation.value)
-
-
 def _compose(steps: Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
-    def apply(x: Any) -> Any:
-        for step in steps:
-            x = step(x)
-        return x
-
-    return apply
+    return lambda x: reduce(lambda value, step: step(value), steps, x)
 
 
 def _normalize(mean: Sequence[float], std: Sequence[float], inplace: bool) -> Callable[[Tensor], Tensor]:
@@ -49,8 +36,10 @@ _TRANSFORMS = SimpleNamespace(
     Lambda=lambda function: function,
     ToTensor=lambda: _to_tensor,
     Normalize=_normalize,
-    InterpolationMode=_Interpolation,
-    functional=SimpleNamespace(to_tensor=_to_tensor, resize=_resize),
+    InterpolationMode=SimpleNamespace(NEAREST="nearest"),
+    functional=SimpleNamespace(
+        to_tensor=_to_tensor, resize=lambda x, size, interpolation: interpolate(x, tuple(size), mode=interpolation)
+    ),
 )
 
 

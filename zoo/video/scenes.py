@@ -82,9 +82,7 @@ CENTRE_JITTER = 6.0  # pixels, of the middle of the way, each way
 def _draw(
     background_name: str, things: list[tuple[str, str, np.ndarray, float]], numbers: range = range(FRAMES)
 ) -> np.ndarray:
-    """Return frames of things: colour, shape, centres ``[FRAMES, 2]`` (x, y) in pixels, radius. Edges are
-    antialiased.
-    """
+    """Return antialiased frames of things: colour, shape, centres ``[FRAMES, 2]`` (x, y) and radius in pixels."""
     k = SUPERSAMPLING
     empty = Image.fromarray(background(background_name, SIDE * k, SIDE * k))
     frames = []
@@ -116,9 +114,7 @@ def draw(scene: VideoScene, rng: np.random.Generator) -> np.ndarray:
 
 
 def draw_crowded(rng: np.random.Generator, numbers: range = range(FRAMES)) -> np.ndarray:
-    """Return frames with six things that cross each other. No caption describes such a scene; an autoencoder learns
-    colours sooner from it.
-    """
+    """Return frames with six things that cross each other; an autoencoder learns colours sooner from them."""
     things = []
     for _ in range(6):
         middle = rng.uniform(0, SIDE, size=2)

@@ -144,18 +144,14 @@ def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, 
 
 
 def draw_mixed_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Return videos ``[batch, 3, 17, 64, 64]`` for the autoencoder: half of them full of things, half
-    training scenes.
-    """
+    """Return videos ``[batch, 3, 17, 64, 64]`` for the autoencoder: half full of things, half training scenes."""
     half = batch // 2
     crowded = to_tensor([draw_crowded(np.random.default_rng(child)) for child in seed.spawn(half)])
     return torch.cat([crowded, draw_batch(seed, batch - half)[0]])
 
 
 def draw_crowded_images(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Return frames full of things, each a video of one frame, ``[batch, 3, 1, 64, 64]``; colours are learned from
-    these soonest.
-    """
+    """Return videos of one frame full of things, ``[batch, 3, 1, 64, 64]``; colours are learned from these soonest."""
     rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
     return to_tensor([draw_crowded(rng, range(FRAMES // 2, FRAMES // 2 + 1)) for rng in rngs])
 
@@ -213,7 +209,7 @@ def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKLWan, float]:
         ("vae", args.vae_steps, args.vae_batch, draw_mixed_batch),
     ):
         loss, schedule = VaeLoss(args.seed, batch, pixels), Schedule(steps, args.vae_learning_rate, average=0.99)
-        state = fit(model.requires_grad_(True), loss, schedule, checkpoint=args.checkpoints / f"{name}.pt", name=name)
+        state = fit(model.requires_grad_(True), loss, schedule, checkpoint=args.checkpoints / f"{name}.pt")
         model, seconds = state.averaged, seconds + state.seconds
     # The published weights are bfloat16; the transformer learns the latents that those give.
     vae = model.to(torch.bfloat16).to(torch.float32).eval()
@@ -228,9 +224,8 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = build_tokenizer()
     torch.manual_seed(args.seed + 1)
     model = WanDenoiser(tokenizer).to(args.device)
-    loss = FlowLoss(
-        build_pool(vae, args.seed, args.scenes), WanCaptions(tokenizer), args.seed, args.batch, SHIFT, args.autocast
-    )
+    pool = build_pool(vae, args.seed, args.scenes)
+    loss = FlowLoss(pool, WanCaptions(tokenizer), args.seed, args.batch, SHIFT)
     training.train_flow(args, model, loss, vae, seconds, partial(build_pipeline, tokenizer=tokenizer))
 
 

@@ -44,14 +44,7 @@ SCHEDULE = Schedule(steps=4, learning_rate=1e-3, warmup=2)
 
 def train_vae(checkpoint: Path, stop_after: int | None = None) -> State:
     torch.manual_seed(0)
-    return fit(
-        build_vae(),
-        VaeLoss(0, 1, draw_crowded_batch),
-        SCHEDULE,
-        checkpoint=checkpoint,
-        name="vae",
-        stop_after=stop_after,
-    )
+    return fit(build_vae(), VaeLoss(0, 1, draw_crowded_batch), SCHEDULE, checkpoint=checkpoint, stop_after=stop_after)
 
 
 def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
@@ -62,7 +55,7 @@ def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
     loss = FlowLoss(pool, FluxCaptions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=True, also=alignment_loss)
     model = AlignedDenoiser(tokenizers)
     model.text_encoder_2.requires_grad_(False)
-    return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
+    return fit(model, loss, SCHEDULE, checkpoint=checkpoint, stop_after=stop_after)
 
 
 def train_text(checkpoint: Path, stop_after: int | None = None) -> State:
@@ -70,7 +63,7 @@ def train_text(checkpoint: Path, stop_after: int | None = None) -> State:
     tokenizers = build_tokenizers()
     model = Reader(FluxDenoiser(tokenizers).text_encoder_2)
     loss = TextLoss(tokenizers.t5, seed=0, batch=4)
-    return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="text", stop_after=stop_after)
+    return fit(model, loss, SCHEDULE, checkpoint=checkpoint, stop_after=stop_after)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +85,7 @@ def test_training_the_decoder_alone_leaves_the_latents(tmp_path):
     measure_latents(vae, 0, batches=1, batch=2)
     vae.encoder.requires_grad_(False)
     before = {name: value.clone() for name, value in vae.state_dict().items()}
-    after = fit(vae, DecoderLoss(0, 2), SCHEDULE, checkpoint=tmp_path / "x.pt", name="decoder", stop_after=1).averaged
+    after = fit(vae, DecoderLoss(0, 2), SCHEDULE, checkpoint=tmp_path / "x.pt", stop_after=1).averaged
     for name, value in after.state_dict().items():
         assert torch.equal(value, before[name]) == (name.startswith("encoder.")), name
 

@@ -38,7 +38,7 @@ def train_flow(checkpoint: Path, stop_after: int | None = None) -> State:
     tokenizer = build_tokenizer()
     loss = FlowLoss(pool, WanCaptions(tokenizer), seed=0, batch=2, shift=SHIFT, autocast=True)
     model = WanDenoiser(tokenizer)
-    return fit(model, loss, SCHEDULE, checkpoint=checkpoint, name="flow", stop_after=stop_after)
+    return fit(model, loss, SCHEDULE, checkpoint=checkpoint, stop_after=stop_after)
 
 
 @torch.no_grad()
