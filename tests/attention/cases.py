@@ -112,6 +112,9 @@ class Case:
 
     def on_one_device(self, *, double: bool = False) -> Tensor:
         q, k, v = (x.double() if double else x for x in self.qkv())
+        if self.H == 0:
+            # SDPA of torch 2.11 divides by the number of heads on a CPU, which ends the process.
+            return q.new_empty(*q.shape[:-1], v.shape[-1])
         mask = self.whole_mask()
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q.dtype)

@@ -173,7 +173,11 @@ def compile_what_is_refused(what):
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("made inside", "RuntimeError: .*BlockSparseAttnMode"), ("attn_func", "RuntimeError: .*attn_func.* is_causal")],
+    # Dynamo of torch 2.11 shows the arguments of the exception: RuntimeError([ConstantVariable(...)]).
+    [
+        ("made inside", r"RuntimeError[:(].*BlockSparseAttnMode"),
+        ("attn_func", r"RuntimeError[:(].*attn_func.* is_causal"),
+    ],
 )
 def test_uncompilable_options_raise_in_a_graph(rank_pool, what, message):
     with pytest.raises(RankPoolError, match=message):
