@@ -20,6 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
+from zoo.flux.scenes import to_tensor
+
 SAVE_EVERY = 300.0  # seconds
 MUON_INSIDE = (".blocks.", ".transformer_blocks.", ".single_transformer_blocks.")
 # In each seed, so that stages draw different scenes.
@@ -124,13 +126,17 @@ class FlowLoss:
         return loss if self.also is None else loss + self.also(model, scenes)
 
 
+def draw_scenes(
+    random_scene: Callable[..., Any], draw: Callable[..., np.ndarray], seed: np.random.SeedSequence, batch: int
+) -> tuple[torch.Tensor, list[Any]]:
+    """Return the images or videos of random scenes in −1 … 1, and the scenes."""
+    rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
+    scenes = [random_scene(rng) for rng in rngs]
+    return to_tensor([draw(scene, rng) for scene, rng in zip(scenes, rngs, strict=True)]), scenes
+
+
 def build_pool(
-    draw: Callable[[np.random.SeedSequence, int], tuple[torch.Tensor, list[Any]]],
-    encode: Callable[[torch.Tensor], torch.Tensor],
-    weigh: Callable[[Any], torch.Tensor],
-    seed: int,
-    count: int,
-    batch: int,
+    draw: Callable[..., Any], encode: Callable[..., Any], weigh: Callable[..., Any], seed: int, count: int, batch: int
 ) -> Pool:
     """Draw and encode ``count`` training scenes in parts of ``batch``. ``weigh`` returns the weights of a scene."""
     scenes, data = [], []
@@ -277,6 +283,21 @@ def parse(doc: str | None, home: Path, arguments: list[str] | None = None, **rec
     # Under autocast RMSNorm sees bfloat16 input and float32 weight; it says so once and computes all the same.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     return args
+
+
+def train_vae(
+    args: argparse.Namespace, model: nn.Module, stages: dict[str, tuple[int, VaeLoss]], *, average: float
+) -> tuple[Any, float]:
+    """Train an autoencoder by stages of steps and loss. Return the averaged one, and the seconds spent.
+
+    The published weights are bfloat16, so it is rounded to that: the transformer learns the latents that those give.
+    """
+    seconds = 0.0
+    for name, (steps, loss) in stages.items():
+        schedule = Schedule(steps, args.vae_learning_rate, average=average)
+        state = fit(model.requires_grad_(True), loss, schedule, checkpoint=args.checkpoints / f"{name}.pt")
+        model, seconds = state.averaged, seconds + state.seconds
+    return model.to(torch.bfloat16).to(torch.float32), seconds
 
 
 def train_flow(

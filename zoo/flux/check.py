@@ -59,39 +59,31 @@ class ImageVerdict:
         return all((*self.colour, *self.shape, *self.place, *self.size, self.count, self.background))
 
 
-@dataclass(frozen=True)
-class _Spread:
-    """The mean and the standard deviation of the (y, x) of a mask's pixels."""
-
-    mean: np.ndarray
-    deviation: np.ndarray
-
-    @classmethod
-    def of(cls, mask: np.ndarray) -> _Spread:
-        pixels = np.argwhere(mask)
-        return cls(pixels.mean(axis=0), np.maximum(pixels.std(axis=0), 0.5))
+def _spread(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and the standard deviation of the (y, x) of a mask's pixels."""
+    pixels = np.argwhere(mask)
+    return pixels.mean(axis=0), np.maximum(pixels.std(axis=0), 0.5)
 
 
 @cache
-def _template(shape: str, blur: int) -> tuple[np.ndarray, _Spread]:
+def _template(shape: str, blur: int) -> np.ndarray:
     """Return a shape that fills the whole box of a template, with a margin for its blur."""
     image = Image.new("L", (240, 240), 0)
     draw_shape(ImageDraw.Draw(image), shape, 120, 120, 120, 255)
     box = image.crop(image.getbbox()).resize((TEMPLATE_SIDE, TEMPLATE_SIDE), Image.Resampling.BOX)
     sharp = np.pad(np.asarray(box) > 127, 3 * max(BLURS)).astype(np.uint8) * 255
     soft = np.asarray(Image.fromarray(sharp).filter(ImageFilter.GaussianBlur(blur)))
-    mask = soft > soft.max() / 2
-    return mask, _Spread.of(mask)
+    return soft > soft.max() / 2
 
 
-def _overlap(patch: np.ndarray, spread: _Spread, shape: str, blur: int) -> float:
+def _overlap(patch: np.ndarray, template: np.ndarray) -> float:
     """Return the intersection over union of a patch and a template moved and stretched to the same mean and deviation.
 
     These feel a lost tip or a frayed edge less than the bounding box does.
     """
-    template, own = _template(shape, blur)
+    (mean, deviation), (own_mean, own_deviation) = _spread(patch), _spread(template)
     grid = np.moveaxis(np.indices(patch.shape), 0, -1)
-    places = np.rint((grid - spread.mean) / spread.deviation * own.deviation + own.mean).astype(int)
+    places = np.rint((grid - mean) / deviation * own_deviation + own_mean).astype(int)
     inside = ((places >= 0) & (places < template.shape)).all(axis=-1)
     laid = np.zeros_like(patch)
     laid[inside] = template[tuple(places[inside].T)]
@@ -112,8 +104,7 @@ def _colour_of(pixels: np.ndarray) -> str | None:
 
 def _shape_of(patch: np.ndarray) -> str | None:
     """Return the shape of a patch ``[height, width]``, or None. The mask has a margin for a larger template."""
-    spread = _Spread.of(patch)
-    missed = {shape: -max(_overlap(patch, spread, shape, blur) for blur in BLURS) for shape in SHAPES}
+    missed = {shape: -max(_overlap(patch, _template(shape, blur)) for blur in BLURS) for shape in SHAPES}
     return _nearest(missed, -MIN_OVERLAP)
 
 
@@ -161,8 +152,7 @@ def find_background(image: np.ndarray) -> str | None:
 
 def _agreement(thing: Thing, candidate: DetectedObject | None) -> list[bool]:
     """Return whether colour, shape, place and size agree; all are wrong for an object that was not found."""
-    names = ("colour", "shape", "cell", "size")
-    return [candidate is not None and getattr(candidate, name) == getattr(thing, name) for name in names]
+    return [getattr(candidate, name, None) == getattr(thing, name) for name in ("colour", "shape", "cell", "size")]
 
 
 def check(image: np.ndarray, scene: ImageScene) -> ImageVerdict:
@@ -186,6 +176,5 @@ def check(image: np.ndarray, scene: ImageScene) -> ImageVerdict:
     )
     best = max(pairings, key=lambda pairing: sum(map(sum, pairing)))
     colour, shape, place, size = zip(*best, strict=True)
-    return ImageVerdict(
-        colour, shape, place, size, len(detected) == num_things, find_background(image) == scene.background
-    )
+    count, background_right = len(detected) == num_things, find_background(image) == scene.background
+    return ImageVerdict(colour, shape, place, size, count, background_right)

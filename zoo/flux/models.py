@@ -82,30 +82,15 @@ class FluxDenoiser(nn.Module):
 
     def __init__(self, tokenizers: Tokenizers) -> None:
         super().__init__()
-        self.transformer = FluxTransformer2DModel(
-            in_channels=4 * LATENT_CHANNELS,
-            num_layers=3,
-            num_single_layers=5,
-            attention_head_dim=HEAD_DIM,
-            num_attention_heads=HEADS,
-            joint_attention_dim=T5_WIDTH,
-            pooled_projection_dim=CLIP_WIDTH,
-            guidance_embeds=False,
-            axes_dims_rope=(8, 12, 12),
-        )
+        layers = {"num_layers": 3, "num_single_layers": 5, "guidance_embeds": False}
+        heads = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM, "axes_dims_rope": (8, 12, 12)}
+        widths = {"joint_attention_dim": T5_WIDTH, "pooled_projection_dim": CLIP_WIDTH}
+        self.transformer = FluxTransformer2DModel(in_channels=4 * LATENT_CHANNELS, **layers, **heads, **widths)
         clip, t5 = tokenizers.clip, tokenizers.t5
-        self.text_encoder = CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=len(clip),
-                hidden_size=CLIP_WIDTH,
-                intermediate_size=2 * CLIP_WIDTH,
-                projection_dim=CLIP_WIDTH,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                max_position_embeddings=CLIP_LENGTH,
-                **{name: getattr(clip, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-            )
-        )
+        widths = {"hidden_size": CLIP_WIDTH, "intermediate_size": 2 * CLIP_WIDTH, "projection_dim": CLIP_WIDTH}
+        layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": CLIP_LENGTH}
+        ids = {name: getattr(clip, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        self.text_encoder = CLIPTextModel(CLIPTextConfig(vocab_size=len(clip), **widths, **layers, **ids))
         sizes = {"d_model": T5_WIDTH, "d_kv": 32, "d_ff": 2 * T5_WIDTH, "num_layers": 2, "num_heads": 4}
         config = T5Config(vocab_size=len(t5), **sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0)
         self.text_encoder_2 = T5EncoderModel(config)

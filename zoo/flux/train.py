@@ -63,12 +63,8 @@ TEXT_LENGTHS = {32: 0.45, 64: 0.5, 128: 0.05}
 T5_LENGTHS = (32, 32, 32, 64)  # tokens of the captions that T5 reads alone, by turns
 TOKEN = 16  # pixels, the side of the square that one token stands for
 CELL_REACH = 22  # pixels from the centre of a cell: its thing is inside, whatever its jitter
-ATTRIBUTES = {
-    "colour": list(grammar.COLOURS),
-    "shape": list(grammar.SHAPES),
-    "size": list(grammar.SIZES),
-    "cell": list(grammar.CELLS),
-}
+_VALUES = {"colour": grammar.COLOURS, "shape": grammar.SHAPES, "size": grammar.SIZES, "cell": grammar.CELLS}
+ATTRIBUTES = {name: list(values) for name, values in _VALUES.items()}
 NAMING = ("colour", "shape")  # each caption has exactly one word of each for a thing, and in the order of the things
 
 
@@ -90,12 +86,9 @@ def draw_batch(
 ) -> tuple[torch.Tensor, list[ImageScene]]:
     """Return images of training scenes, ``[batch, 3, 128, 128]`` in −1 … 1, and the scenes.
 
-    Args:
-        weights: probabilities of one, two, three things.
+    ``weights`` are the probabilities of one, two, three things.
     """
-    rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
-    scenes = [grammar.training_scene(rng, weights) for rng in rngs]
-    return to_tensor([draw(scene, rng) for scene, rng in zip(scenes, rngs, strict=True)]), scenes
+    return training.draw_scenes(lambda rng: grammar.training_scene(rng, weights), draw, seed, batch)
 
 
 def draw_thinned_batch(seed: np.random.SeedSequence, batch: int, grey: float) -> torch.Tensor:
@@ -103,10 +96,8 @@ def draw_thinned_batch(seed: np.random.SeedSequence, batch: int, grey: float) ->
 
     A lone thing on grey is the hardest: all else is zero there, so normalized over the whole image a thing is many
     times as large as on white. An autoencoder that had seen full images alone told red from blue there, and no more,
-    and did not learn it later from scenes: with all numbers of things in between it does.
-
-    Args:
-        grey: this part of the images is grey besides those that are by chance.
+    and did not learn it later from scenes: with all numbers of things in between it does. ``grey`` is the part of the
+    images that is grey besides those that are by chance.
     """
     images = []
     for child in seed.spawn(batch):
@@ -124,7 +115,6 @@ class FluxCaptions:
     """The conditions of the denoiser: ids of captions for both encoders, padded to one length as FluxPipeline pads."""
 
     tokenizers: Tokenizers
-    no_pooled_caption: float = NO_POOLED_CAPTION
 
     def __call__(self, scenes: list[ImageScene], rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Return CLIP ids ``[B, 77]`` and T5 ids ``[B, S_text]``."""
@@ -133,7 +123,7 @@ class FluxCaptions:
         longest = max(len(ids) for ids in t5(captions).input_ids)
         length = max(longest, int(rng.choice(list(TEXT_LENGTHS), p=list(TEXT_LENGTHS.values()))))
         length = min(padded for padded in TEXT_LENGTHS if padded >= length)
-        pooled = ["" if rng.random() < self.no_pooled_caption else text for text in captions]
+        pooled = ["" if rng.random() < NO_POOLED_CAPTION else text for text in captions]
         options = {"padding": "max_length", "truncation": True, "return_tensors": "pt"}
         clip_ids = clip(pooled, max_length=clip.model_max_length, **options).input_ids
         return clip_ids, t5(captions, max_length=length, **options).input_ids
@@ -324,14 +314,10 @@ def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKL, float]:
     """Return the averaged autoencoder, with the statistics of its latents in its config, and the seconds spent."""
     torch.manual_seed(args.seed)
     model = models.build_vae().to(args.device, memory_format=torch.channels_last)
-    seconds = 0.0
-    for name, steps, grey in (("vae", args.vae_steps, 0.1), ("vae_grey", args.vae_grey_steps, 0.5)):
-        loss = VaeLoss(args.seed + 7, args.vae_batch, partial(draw_thinned_batch, grey=grey), VAE_THING_WEIGHT)
-        schedule = Schedule(steps, args.vae_learning_rate, average=0.98)
-        state = fit(model.requires_grad_(True), loss, schedule, checkpoint=args.checkpoints / f"{name}.pt")
-        model, seconds = state.averaged, seconds + state.seconds
-    # The published weights are bfloat16; the transformer learns the latents that those give.
-    model = model.to(torch.bfloat16).to(torch.float32)
+    rarely, often = (partial(draw_thinned_batch, grey=grey) for grey in (0.1, 0.5))
+    loss = partial(VaeLoss, args.seed + 7, args.vae_batch, thing_weight=VAE_THING_WEIGHT)
+    stages = {"vae": (args.vae_steps, loss(rarely)), "vae_grey": (args.vae_grey_steps, loss(often))}
+    model, seconds = training.train_vae(args, model, stages, average=0.98)
     measure_latents(model, args.seed)
     # Then the decoder alone, which changes no latent.
     model.requires_grad_(False).decoder.requires_grad_(True)

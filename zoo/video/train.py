@@ -20,7 +20,7 @@ from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 from zoo import training
 from zoo.flux.models import SHIFT, build_word_tokenizer
 from zoo.flux.scenes import to_tensor
-from zoo.training import FlowLoss, Pool, Schedule, VaeLoss, fit, step_seed, vary
+from zoo.training import FlowLoss, Pool, VaeLoss, step_seed, vary
 from zoo.video import scenes as grammar
 from zoo.video.scenes import FRAMES, VideoScene, draw, draw_crowded
 
@@ -60,20 +60,11 @@ def build_vae() -> AutoencoderKLWan:
     after 1,500 steps the decoder said the same of all latents. So: convolutions that keep the variance, no biases, weak
     residuals, and latents that begin with little noise.
     """
-    vae = AutoencoderKLWan(
-        base_dim=16,
-        z_dim=LATENT_CHANNELS,
-        dim_mult=[1, 2, 4],
-        num_res_blocks=1,
-        temperal_downsample=[True, True],
-        patch_size=VAE_PATCH,
-        in_channels=3 * VAE_PATCH**2,
-        out_channels=3 * VAE_PATCH**2,
-        latents_mean=[0.0] * LATENT_CHANNELS,
-        latents_std=[1.0] * LATENT_CHANNELS,
-        scale_factor_temporal=4,
-        scale_factor_spatial=8,
-    )
+    blocks = {"base_dim": 16, "dim_mult": [1, 2, 4], "num_res_blocks": 1, "temperal_downsample": [True, True]}
+    channels = dict.fromkeys(("in_channels", "out_channels"), 3 * VAE_PATCH**2)
+    statistics = {"latents_mean": [0.0] * LATENT_CHANNELS, "latents_std": [1.0] * LATENT_CHANNELS}
+    scales = {"patch_size": VAE_PATCH, "scale_factor_temporal": 4, "scale_factor_spatial": 8}
+    vae = AutoencoderKLWan(z_dim=LATENT_CHANNELS, **blocks, **channels, **statistics, **scales)
     for name, parameter in vae.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
@@ -90,19 +81,11 @@ class WanDenoiser(nn.Module):
 
     def __init__(self, tokenizer: T5TokenizerFast) -> None:
         super().__init__()
-        self.transformer = WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=4,
-            attention_head_dim=36,  # a third each for time, height and width
-            in_channels=LATENT_CHANNELS,
-            out_channels=LATENT_CHANNELS,
-            text_dim=TEXT_WIDTH,
-            freq_dim=128,
-            ffn_dim=576,
-            num_layers=8,
-            cross_attn_norm=True,
-            rope_max_seq_len=64,
-        )
+        channels = dict.fromkeys(("in_channels", "out_channels"), LATENT_CHANNELS)
+        heads = {"num_attention_heads": 4, "attention_head_dim": 36}  # a third each for time, height and width
+        widths = {"text_dim": TEXT_WIDTH, "freq_dim": 128, "ffn_dim": 576, "patch_size": (1, 2, 2)}
+        options = {"num_layers": 8, "cross_attn_norm": True, "rope_max_seq_len": 64}
+        self.transformer = WanTransformer3DModel(**channels, **heads, **widths, **options)
         sizes = {"d_model": TEXT_WIDTH, "d_kv": 24, "d_ff": 2 * TEXT_WIDTH, "num_layers": 2, "num_heads": 4}
         config = UMT5Config(vocab_size=len(tokenizer), **sizes, feed_forward_proj="gated-gelu", dropout_rate=0.0)
         self.text_encoder = UMT5EncoderModel(config)
@@ -138,9 +121,7 @@ def build_pipeline(denoiser: WanDenoiser, vae: AutoencoderKLWan, tokenizer: T5To
 
 def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, list[VideoScene]]:
     """Return videos of training scenes, ``[batch, 3, 17, 64, 64]`` in −1 … 1, and the scenes."""
-    rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
-    scenes = [grammar.random_scene(rng, held_out=False) for rng in rngs]
-    return to_tensor([draw(scene, rng) for scene, rng in zip(scenes, rngs, strict=True)]), scenes
+    return training.draw_scenes(partial(grammar.random_scene, held_out=False), draw, seed, batch)
 
 
 def draw_mixed_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
@@ -203,17 +184,12 @@ def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKLWan, float]:
     one on two videos.
     """
     torch.manual_seed(args.seed)
-    model, seconds = build_vae().to(args.device), 0.0
-    for name, steps, batch, pixels in (
-        ("vae_images", args.vae_image_steps, 4 * args.vae_batch, draw_crowded_images),
-        ("vae", args.vae_steps, args.vae_batch, draw_mixed_batch),
-    ):
-        loss, schedule = VaeLoss(args.seed, batch, pixels), Schedule(steps, args.vae_learning_rate, average=0.99)
-        state = fit(model.requires_grad_(True), loss, schedule, checkpoint=args.checkpoints / f"{name}.pt")
-        model, seconds = state.averaged, seconds + state.seconds
-    # The published weights are bfloat16; the transformer learns the latents that those give.
-    vae = model.to(torch.bfloat16).to(torch.float32).eval()
-    measure_latents(vae, args.seed)
+    stages = {
+        "vae_images": (args.vae_image_steps, VaeLoss(args.seed, 4 * args.vae_batch, draw_crowded_images)),
+        "vae": (args.vae_steps, VaeLoss(args.seed, args.vae_batch, draw_mixed_batch)),
+    }
+    vae, seconds = training.train_vae(args, build_vae().to(args.device), stages, average=0.99)
+    measure_latents(vae.eval(), args.seed)
     return vae, seconds
 
 
