@@ -138,6 +138,46 @@ _LTX2: dict[str, Any] = {
 }
 _HUNYUAN = {"block_out_channels": (8, 8, 16, 16)}
 _HUNYUAN15 = {"block_out_channels": (8, 16, 16, 16, 16)}
+_TINY = {**_both(block_out_channels=(8,) * 3), "num_encoder_blocks": (1,) * 3, "num_decoder_blocks": (1,) * 3}
+_DC = {
+    **_both(block_types=("ResBlock", "EfficientViTBlock"), block_out_channels=(8, 16)),
+    **_both(layers_per_block=(1, 1), qkv_multiscales=((), (5,))),
+    "latent_channels": 8,
+    "upsample_block_type": "interpolate",
+}
+_UNIT_NORMAL = {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+_MOCHI = {**_both(block_out_channels=(32,) * 4), "layers_per_block": (1,) * 5, **_UNIT_NORMAL}
+_QWEN21 = {**_WAN, "dim_mult": [1, 2, 2, 2, 2], "decoder_base_dim": 8}
+_LTX1 = {**_LTX, **_HUNYUAN, "decoder_block_out_channels": (8, 8, 16, 16), "decoder_layers_per_block": (1,) * 5}
+_DOWN = {
+    "down_block_types": ("LTXVideo095DownBlock3D",) * 4,
+    "downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
+    "spatio_temporal_scaling": (True,) * 4,
+}
+_UP = {"decoder_spatio_temporal_scaling": (True,) * 3, "upsample_residual": (True,) * 3, "upsample_factor": (2,) * 3}
+_LTX095 = {**_LTX2, **_DOWN, **_UP, "decoder_inject_noise": (False,) * 4, "timestep_conditioning": True}
+_COSMOS = dict.fromkeys(("encoder_block_out_channels", "decode_block_out_channels"), (8, 16, 16, 16))
+_TEMPORAL = {"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (32, 32)}
+_HUNYUAN_IMAGE = {"in_channels": 3, "out_channels": 3, "latent_channels": 8, "block_out_channels": (32, 64)}
+_HUNYUAN_IMAGE |= {"spatial_compression_ratio": 2, "sample_size": 32}
+_LONGCAT = {"channels": 8, "c_mults": [1, 2], "strides": [2, 4]}
+_KANDINSKY = {**_both(block_out_channels=(8, 16, 32)), "temporal_compression_ratio": 2}
+_COSMOS_SOUND = {"dec_c_mults": (1, 2), "dec_strides": (4, 3), "enc_c_mults": (1, 2), "enc_strides": (2, 3)}
+_RATES = {"encoder_rates": [2, 3], "latent_dim": 16, "decoder_dim": 16, "decoder_rates": [3, 2]}
+_FACTORS = {"spatial_downsample_factors": (2, 2, 1), "temporal_downsample_factors": (1, 2, 1), "clip_length": 5}
+_H3_STATISTICS = {"latents_mean": (0.0,) * 4, "latents_std": (1.0,) * 4}
+_H3 = {**_FACTORS, **_H3_STATISTICS, "block_out_channels": (8, 16, 16), "decoder_attention_head_dim": 16}
+_KERNELS = {
+    "decoder_kernel_sizes": (9, 4),
+    "resblock_kernel_sizes": (3, 7),
+    "resblock_dilation_sizes": ((1, 3), (1, 5)),
+}
+_H3_SOUND = {**_RATES, "encoder_rates": (2, 5), "decoder_rates": (5, 2), **_KERNELS}
+# Attributes: tiles of time, of space, and of both.
+_TIME_TILES = {"tile_sample_min_num_frames": 8, "tile_sample_stride_num_frames": 4}
+_H3_TILES = _square("tile_sample_min", 64) | _square("tile_sample_min_overlap", 16)
+_ALLEGRO_TILES = {"use_tiling": True, "kernel": (8, 32, 32), "stride": (4, 24, 24)}
+_TIME, _NO_SAMPLE = {"temb": torch.tensor([0.05])}, {"sample_posterior": False}
 # Shapes of latents, and of their pixels with 8 × 8 of them in each latent.
 _IMAGE, _VIDEO, _SOUND = (1, 4, 7, 5), (1, 4, 2, 7, 4), (1, 4, 15)
 _FRAMES = (1, 3, 5, 56, 32)
@@ -145,142 +185,46 @@ _FRAMES = (1, 3, 5, 56, 32)
 TINY_VAES: dict[str, TinyVae] = {
     "KL": TinyVae("AutoencoderKL", _IMAGE, (2, 3, 15, 10), _KL),
     "Flux2": TinyVae("AutoencoderKLFlux2", (2, 4, 7, 5), (1, 3, 14, 10), _KL, layers_per_block=2),
-    "Tiny": TinyVae(
-        "AutoencoderTiny",
-        _IMAGE,
-        (1, 3, 28, 20),
-        _both(block_out_channels=(8,) * 3),
-        {"num_encoder_blocks": (1,) * 3, "num_decoder_blocks": (1,) * 3},
-    ),
-    "DC": TinyVae(
-        "AutoencoderDC",
-        (1, 8, 7, 5),
-        (1, 3, 14, 10),
-        _both(block_types=("ResBlock", "EfficientViTBlock"), block_out_channels=(8, 16)),
-        _both(layers_per_block=(1, 1), qkv_multiscales=((), (5,))),
-        {"latent_channels": 8, "upsample_block_type": "interpolate"},
-    ),
+    "Tiny": TinyVae("AutoencoderTiny", _IMAGE, (1, 3, 28, 20), _TINY),
+    "DC": TinyVae("AutoencoderDC", (1, 8, 7, 5), (1, 3, 14, 10), _DC),
     "HunyuanVideo": TinyVae("AutoencoderKLHunyuanVideo", _VIDEO, _FRAMES, _HUNYUAN),
     # More frames than a tile of time has, which the VAE decodes one after the other by default.
     "HunyuanVideo, long": TinyVae(
-        "AutoencoderKLHunyuanVideo",
-        (1, 4, 4, 7, 4),
-        (1, 3, 13, 56, 32),
-        _HUNYUAN,
-        settings={"tile_sample_min_num_frames": 8, "tile_sample_stride_num_frames": 4},
+        "AutoencoderKLHunyuanVideo", (1, 4, 4, 7, 4), (1, 3, 13, 56, 32), _HUNYUAN, settings=_TIME_TILES
     ),
     "HunyuanVideo15": TinyVae("AutoencoderKLHunyuanVideo15", _VIDEO, (1, 3, 5, 112, 64), _HUNYUAN15),
-    "Mochi": TinyVae(
-        "AutoencoderKLMochi",
-        _VIDEO,
-        (1, 3, 7, 56, 32),
-        {**_both(block_out_channels=(32,) * 4), "layers_per_block": (1,) * 5},
-        {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4},
-    ),
+    "Mochi": TinyVae("AutoencoderKLMochi", _VIDEO, (1, 3, 7, 56, 32), _MOCHI),
     "CogVideoX": TinyVae("AutoencoderKLCogVideoX", (1, 4, 3, 7, 4), _FRAMES, _HUNYUAN),
     "Wan 2.1": TinyVae("AutoencoderKLWan", _VIDEO, _FRAMES, _WAN),
     "Wan 2.2": TinyVae(
         "AutoencoderKLWan", _VIDEO, (1, 3, 5, 112, 64), _WAN22, is_residual=True, scale_factor_spatial=16
     ),
     "QwenImage": TinyVae("AutoencoderKLQwenImage", (1, 4, 1, 7, 4), (1, 3, 1, 56, 32), _WAN),
-    "QwenImage21": TinyVae(
-        "AutoencoderKLQwenImage21",
-        (1, 4, 1, 7, 4),
-        (1, 4, 1, 112, 64),
-        {**_WAN, "dim_mult": [1, 2, 2, 2, 2], "decoder_base_dim": 8},
-    ),
-    "LTXVideo": TinyVae(
-        "AutoencoderKLLTXVideo",
-        (1, 8, 2, 7, 4),
-        (1, 3, 9, 224, 128),
-        {**_LTX, **_HUNYUAN, "decoder_block_out_channels": (8, 8, 16, 16), "decoder_layers_per_block": (1,) * 5},
-    ),
+    "QwenImage21": TinyVae("AutoencoderKLQwenImage21", (1, 4, 1, 7, 4), (1, 4, 1, 112, 64), _QWEN21),
+    "LTXVideo": TinyVae("AutoencoderKLLTXVideo", (1, 8, 2, 7, 4), (1, 3, 9, 224, 128), _LTX1),
     "LTXVideo 0.9.5": TinyVae(
-        "AutoencoderKLLTXVideo",
-        (1, 8, 2, 7, 4),
-        (1, 3, 17, 224, 128),
-        {**_LTX2, "down_block_types": ("LTXVideo095DownBlock3D",) * 4, "decoder_inject_noise": (False,) * 4},
-        {"spatio_temporal_scaling": (True,) * 4, "decoder_spatio_temporal_scaling": (True,) * 3},
-        {"upsample_residual": (True,) * 3, "upsample_factor": (2,) * 3, "timestep_conditioning": True},
-        conditions={"temb": torch.tensor([0.05])},
-        downsample_type=("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
+        "AutoencoderKLLTXVideo", (1, 8, 2, 7, 4), (1, 3, 17, 224, 128), _LTX095, conditions=_TIME
     ),
     "LTX2Video": TinyVae("AutoencoderKLLTX2Video", (1, 8, 2, 7, 4), (1, 3, 17, 224, 128), _LTX2),
     "Cosmos": TinyVae(
-        "AutoencoderKLCosmos",
-        _VIDEO,
-        (1, 3, 9, 56, 32),
-        dict.fromkeys(("encoder_block_out_channels", "decode_block_out_channels"), (8, 16, 16, 16)),
-        {"attention_resolutions": (8,), "resolution": 64},
+        "AutoencoderKLCosmos", _VIDEO, (1, 3, 9, 56, 32), _COSMOS, attention_resolutions=(8,), resolution=64
     ),
     "Magvit": TinyVae("AutoencoderKLMagvit", _VIDEO, _FRAMES, _HUNYUAN),
     "TemporalDecoder": TinyVae(
-        "AutoencoderKLTemporalDecoder",
-        (2, 4, 7, 5),
-        (2, 3, 14, 10),
-        {"down_block_types": ("DownEncoderBlock2D",) * 2, "block_out_channels": (32, 32)},
-        conditions={"num_frames": 2},
+        "AutoencoderKLTemporalDecoder", (2, 4, 7, 5), (2, 3, 14, 10), _TEMPORAL, conditions={"num_frames": 2}
     ),
-    "HunyuanImage": TinyVae(
-        "AutoencoderKLHunyuanImage",
-        (1, 8, 7, 5),
-        (1, 3, 14, 10),
-        {"in_channels": 3, "out_channels": 3, "latent_channels": 8, "block_out_channels": (32, 64)},
-        {"spatial_compression_ratio": 2, "sample_size": 32},
-    ),
+    "HunyuanImage": TinyVae("AutoencoderKLHunyuanImage", (1, 8, 7, 5), (1, 3, 14, 10), _HUNYUAN_IMAGE),
     "HunyuanImageRefiner": TinyVae("AutoencoderKLHunyuanImageRefiner", _VIDEO, (1, 3, 5, 112, 64), _HUNYUAN15),
     "Oobleck": TinyVae("AutoencoderOobleck", _SOUND, (1, 2, 120), downsampling_ratios=[2, 4], channel_multiples=[1, 2]),
     "LTX2, sound": TinyVae("AutoencoderKLLTX2Audio", (1, 4, 7, 4), (1, 2, 28, 16), ch_mult=(1, 2, 2), mel_bins=28),
-    "LongCatAudioDiT": TinyVae(
-        "LongCatAudioDiTVae",
-        _SOUND,
-        (1, 1, 120),
-        {"channels": 8, "c_mults": [1, 2], "strides": [2, 4]},
-        encoder_options={"sample_posterior": False},
-    ),
-    "Cosmos3, sound": TinyVae(
-        "Cosmos3AVAEAudioTokenizer",
-        _SOUND,
-        (1, 2, 180),
-        {"dec_c_mults": (1, 2), "dec_strides": (4, 3), "enc_c_mults": (1, 2), "enc_strides": (2, 3)},
-    ),
-    "Kandinsky6SR": TinyVae(
-        "Kandinsky6SRVAE",
-        (1, 4, 3, 7, 4),
-        (1, 3, 5, 28, 16),
-        _both(block_out_channels=(8, 16, 32)),
-        temporal_compression_ratio=2,
-    ),
-    "MiniMaxH3": TinyVae(
-        "AutoencoderKLMiniMaxH3",
-        (1, 4, 5, 7, 4),
-        (1, 3, 10, 28, 16),
-        {"spatial_downsample_factors": (2, 2, 1), "temporal_downsample_factors": (1, 2, 1), "clip_length": 5},
-        {"block_out_channels": (8, 16, 16), "latents_mean": (0.0,) * 4, "latents_std": (1.0,) * 4},
-        settings=_square("tile_sample_min", 64) | _square("tile_sample_min_overlap", 16),
-        decoder_attention_head_dim=16,
-    ),
-    "MiniMaxH3, sound": TinyVae(
-        "AutoencoderKLMiniMaxH3Audio",
-        (2, 4, 15),
-        (2, 1, 150),
-        {"encoder_rates": (2, 5), "latent_dim": 16, "decoder_dim": 16, "decoder_rates": (5, 2)},
-        {"decoder_kernel_sizes": (9, 4), "resblock_kernel_sizes": (3, 7), "resblock_dilation_sizes": ((1, 3), (1, 5))},
-    ),
+    "LongCatAudioDiT": TinyVae("LongCatAudioDiTVae", _SOUND, (1, 1, 120), _LONGCAT, encoder_options=_NO_SAMPLE),
+    "Cosmos3, sound": TinyVae("Cosmos3AVAEAudioTokenizer", _SOUND, (1, 2, 180), _COSMOS_SOUND),
+    "Kandinsky6SR": TinyVae("Kandinsky6SRVAE", (1, 4, 3, 7, 4), (1, 3, 5, 28, 16), _KANDINSKY),
+    "MiniMaxH3": TinyVae("AutoencoderKLMiniMaxH3", (1, 4, 5, 7, 4), (1, 3, 10, 28, 16), _H3, settings=_H3_TILES),
+    "MiniMaxH3, sound": TinyVae("AutoencoderKLMiniMaxH3Audio", (2, 4, 15), (2, 1, 150), _H3_SOUND),
     "KVAE": TinyVae("AutoencoderKLKVAE", _IMAGE, (1, 3, 14, 10), channels=32, ch_mult=(1, 2)),
     "KVAE, video": TinyVae("AutoencoderKLKVAEVideo", (1, 4, 3, 7, 4), (1, 3, 5, 28, 16), ch=32, ch_mult=(1, 1, 2)),
-    "KVAE, sound": TinyVae(
-        "AutoencoderKLKVAEAudio",
-        _SOUND,
-        (1, 1, 90),
-        {"encoder_rates": [2, 3], "latent_dim": 16, "decoder_dim": 16, "decoder_rates": [3, 2]},
-    ),
+    "KVAE, sound": TinyVae("AutoencoderKLKVAEAudio", _SOUND, (1, 1, 90), _RATES),
     "VidTok": TinyVae("AutoencoderVidTok", _VIDEO, (1, 3, 8, 56, 32), ch=8, ch_mult=[1, 2, 2, 2]),
-    "Allegro": TinyVae(
-        "AutoencoderKLAllegro",
-        _VIDEO,
-        (1, 3, 8, 56, 32),
-        _HUNYUAN,
-        settings={"use_tiling": True, "kernel": (8, 32, 32), "stride": (4, 24, 24)},
-    ),
+    "Allegro": TinyVae("AutoencoderKLAllegro", _VIDEO, (1, 3, 8, 56, 32), _HUNYUAN, settings=_ALLEGRO_TILES),
 }

@@ -77,14 +77,8 @@ def stable_audio3(cls: str) -> DiffusionPipeline:
 
 _MASKS = masks("mask", torch.int64)
 # A short sequence: over a long one the difference that its attention takes hardly depends on other tokens.
-_short = partial(
-    TinyPipeline,
-    stable_audio3,
-    prompt=None,
-    duration=2.5,
-    prompt_embeds=TEXT["prompt_embeds"],
-    encoder_attention_mask=_MASKS["prompt_mask"],
-)
+_SHORT = {"prompt_embeds": TEXT["prompt_embeds"], "encoder_attention_mask": _MASKS["prompt_mask"]}
+_short = partial(TinyPipeline, stable_audio3, prompt=None, duration=2.5, **_SHORT)
 
 AUDIO_PIPELINES: dict[str, TinyPipeline] = {
     "stable audio": TinyPipeline(

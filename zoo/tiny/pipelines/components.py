@@ -74,17 +74,10 @@ def image_vae() -> nn.Module:
 
 def small_vae(latent_channels: int = LATENT_CHANNELS) -> nn.Module:
     """Return a VAE whose latent pixels are 4 × 4 pixels: 64 × 64 pixels give enough tokens for four ranks."""
-    vae = random_model(
-        "AutoencoderKL",
-        2,
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(16, 32, 64),
-        latent_channels=latent_channels,
-        norm_num_groups=8,
-        sample_size=128,
-        **dict.fromkeys(("mid_block_add_attention", "use_quant_conv", "use_post_quant_conv"), False),
-    )
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+    sizes = {"block_out_channels": (16, 32, 64), "latent_channels": latent_channels, "sample_size": 128}
+    without = dict.fromkeys(("mid_block_add_attention", "use_quant_conv", "use_post_quant_conv"), False)
+    vae = random_model("AutoencoderKL", 2, norm_num_groups=8, **blocks, **sizes, **without)
     vae.register_to_config(scaling_factor=0.7, shift_factor=0.1)
     return vae
 

@@ -22,23 +22,16 @@ _CHAT = (
     "<|im_start|>assistant\n"
 )
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 2, 2]}
+
+
+def _sizes(width: int, layers: int) -> dict[str, Any]:
+    widths = {"hidden_size": width, "intermediate_size": 2 * width}
+    return {**widths, "num_hidden_layers": layers, "num_attention_heads": 2}
+
+
 # A decoder that encodes text. Pipelines take its third hidden state from the end, which is that after one layer.
-DECODER = {
-    "hidden_size": TEXT_WIDTH,
-    "intermediate_size": 2 * TEXT_WIDTH,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 2048,
-    "pad_token_id": 0,
-}
-VISION = {
-    "hidden_size": IMAGE_WIDTH,
-    "intermediate_size": 2 * IMAGE_WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "patch_size": 8,
-}
+DECODER = _sizes(TEXT_WIDTH, 3) | {"num_key_value_heads": 1, "max_position_embeddings": 2048, "pad_token_id": 0}
+VISION = _sizes(IMAGE_WIDTH, 2) | {"patch_size": 8}
 
 
 # -- those of FLUX

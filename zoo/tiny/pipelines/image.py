@@ -117,6 +117,10 @@ _EMBEDDINGS = options.instead_of_text(13, TEXT_WIDTH)
 _SMALL = {**SMALL, **_EMBEDDINGS}
 _MASKED = {**_SMALL, **options.masks("attention_mask", total=13)}
 _QWEN_EDIT = {**_EMBEDDINGS, **options.masks("embeds_mask", torch.int64, (9, 13), 13), "image": IMAGE}
+_LAYERS = {"prompt": PROMPT, "image": IMAGE.convert("RGBA"), "layers": 2, "resolution": 1024, "output_type": "pt"}
+_OF_T5 = options.embeddings(5, TEXT_WIDTH, "embeds_t5")
+_LLAMA = options.embeddings(9, TEXT_WIDTH, "embeds_llama3")
+_OF_LLAMA = {name: embeds[None].repeat(4, 1, 1, 1) for name, embeds in _LLAMA.items()}
 # One example of a task, and the question.
 _EXAMPLES = [
     [options.random_image(48, 80, seed=1), options.random_image(48, 80, seed=2)],
@@ -143,14 +147,7 @@ IMAGE_PIPELINES: dict[str, TinyPipeline] = {
     "qwen-image, editing two images": _qwen_edit(
         "QwenImageEditPlusPipeline", image=[IMAGE, options.random_image(48, 48, seed=2)]
     ),
-    "qwen-image, layers": _qwen_edit(
-        "QwenImageLayeredPipeline",
-        prompt=PROMPT,
-        image=IMAGE.convert("RGBA"),
-        layers=2,
-        resolution=1024,
-        output_type="pt",
-    ),
+    "qwen-image, layers": _qwen_edit("QwenImageLayeredPipeline", **_LAYERS),
     "flux2": TinyPipeline(
         flux2, "Flux2Pipeline", SIZE, prompt=None, prompt_embeds=options.embeddings(13, 3 * TEXT_WIDTH)["prompt_embeds"]
     ),
@@ -165,15 +162,7 @@ IMAGE_PIPELINES: dict[str, TinyPipeline] = {
     "stable diffusion 3, controlnet, inpainting": _sd3(
         "StableDiffusion3ControlNetInpaintingPipeline", control_image=SMALL_IMAGE, control_mask=SMALL_MASK
     ),
-    "hidream": TinyPipeline(
-        hidream,
-        "HiDreamImagePipeline",
-        {**SMALL, **options.pooled(), "prompt": None, **options.embeddings(5, TEXT_WIDTH, "embeds_t5")},
-        {
-            name: of_text[None].repeat(4, 1, 1, 1)
-            for name, of_text in options.embeddings(9, TEXT_WIDTH, "embeds_llama3").items()
-        },
-    ),
+    "hidream": TinyPipeline(hidream, "HiDreamImagePipeline", SMALL, options.pooled(), _OF_T5, _OF_LLAMA, prompt=None),
     "auraflow": TinyPipeline("auraflow", "AuraFlowPipeline", _MASKED, parts=_SMALL_VAE),
     "pixart": _pixart("PixArtSigmaPipeline"),
     "pixart alpha": _pixart("PixArtAlphaPipeline"),
@@ -189,14 +178,10 @@ IMAGE_PIPELINES: dict[str, TinyPipeline] = {
 
 def z_image_omni(cls: str) -> DiffusionPipeline:
     """Build the pipeline. It gives its VAE bfloat16, whatever dtype the VAE has."""
-    return tiny_pipe(
-        cls,
-        "z-image",
-        vae=small_vae().bfloat16(),
-        siglip=encoders.from_transformers("Siglip2VisionModel", 7, **encoders.VISION, num_patches=16),
-        siglip_processor=transformers.Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16),
-        config={"siglip_feat_dim": options.IMAGE_WIDTH},
-    )
+    siglip = encoders.from_transformers("Siglip2VisionModel", 7, **encoders.VISION, num_patches=16)
+    processor = transformers.Siglip2ImageProcessorPil(patch_size=8, max_num_patches=16)
+    parts = {"vae": small_vae().bfloat16(), "siglip": siglip, "siglip_processor": processor}
+    return tiny_pipe(cls, "z-image", config={"siglip_feat_dim": options.IMAGE_WIDTH}, **parts)
 
 
 def _parts_of_prompts(prompt: tuple[int, ...], negative: tuple[int, ...]) -> dict[str, Any]:

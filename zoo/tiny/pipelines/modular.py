@@ -7,7 +7,6 @@ They are left out: the call is given what they would compute, and returns latent
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,44 +20,39 @@ from torch.utils._pytree import tree_leaves
 
 from zoo.flux.models import CLIP_WIDTH, SHIFT
 from zoo.tiny.base import fill, noise
-from zoo.tiny.pipelines import cosmos, unet, video
+from zoo.tiny.pipelines import cosmos, options, unet, video
 from zoo.tiny.pipelines.components import random_model, wan_vae
-from zoo.tiny.pipelines.options import (
-    SIZE,
-    TEXT_WIDTH,
-    VIDEO,
-    embeddings,
-    first,
-    instead_of_text,
-    masks,
-    of_both,
-    pooled,
-)
+from zoo.tiny.pipelines.options import MEDIUM, SIZE, TEXT_WIDTH, VIDEO, embeddings, first, masks, of_both
 from zoo.tiny.torchvision_stand_in import stand_in_for_torchvision
 from zoo.tiny.transformers.registry import MODELS
 
 Parts = Callable[[], dict[str, Any]]
 
 
-@dataclass(frozen=True)
 class TinyModular:
     """Components of a modular pipeline and the arguments of a short call.
 
     Args:
         name: Name of the class without its ending ``ModularPipeline``.
         parts: Function that returns components by name. The others are what the blocks create.
-        options: Arguments of the call.
+        tables, options: Arguments of the call; later ones win.
         guided: Whether the pipeline calls a transformer once for each branch of guidance.
         config: Configuration values of the pipeline.
         outputs: Names of the results, each a tensor or a list of tensors.
     """
 
-    name: str
-    parts: Parts
-    options: dict[str, Any] = field(default_factory=dict)
-    guided: bool = False
-    config: dict[str, Any] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ("latents",)
+    def __init__(
+        self,
+        name: str,
+        parts: Parts,
+        *tables: dict[str, Any],
+        guided: bool = False,
+        config: dict[str, Any] | None = None,
+        outputs: tuple[str, ...] = ("latents",),
+        **options: Any,
+    ) -> None:
+        self.name, self.parts, self.guided, self.config, self.outputs = name, parts, guided, config or {}, outputs
+        self.options = {name: value for table in (*tables, options) for name, value in table.items()}
 
     @property
     def cls(self) -> str:
@@ -161,165 +155,124 @@ def _alone(options: dict[str, Any]) -> dict[str, Any]:
 
 _BOTH = embeddings(9, TEXT_WIDTH)
 _PROMPT = {"prompt_embeds": _BOTH["prompt_embeds"]}
-_LISTS = {
-    "prompt_embeds": [_BOTH["prompt_embeds"][0]],
-    "negative_prompt_embeds": [_BOTH["negative_prompt_embeds"][0, :5]],
-}
+_LISTS = options.listed(_BOTH)
 _MASKED = {**_BOTH, **masks("embeds_mask", torch.int64)}
-_FLUX = {**SIZE, **_PROMPT, "pooled_prompt_embeds": pooled()["pooled_prompt_embeds"]}
+_FLUX = {**SIZE, **_PROMPT, "pooled_prompt_embeds": options.pooled()["pooled_prompt_embeds"]}
 _QWEN = {**SIZE, **_MASKED}
 # Latents of a given image.
 _GIVEN = noise(1, 4, 1, 6, 10, seed=5)
 # 4 × 6 image tokens of 16 × 16 pixels; no token of the text stands for an image.
-_QWEN_21 = {**_MASKED, "height": 64, "width": 96, **of_both(image_pad_mask=lambda _: first(0))}
-_KREA = {
-    **SIZE,
-    **of_both(
-        prompt_embeds=lambda i: noise(1, 9, 3, TEXT_WIDTH, seed=i), prompt_embeds_mask=lambda i: first(9 - 4 * i)
-    ),
-}
-_HUNYUAN_15 = {
-    **VIDEO,
-    **_MASKED,
-    **of_both(prompt_embeds_2=lambda i: noise(1, 4, 16, seed=i), prompt_embeds_mask_2=lambda i: first(3 - i, 4).long()),
-    "batch_size": 1,
-}
-_XL = {
-    **SIZE,
-    **of_both(
-        prompt_embeds=lambda i: noise(1, 9, 2 * CLIP_WIDTH, seed=i),
-        pooled_prompt_embeds=lambda i: noise(1, CLIP_WIDTH, seed=i),
-    ),
-}
-_ANIMA = {
-    **SIZE,
-    **of_both(
-        qwen_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i),
-        qwen_attention_mask=lambda i: first(9 - 4 * i).long(),
-        t5_input_ids=lambda i: torch.arange(7)[None] + 9 * i,
-        t5_attention_mask=lambda i: torch.ones(1, 7).long(),
-    ),
-}
+_QWEN_21 = {**_MASKED, **MEDIUM, **of_both(image_pad_mask=lambda _: first(0))}
+_KREA = SIZE | of_both(
+    prompt_embeds=lambda i: noise(1, 9, 3, TEXT_WIDTH, seed=i), prompt_embeds_mask=lambda i: first(9 - 4 * i)
+)
+_HUNYUAN_15 = {**VIDEO, **_MASKED, "batch_size": 1} | of_both(
+    prompt_embeds_2=lambda i: noise(1, 4, 16, seed=i), prompt_embeds_mask_2=lambda i: first(3 - i, 4).long()
+)
+_XL = SIZE | of_both(
+    prompt_embeds=lambda i: noise(1, 9, 2 * CLIP_WIDTH, seed=i),
+    pooled_prompt_embeds=lambda i: noise(1, CLIP_WIDTH, seed=i),
+)
+_ANIMA = SIZE | of_both(
+    qwen_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i),
+    qwen_attention_mask=lambda i: first(9 - 4 * i).long(),
+    t5_input_ids=lambda i: torch.arange(7)[None] + 9 * i,
+    t5_attention_mask=lambda i: torch.ones(1, 7).long(),
+)
 _COSMOS = {**VIDEO, "cond_input_ids": list(range(1, 8)), "uncond_input_ids": [1, 9, 10], "fps": 24.0}
+_DISTILLED = {"distilled_sigmas": [1.0, 0.7, 0.3, 0.0]}
 _SOUND = {"audio_in_channels": 128, "audio_out_channels": 128}
-_WITH_SOUND = ("latents", "audio_latents")
 _LTX = {"height": 96, "width": 160, "num_frames": 17}
-_LTX2 = {
-    **_LTX,
-    **of_both(
-        connector_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i),
-        connector_audio_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i + 2),
-        connector_attention_mask=lambda _: torch.ones(1, 9).long(),
-    ),
-    "batch_size": 1,
-    "dtype": torch.float32,
-}
-_ECHO = {
-    **{name: value for name, value in _LTX2.items() if not name.startswith(("negative", "batch", "dtype"))},
-    "sigmas": [1.0, 0.6, 0.2, 0.0],
-    "num_inference_steps": None,
-}
+_CONNECTED = of_both(
+    connector_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i),
+    connector_audio_prompt_embeds=lambda i: noise(1, 9, TEXT_WIDTH, seed=i + 2),
+    connector_attention_mask=lambda _: torch.ones(1, 9).long(),
+)
+_LTX2 = {**_LTX, **_CONNECTED, "batch_size": 1, "dtype": torch.float32}
+_ECHO = {**_LTX, **_alone(_CONNECTED), "sigmas": [1.0, 0.6, 0.2, 0.0], "num_inference_steps": None}
 _HELIOS = {**_BOTH, **VIDEO, "num_latent_frames_per_chunk": 2, "history_sizes": [4, 2, 1]}
 _STAGES = {"stages": 2, "stage_range": [0, 0.5, 1], "gamma": 0.3}
-_PYRAMID = {
-    **_HELIOS,
-    "height": 64,
-    "width": 96,
-    "pyramid_num_inference_steps_list": [2, 2],
-    "num_inference_steps": None,
-}
+_PYRAMID = {**_HELIOS, **MEDIUM, "pyramid_num_inference_steps_list": [2, 2], "num_inference_steps": None}
 # 37 frames of latents: the pipeline makes no less than five seconds.
-_H3 = {"height": 64, "width": 96, "num_frames": 124, **_PROMPT, "text_token_tags": torch.ones(9).long()}
+_H3 = {**MEDIUM, "num_frames": 124, **_PROMPT, "text_token_tags": torch.ones(9).long()}
 _WAN = {"in_channels": 16, "out_channels": 16}
 _WAN_IMAGE = {"in_channels": 36, "out_channels": 16}
 _FROM_IMAGE = {**VIDEO, "image_condition_latents": noise(1, 20, 3, 6, 10)}
-_CONTEXT = {**_FROM_IMAGE, **instead_of_text(512, TEXT_WIDTH), "image_embeds": noise(1, 5, 20)}
+_CONTEXT = {**_FROM_IMAGE, **embeddings(512, TEXT_WIDTH), "prompt": None, "image_embeds": noise(1, 5, 20)}
 _CONTROL = {"control_hidden_states": noise(1, 96, 3, 6, 10), "control_hidden_states_scale": torch.tensor([1.0, 0.5])}
 # Two segments, the second with the end of the first as its condition.
+_SEGMENTS = {
+    "segment_frame_length": 9,
+    "num_segments": 2,
+    "effective_segment": 8,
+    "prev_segment_conditioning_frames": 1,
+}
 _ANIMATE = {
     **SIZE,
     **_BOTH,
-    "segment_frame_length": 9,
-    "prev_segment_conditioning_frames": 1,
+    **_SEGMENTS,
     "reference_image_latents": noise(20, 1, 6, 10),
     "driving_video_pixels": noise(1, 3, 17, 48, 80).clamp(-1, 1),
-    "num_segments": 2,
-    "effective_segment": 8,
     "condition_clip_context": noise(1, 5, 1280),
     "prompt_ref_embeds": _BOTH["prompt_embeds"],
     "denoiser_input_fields": {"encoder_hidden_states_image": noise(1, 5, 1280, seed=1)},
 }
 
+_guided = partial(TinyModular, guided=True)
+_with_sound = partial(TinyModular, outputs=("latents", "audio_latents"))
+_frames = partial(TinyModular, outputs=("segment_frames",))
+_layers = model("qwen-image", use_additional_t_cond=True, use_layer3d_rope=True)
+_klein = model("flux2", guidance_embeds=False)
+
 _ALL = (
-    TinyModular("Anima", anima, _ANIMA, guided=True),
-    TinyModular("Cosmos3Omni", cosmos3, _COSMOS, guided=True),
-    TinyModular(
-        "Cosmos3Distilled",
-        model("cosmos 3"),
-        {**_COSMOS, "num_inference_steps": None},
-        config={"distilled_sigmas": [1.0, 0.7, 0.3, 0.0]},
-    ),
-    TinyModular("Echo", model("ltx2", **_SOUND), _ECHO, outputs=_WITH_SOUND),
-    TinyModular("ErnieImage", model("ernie-image", patch_size=1), {**SIZE, **_LISTS}, guided=True),
+    _guided("Anima", anima, _ANIMA),
+    _guided("Cosmos3Omni", cosmos3, _COSMOS),
+    TinyModular("Cosmos3Distilled", model("cosmos 3"), _COSMOS, num_inference_steps=None, config=_DISTILLED),
+    _with_sound("Echo", model("ltx2", **_SOUND), _ECHO),
+    _guided("ErnieImage", model("ernie-image", patch_size=1), SIZE, _LISTS),
     TinyModular("Flux", model("flux"), _FLUX),
-    TinyModular("FluxKontext", model("flux"), {**_FLUX, "image_latents": _GIVEN[:, :, 0], "max_area": 48 * 80}),
-    TinyModular("Flux2", model("flux2"), {**SIZE, **_PROMPT}),
-    TinyModular("Flux2Klein", model("flux2", guidance_embeds=False), {**SIZE, **_PROMPT}),
-    TinyModular("Flux2KleinBase", model("flux2", guidance_embeds=False), {**SIZE, **_BOTH}, guided=True),
-    TinyModular("Flux3", model("flux3"), {**SIZE, **_BOTH}, guided=True),
-    TinyModular("Flux3Distilled", model("flux3", flow_map=True), {**SIZE, **_PROMPT}),
-    TinyModular("Helios", helios(stages=1, stage_range=[0, 1]), _HELIOS, guided=True),
-    TinyModular("HeliosPyramid", helios(**_STAGES), _PYRAMID, guided=True),
+    TinyModular("FluxKontext", model("flux"), _FLUX, image_latents=_GIVEN[:, :, 0], max_area=48 * 80),
+    TinyModular("Flux2", model("flux2"), SIZE, _PROMPT),
+    TinyModular("Flux2Klein", _klein, SIZE, _PROMPT),
+    _guided("Flux2KleinBase", _klein, SIZE, _BOTH),
+    _guided("Flux3", model("flux3"), SIZE, _BOTH),
+    TinyModular("Flux3Distilled", model("flux3", flow_map=True), SIZE, _PROMPT),
+    _guided("Helios", helios(stages=1, stage_range=[0, 1]), _HELIOS),
+    _guided("HeliosPyramid", helios(**_STAGES), _PYRAMID),
     TinyModular("HeliosPyramidDistilled", helios("HeliosDMDScheduler", **_STAGES), _PYRAMID),
-    TinyModular("HunyuanVideo15", model("hunyuan 1.5", in_channels=65, out_channels=32), _HUNYUAN_15, guided=True),
-    TinyModular(
-        "Ideogram4",
-        ideogram,
-        {**SIZE, "text_features": _BOTH["prompt_embeds"], "text_lengths": [9], "guidance_schedule": [3.0] * 3},
-        guided=True,
+    _guided("HunyuanVideo15", model("hunyuan 1.5", in_channels=65, out_channels=32), _HUNYUAN_15),
+    _guided(
+        "Ideogram4", ideogram, SIZE, text_features=_BOTH["prompt_embeds"], text_lengths=[9], guidance_schedule=[3.0] * 3
     ),
-    TinyModular("Krea2", model("krea 2"), _KREA, guided=True),
+    _guided("Krea2", model("krea 2"), _KREA),
     TinyModular("Krea2Turbo", model("krea 2"), _alone(_KREA)),
-    TinyModular("LTX", model("ltx"), {**_LTX, **_BOTH, **masks("attention_mask")}, guided=True),
+    _guided("LTX", model("ltx"), _LTX, _BOTH, masks("attention_mask")),
     # Besides the two branches of text, one without attention in a block, and one without the other modality.
-    TinyModular("LTX2", ltx2, _LTX2, guided=True, outputs=_WITH_SOUND),
-    TinyModular("LTX25", ltx2, _LTX2, guided=True, outputs=_WITH_SOUND),
-    TinyModular("MiniMaxH3", minimax_h3, _H3, outputs=_WITH_SOUND),
-    TinyModular(
-        "MiniMaxMusic3", minimax_music, {"frame_hiddens": noise(1, 9, 16)}, guided=True, outputs=("latent_chunks",)
-    ),
-    TinyModular("QwenImage", model("qwen-image"), _QWEN, guided=True),
-    TinyModular("QwenImageEdit", model("qwen-image, editing"), {**_QWEN, "image_latents": _GIVEN}, guided=True),
-    TinyModular(
-        "QwenImageEditPlus",
-        model("qwen-image, editing"),
-        {**_QWEN, "image_latents": [_GIVEN, noise(1, 4, 1, 4, 6)]},
-        guided=True,
-    ),
-    TinyModular(
-        "QwenImageLayered",
-        model("qwen-image", use_additional_t_cond=True, use_layer3d_rope=True),
-        {**_MASKED, "image_latents": _GIVEN.transpose(1, 2), "layers": 2},
-        guided=True,
-    ),
-    TinyModular("QwenImage21", guided(model("qwen-image 2.1")), _QWEN_21, guided=True),
+    _with_sound("LTX2", ltx2, _LTX2, guided=True),
+    _with_sound("LTX25", ltx2, _LTX2, guided=True),
+    _with_sound("MiniMaxH3", minimax_h3, _H3),
+    _guided("MiniMaxMusic3", minimax_music, frame_hiddens=noise(1, 9, 16), outputs=("latent_chunks",)),
+    _guided("QwenImage", model("qwen-image"), _QWEN),
+    _guided("QwenImageEdit", model("qwen-image, editing"), _QWEN, image_latents=_GIVEN),
+    _guided("QwenImageEditPlus", model("qwen-image, editing"), _QWEN, image_latents=[_GIVEN, noise(1, 4, 1, 4, 6)]),
+    _guided("QwenImageLayered", _layers, _MASKED, image_latents=_GIVEN.transpose(1, 2), layers=2),
+    _guided("QwenImage21", guided(model("qwen-image 2.1")), _QWEN_21),
     TinyModular("QwenImage21Turbo", model("qwen-image 2.1"), _alone(_QWEN_21)),
-    TinyModular("StableDiffusion3", model("sd3"), {**SIZE, **_BOTH, **pooled()}, guided=True),
+    _guided("StableDiffusion3", model("sd3"), SIZE, _BOTH, options.pooled()),
     # Every rank along ``batch`` would compute both branches, which its guider computes in two calls.
     TinyModular("StableDiffusionXL", lambda: unet.stable_diffusion_xl().components, _XL),
-    TinyModular("Wan", model("wan", **_WAN), {**VIDEO, **_BOTH}, guided=True),
-    TinyModular("WanImage2Video", model("wan, image context", **_WAN_IMAGE), _CONTEXT, guided=True),
-    TinyModular("Wan22", two("wan", "wan", **_WAN), {**VIDEO, **_BOTH}, guided=True),
-    TinyModular("Wan22Image2Video", two("wan", "wan", **_WAN_IMAGE), {**_FROM_IMAGE, **_BOTH}, guided=True),
-    TinyModular(
+    _guided("Wan", model("wan", **_WAN), VIDEO, _BOTH),
+    _guided("WanImage2Video", model("wan, image context", **_WAN_IMAGE), _CONTEXT),
+    _guided("Wan22", two("wan", "wan", **_WAN), VIDEO, _BOTH),
+    _guided("Wan22Image2Video", two("wan", "wan", **_WAN_IMAGE), _FROM_IMAGE, _BOTH),
+    _guided(
         "Wan22Vace",
         two("wan", "wan vace", {"vace_in_channels": 96}, **_WAN),
         {**VIDEO, **_BOTH, "num_reference_images": 0, "denoiser_input_fields": _CONTROL},
-        guided=True,
     ),
-    TinyModular("WanAnimate2", wan_animate_2, _ANIMATE, guided=True, outputs=("segment_frames",)),
-    TinyModular("WanAnimate2Distilled", wan_animate_2, _ANIMATE, outputs=("segment_frames",)),
-    TinyModular("ZImage", guided(model("z-image")), {**SIZE, **_LISTS}, guided=True),
+    _frames("WanAnimate2", wan_animate_2, _ANIMATE, guided=True),
+    _frames("WanAnimate2Distilled", wan_animate_2, _ANIMATE),
+    _guided("ZImage", guided(model("z-image")), SIZE, _LISTS),
 )
 
 MODULAR: dict[str, TinyModular] = {pipeline.name: pipeline for pipeline in _ALL}

@@ -52,6 +52,12 @@ def instead_of_text(tokens: int, width: int) -> dict[str, Any]:
     return {"prompt": None, **embeddings(tokens, width)}
 
 
+def listed(both: dict[str, Any]) -> dict[str, list[Tensor]]:
+    """Return embeddings as lists of samples, the negative one with five tokens."""
+    lengths = {"prompt_embeds": 9, "negative_prompt_embeds": 5}
+    return {name: [both[name][0, :length]] for name, length in lengths.items()}
+
+
 def pooled(name: str = "pooled_prompt_embeds") -> dict[str, Tensor]:
     """Return pooled embeddings of a prompt and of a negative one."""
     both = embeddings(1, IMAGE_WIDTH).values()
@@ -73,6 +79,8 @@ def masks(
 # 3 × 5 image tokens: of 16 × 16 pixels, or of 8 × 8.
 SIZE = {"height": 48, "width": 80}
 SMALL = {"height": 24, "width": 40}
+# 4 × 6 image tokens of 16 × 16 pixels.
+MEDIUM = {"height": 64, "width": 96}
 VIDEO = {**SIZE, "num_frames": 9}
 IMAGE, SMALL_IMAGE = random_image(48, 80), random_image(24, 40)
 MASK, SMALL_MASK = random_mask(48, 80), random_mask(24, 40)

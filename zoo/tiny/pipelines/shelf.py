@@ -20,7 +20,7 @@ from zoo.tiny.pipelines.audio import AUDIO_PIPELINES
 from zoo.tiny.pipelines.components import TinyPipeline, kl_vae, random_model, small_vae, tiny_pipe, wan_vae
 from zoo.tiny.pipelines.cosmos import COSMOS_PIPELINES
 from zoo.tiny.pipelines.image import EDIT_PIPELINES
-from zoo.tiny.pipelines.options import IMAGE, SIZE, SMALL, SMALL_IMAGE, SMALL_MASK, TEXT, TEXT_WIDTH, VIDEO
+from zoo.tiny.pipelines.options import IMAGE, MEDIUM, SIZE, SMALL, SMALL_IMAGE, SMALL_MASK, TEXT, TEXT_WIDTH, VIDEO
 from zoo.tiny.transformers.registry import MODELS
 
 # -- Z-Image: lists of samples
@@ -28,23 +28,13 @@ from zoo.tiny.transformers.registry import MODELS
 
 def z_image_controlled(cls: str) -> DiffusionPipeline:
     sizes = {"dim": 48, "n_refiner_layers": 1, "n_heads": 3, "n_kv_heads": 3}
-    controlnet = random_model(
-        "ZImageControlNetModel",
-        8,
-        control_layers_places=[0, 1],
-        control_refiner_layers_places=[0],
-        control_in_dim=9 if "Inpaint" in cls else 4,
-        add_control_noise_refiner="control_noise_refiner",
-        **sizes,
-    )
+    layers = {"control_layers_places": [0, 1], "control_refiner_layers_places": [0]}
+    layers |= {"control_in_dim": 9 if "Inpaint" in cls else 4, "add_control_noise_refiner": "control_noise_refiner"}
+    controlnet = random_model("ZImageControlNetModel", 8, **layers, **sizes)
     return tiny_pipe(cls, "z-image", vae=small_vae(), controlnet=controlnet)
 
 
-_LISTS = {
-    "prompt": None,
-    "prompt_embeds": [TEXT["prompt_embeds"][0]],
-    "negative_prompt_embeds": [TEXT["negative_prompt_embeds"][0, :5]],
-}
+_LISTS = {"prompt": None, **options.listed(TEXT)}
 
 
 # -- Kandinsky 5
@@ -55,10 +45,6 @@ def kandinsky5_image(cls: str, **config: Any) -> DiffusionPipeline:
     # The pipeline takes no other sizes than these.
     pipe.resolutions = [(80, 48)]
     return pipe
-
-
-def kandinsky5_video(cls: str) -> DiffusionPipeline:
-    return tiny_pipe(cls, "kandinsky 5", vae=kl_vae("AutoencoderKLHunyuanVideo"))
 
 
 _KANDINSKY = {
@@ -154,11 +140,12 @@ class _ChatTemplate:
 
 _MASKED = {**TEXT, **options.masks("attention_mask")}
 _EMBEDS_MASKED = {**TEXT, **options.masks("embeds_mask")}
-# 4 × 6 image tokens of 16 × 16 pixels, and 3 × 5 of 32 × 32.
-_MEDIUM, _LARGE = {"height": 64, "width": 96}, {"height": 96, "width": 160}
+# 3 × 5 image tokens of 32 × 32 pixels.
+_LARGE = {"height": 96, "width": 160}
 _CHANGED = {"image": SMALL_IMAGE, "strength": 0.9}
-_QWEN_21 = {**_MEDIUM, **_EMBEDS_MASKED, "true_cfg_scale": 3.0}
+_QWEN_21 = {**MEDIUM, **_EMBEDS_MASKED, "true_cfg_scale": 3.0}
 _SANA = {**_MASKED, "negative_prompt": None, "use_resolution_binning": False}
+_PRIOR = {"prior_token_ids": torch.arange(24)[None] % 16}
 _KREA = {
     **options.of_both(prompt_embeds=lambda i: options.random_tensor(1, 9, 3, TEXT_WIDTH, seed=i)),
     **options.masks("embeds_mask"),
@@ -172,6 +159,11 @@ _NO_VAE, _SMALL_VAE = {"vae": None}, {"vae": small_vae}
 _QWEN_VAE = {"vae": partial(wan_vae, "AutoencoderKLQwenImage")}
 _QWEN_21_PARTS = {"vae": None, "processor": _ChatTemplate}
 _FLOW_MAP = {"vae": wan_vae, "scheduler": FlowMapEulerDiscreteScheduler}
+_EASYANIMATE = {"vae": partial(kl_vae, "AutoencoderKLMagvit"), "config": {"text_embed_dim_t5": None}}
+_ALLEGRO = {"vae": None, "scheduler": diffusers.EulerAncestralDiscreteScheduler}
+_DIT = {"scheduler": DDIMScheduler, "config": {"sample_size": 10, "num_embeds_ada_norm": 1000}}
+_LATTE = {"vae": None, "scheduler": DDIMScheduler}
+_FLUX2_VAE = {"vae": partial(kl_vae, "AutoencoderKLFlux2")}
 
 _z_image = partial(TinyPipeline, "z-image", **SMALL, **_LISTS, parts=_SMALL_VAE)
 _z_image_controlled = partial(TinyPipeline, z_image_controlled, **SMALL, **_LISTS, control_image=SMALL_IMAGE)
@@ -180,6 +172,8 @@ _hunyuan_image = partial(TinyPipeline, hunyuan_image, "HunyuanImagePipeline", SI
 _anyflow = partial(TinyPipeline, **VIDEO, **TEXT, guidance_scale=3.0, parts=_FLOW_MAP)
 _qwen_21 = partial(TinyPipeline, "qwen-image 2.1", "QwenImage21Pipeline", _QWEN_21, parts=_QWEN_21_PARTS)
 _hunyuan_dit = partial(TinyPipeline, hunyuan_dit, **_HUNYUAN_DIT)
+_refined = partial(TinyPipeline, hunyuan_image_refiner, "HunyuanImageRefinerPipeline", _LARGE, TEXT)
+_kandinsky_video = partial(TinyPipeline, "kandinsky 5", parts={"vae": partial(kl_vae, "AutoencoderKLHunyuanVideo")})
 
 SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "z-image": _z_image("ZImagePipeline"),
@@ -193,36 +187,20 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "ovis": TinyPipeline("ovis", "OvisImagePipeline", SMALL, TEXT, negative_prompt=None, parts=_SMALL_VAE),
     "bria": TinyPipeline("bria", "BriaPipeline", SMALL, TEXT, parts=_SMALL_VAE),
     "kandinsky 5, one image": TinyPipeline(kandinsky5_image, "Kandinsky5T2IPipeline", SIZE, _KANDINSKY),
-    "kandinsky 5": TinyPipeline(kandinsky5_video, "Kandinsky5T2VPipeline", VIDEO, _KANDINSKY),
+    "kandinsky 5": _kandinsky_video("Kandinsky5T2VPipeline", VIDEO, _KANDINSKY),
     "krea 2": TinyPipeline("krea 2", "Krea2Pipeline", SIZE, _KREA, prompt=None, parts=_QWEN_VAE),
-    "easyanimate": TinyPipeline(
-        "easyanimate",
-        "EasyAnimatePipeline",
-        {**VIDEO, **_MASKED},
-        parts={"vae": partial(kl_vae, "AutoencoderKLMagvit"), "config": {"text_embed_dim_t5": None}},
-    ),
+    "easyanimate": TinyPipeline("easyanimate", "EasyAnimatePipeline", VIDEO, _MASKED, parts=_EASYANIMATE),
     "ernie-image": TinyPipeline(
         "ernie-image", "ErnieImagePipeline", SIZE, _LISTS, parts={"vae": None, "config": {"patch_size": 1}}
     ),
     "prx": TinyPipeline(prx, "PRXPipeline", SIZE, _MASKED, use_resolution_binning=False),
-    "dit": TinyPipeline(
-        "dit",
-        "DiTPipeline",
-        {"class_labels": [3], "output_type": "np"},
-        parts={"scheduler": DDIMScheduler, "config": {"sample_size": 10, "num_embeds_ada_norm": 1000}},
-        without=("prompt",),
-    ),
+    "dit": TinyPipeline("dit", "DiTPipeline", class_labels=[3], output_type="np", parts=_DIT, without=("prompt",)),
     "anyflow": _anyflow("anyflow", "AnyFlowPipeline"),
     "anyflow far": _anyflow("anyflow far", "AnyFlowFARPipeline", chunk_partition=[1, 2]),
     "nucleus": TinyPipeline(
         "nucleus", "NucleusMoEImagePipeline", SIZE, _EMBEDS_MASKED, parts={**_QWEN_VAE, "config": {"out_channels": 4}}
     ),
-    "allegro": TinyPipeline(
-        "allegro",
-        "AllegroPipeline",
-        {**VIDEO, **_MASKED, "negative_prompt": None},
-        parts={"vae": None, "scheduler": diffusers.EulerAncestralDiscreteScheduler},
-    ),
+    "allegro": TinyPipeline("allegro", "AllegroPipeline", VIDEO, _MASKED, negative_prompt=None, parts=_ALLEGRO),
     "z-image, image": _z_image("ZImageImg2ImgPipeline", _CHANGED),
     "chroma, image": _chroma("ChromaImg2ImgPipeline", _CHANGED),
     "z-image, inpainting": _z_image("ZImageInpaintPipeline", _CHANGED, mask_image=SMALL_MASK),
@@ -231,25 +209,16 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
         "cogview4", "CogView4ControlPipeline", SIZE, TEXT, control_image=IMAGE, parts={"config": {"in_channels": 8}}
     ),
     "glm-image": TinyPipeline(
-        "glm-image",
-        "GlmImagePipeline",
-        {**_MEDIUM, **TEXT, "prior_token_ids": torch.arange(24)[None] % 16},
-        parts={"vision_language_encoder": None},
+        "glm-image", "GlmImagePipeline", MEDIUM, TEXT, _PRIOR, parts={"vision_language_encoder": None}
     ),
-    "kandinsky 5, image": TinyPipeline(
-        kandinsky5_video, "Kandinsky5I2VPipeline", VIDEO, _KANDINSKY, num_frames=17, image=IMAGE
-    ),
+    "kandinsky 5, image": _kandinsky_video("Kandinsky5I2VPipeline", VIDEO, _KANDINSKY, num_frames=17, image=IMAGE),
     "ideogram 4": TinyPipeline(
         ideogram, "Ideogram4Pipeline", SIZE, max_sequence_length=9, guidance_schedule=None, guidance_scale=3.0
     ),
     "hunyuandit": _hunyuan_dit("HunyuanDiTPipeline"),
     "hunyuandit, perturbed": _hunyuan_dit("HunyuanDiTPAGPipeline", parts={"pag_applied_layers": "blocks.1"}),
     "hunyuandit, controlnet": _hunyuan_dit("HunyuanDiTControlNetPipeline", control_image=IMAGE),
-    "hunyuanimage, refined": TinyPipeline(
-        hunyuan_image_refiner,
-        "HunyuanImageRefinerPipeline",
-        {**_LARGE, **TEXT, **options.masks("embeds_mask", torch.int64), "image": options.random_image(96, 160)},
-    ),
+    "hunyuanimage, refined": _refined(options.masks("embeds_mask", torch.int64), image=options.random_image(96, 160)),
     "z-image, controlnet, inpainting": _z_image_controlled(
         "ZImageControlNetInpaintPipeline",
         {"image": SMALL_IMAGE, "mask_image": SMALL_MASK},
@@ -258,25 +227,15 @@ SHELF_PIPELINES: dict[str, TinyPipeline] = {
     "kandinsky 5, one image, image": TinyPipeline(
         kandinsky5_image, "Kandinsky5I2IPipeline", SIZE, _KANDINSKY, image=IMAGE, parts={"visual_cond": True}
     ),
-    "bria fibo 2": TinyPipeline(
-        "bria fibo 2",
-        "BriaFibo2Pipeline",
-        {**_MEDIUM, "prompt": None, **_FIBO_2},
-        parts={"vae": partial(kl_vae, "AutoencoderKLFlux2")},
-    ),
-    "latte": TinyPipeline(
-        "latte",
-        "LattePipeline",
-        {**SIZE, **TEXT, "negative_prompt": None, "video_length": 3},
-        parts={"vae": None, "scheduler": DDIMScheduler},
-    ),
+    "bria fibo 2": TinyPipeline("bria fibo 2", "BriaFibo2Pipeline", MEDIUM, _FIBO_2, prompt=None, parts=_FLUX2_VAE),
+    "latte": TinyPipeline("latte", "LattePipeline", SIZE, TEXT, negative_prompt=None, video_length=3, parts=_LATTE),
     "qwen-image 2.1": _qwen_21(),
     "qwen-image 2.1, no cached keys": _qwen_21(use_kv_cache=False),
     "sana": TinyPipeline("sana", "SanaPipeline", _LARGE, _SANA, parts=_NO_VAE),
     "sana, perturbed": TinyPipeline(
         "sana", "SanaPAGPipeline", _LARGE, _SANA, parts={"vae": None, "pag_applied_layers": "transformer_blocks.1"}
     ),
-    "sana video": TinyPipeline("sana video", "SanaVideoPipeline", _MEDIUM, _SANA, frames=9, parts=_NO_VAE),
+    "sana video": TinyPipeline("sana video", "SanaVideoPipeline", MEDIUM, _SANA, frames=9, parts=_NO_VAE),
     **COSMOS_PIPELINES,
     **EDIT_PIPELINES,
     **AUDIO_PIPELINES,

@@ -18,29 +18,24 @@ from zoo.tiny.pipelines import encoders
 from zoo.tiny.pipelines.components import TinyPipeline, random_model, whole_pipe
 from zoo.tiny.pipelines.options import IMAGE_WIDTH, random_image, random_mask
 
-_BLOCKS: dict[str, Any] = {
-    "sample_size": 16,
-    "layers_per_block": 1,
-    "block_out_channels": (8, 16),
-    "cross_attention_dim": CLIP_WIDTH,
-    "norm_num_groups": 4,
-    "attention_head_dim": 4,
-}
+_SIZES: dict[str, Any] = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
 _SD: dict[str, Any] = {
-    **_BLOCKS,
+    **_SIZES,
+    "cross_attention_dim": CLIP_WIDTH,
+    "attention_head_dim": 4,
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }
+_ADDITION = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8}
 _XL: dict[str, Any] = {
-    **_BLOCKS,
+    **_SIZES,
+    **_ADDITION,
+    "cross_attention_dim": 2 * CLIP_WIDTH,
+    "attention_head_dim": (2, 4),
     "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
     "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    "attention_head_dim": (2, 4),
     "use_linear_projection": True,
     "transformer_layers_per_block": (1, 2),
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 8,
-    "cross_attention_dim": 2 * CLIP_WIDTH,
     "projection_class_embeddings_input_dim": CLIP_WIDTH + 6 * 8,
 }
 _NOISE: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
@@ -117,19 +112,14 @@ def _t2i_adapter() -> nn.Module:
 
 
 def stable_video_diffusion(cls: str) -> DiffusionPipeline:
-    unet = random_model(
-        "UNetSpatioTemporalConditionModel",
-        1,
-        sample_size=16,
-        layers_per_block=1,
-        cross_attention_dim=CLIP_WIDTH,
-        block_out_channels=(32, 64),
-        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
-        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
-        num_attention_heads=(2, 4),
-        projection_class_embeddings_input_dim=24,
-        addition_time_embed_dim=8,
-    )
+    blocks = {
+        "down_block_types": ("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+    }
+    sizes = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (32, 64), "num_attention_heads": (2, 4)}
+    widths = {"cross_attention_dim": CLIP_WIDTH, "addition_time_embed_dim": 8}
+    widths |= {"projection_class_embeddings_input_dim": 24}
+    unet = random_model("UNetSpatioTemporalConditionModel", 1, **blocks, **sizes, **widths)
     vision = {**encoders.VISION, "projection_dim": CLIP_WIDTH, "image_size": 224, "patch_size": 112}
     sigmas = {"use_karras_sigmas": True, "sigma_min": 0.002, "sigma_max": 700.0}
     types = {"prediction_type": "v_prediction", "timestep_type": "continuous"}

@@ -19,15 +19,13 @@ from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH
 from zoo.tiny.base import fill
 from zoo.tiny.pipelines import encoders, options
 from zoo.tiny.pipelines.components import TinyPipeline, kl_vae, random_model, tiny_pipe
-from zoo.tiny.pipelines.options import FRAMES, IMAGE, IMAGE_TOKENS, IMAGE_WIDTH, PROMPT, SIZE, TEXT_WIDTH, VIDEO
+from zoo.tiny.pipelines.options import FRAMES, IMAGE, IMAGE_WIDTH, MEDIUM, PROMPT, SIZE, TEXT_WIDTH, VIDEO
 from zoo.tiny.transformers.registry import MODELS
 
 # -- HunyuanVideo
 
 
-def hunyuan_video(
-    cls: str, model: str = "hunyuan", *, config: dict[str, Any] | None = None, **parts: Any
-) -> DiffusionPipeline:
+def hunyuan_video(cls: str, model: str = "hunyuan", config: Any = None, **parts: Any) -> DiffusionPipeline:
     config = {"pooled_projection_dim": CLIP_WIDTH, **(config or {})}
     parts = {**encoders.decoder("LlamaModel"), **encoders.clip("_2"), **parts}
     return tiny_pipe(cls, model, config=config, vae=kl_vae("AutoencoderKLHunyuanVideo"), **parts)
@@ -205,7 +203,7 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
     "wan, image": _wan_image(_CONTEXT, parts=_IMAGE_CONTEXT),
     "wan, first and last image": _wan_image(
         {**_CONTEXT, "last_image": options.random_image(48, 80, seed=3)},
-        parts={**_IMAGE_CONTEXT, "pos_embed_seq_len": 2 * IMAGE_TOKENS},
+        parts={**_IMAGE_CONTEXT, "pos_embed_seq_len": 2 * options.IMAGE_TOKENS},
     ),
     "wan 2.2, image": _wan_image(_EMBEDDINGS, parts={"two": True, "in_channels": 36}),
     "wan, image by time steps": _wan_image(_EMBEDDINGS, parts={"expand_timesteps": True}),
@@ -288,7 +286,7 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
     "helios, pyramid": TinyPipeline(
         helios,
         "HeliosPyramidPipeline",
-        {**_HELIOS, "height": 64, "width": 96, "num_frames": 9, "pyramid_num_inference_steps_list": [2, 2]},
+        {**_HELIOS, **MEDIUM, "num_frames": 9, "pyramid_num_inference_steps_list": [2, 2]},
         parts={"stages": 2, "stage_range": [0, 0.5, 1], "gamma": 0.3},
         without=("num_inference_steps",),
     ),

@@ -69,18 +69,12 @@ hunyuan_image_inputs = partial(
     encoder_attention_mask=valid((9, 2), dtype=torch.int64),
     guidance=torch.tensor([6000.0, 6000.0]),
 )
+GLYPHS = {"encoder_hidden_states_2": noise(2, 4, 16), "encoder_attention_mask_2": valid((1, 4), 4, torch.int64)}
 HUNYUAN_IMAGE = {"attention_head_dim": 12, "guidance_embeds": True}
-hunyuan_dit_inputs = partial(
-    inputs,
-    image,
-    600.0,
-    text_embedding_mask=_MASK,
-    encoder_hidden_states_t5=noise(2, 5, 16),
-    text_embedding_mask_t5=valid((5, 2), 5, torch.int64),
-    image_meta_size=torch.tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * 2),
-    style=torch.zeros(2, dtype=torch.int64),
-    image_rotary_emb=rotary,
-)
+_T5 = {"encoder_hidden_states_t5": noise(2, 5, 16), "text_embedding_mask_t5": valid((5, 2), 5, torch.int64)}
+_META = torch.tensor([[64.0, 64.0, 64.0, 64.0, 0.0, 0.0]] * 2)
+_STYLE = {"image_meta_size": _META, "style": torch.zeros(2, dtype=torch.int64)}
+hunyuan_dit_inputs = partial(inputs, image, 600.0, text_embedding_mask=_MASK, image_rotary_emb=rotary, **_T5, **_STYLE)
 HUNYUAN_DIT = {"patch_size": 2, "sample_size": 16, "num_layers": 4, "mlp_ratio": 2.0, "cross_attention_dim": 24}
 
 
@@ -167,12 +161,7 @@ IMAGE_MODELS = {
     "prx": TinyModel(
         "PRXTransformer2DModel", inputs(image, 0.6, attention_mask=valid((9, 4))), mlp_ratio=2.0, axes_dim=[8, 8]
     ),
-    "hunyuanimage": _hunyuan_image(
-        hunyuan_image_inputs(
-            image, encoder_hidden_states_2=noise(2, 4, 16), encoder_attention_mask_2=valid((1, 4), 4, torch.int64)
-        ),
-        {"patch_size": (2, 2), "rope_axes_dim": (6, 6)},
-    ),
+    "hunyuanimage": _hunyuan_image(hunyuan_image_inputs(image, **GLYPHS), patch_size=(2, 2), rope_axes_dim=(6, 6)),
     "hunyuanimage refiner": _hunyuan_image(
         hunyuan_image_inputs(lambda *sizes: noise(2, 4, *sizes)), patch_size=(1, 1, 1), text_embed_2_dim=None
     ),
@@ -275,6 +264,8 @@ def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
+_KREA = {"encoder_hidden_states": noise(2, 9, 3, 24), "encoder_attention_mask": valid((9, 4))}
+krea_inputs = inputs(tokens(16), 0.6, position_ids=lambda *sizes: torch.cat([torch.zeros(9, 3), grid(*sizes)]), **_KREA)
 _z_image = partial(TinyModel, "ZImageTransformer2DModel", **Z_IMAGE)
 _fibo2 = partial(TinyModel, "BriaFibo2Transformer2DModel", **FIBO2)
 _ideogram = partial(TinyModel, "Ideogram4Transformer2DModel", **IDEOGRAM)
@@ -286,17 +277,7 @@ STREAM_MODELS = {
     "z-image, editing": _z_image(z_image_edit_inputs),
     "bria fibo 2": _fibo2(fibo2_inputs()),
     "bria fibo 2, editing": _fibo2(fibo2_inputs(context_latents=[noise(2, 4, 4, 6, seed=i) for i in range(2)])),
-    "krea 2": TinyModel(
-        "Krea2Transformer2DModel",
-        inputs(
-            tokens(16),
-            0.6,
-            encoder_hidden_states=noise(2, 9, 3, 24),
-            position_ids=lambda *sizes: torch.cat([torch.zeros(9, 3), grid(*sizes)]),
-            encoder_attention_mask=valid((9, 4)),
-        ),
-        {"in_channels": 16, "num_attention_heads": 4},
-    ),
+    "krea 2": TinyModel("Krea2Transformer2DModel", krea_inputs, in_channels=16, num_attention_heads=4),
     "ernie-image": TinyModel("ErnieImageTransformer2DModel", ernie_inputs, patch_size=2, rope_axes_dim=(4, 6, 6)),
     "ideogram 4": _ideogram(ideogram_inputs),
     "ideogram 4, a time step for each token": _ideogram(partial(ideogram_inputs, by_token=True)),

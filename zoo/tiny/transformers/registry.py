@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zoo.tiny import base
 from zoo.tiny.base import TinyModel, grid, image, inputs, noise, residuals, rotary, samples, tokens, valid, video
-from zoo.tiny.transformers.image import IMAGE_MODELS, STREAM_MODELS
+from zoo.tiny.transformers.image import GLYPHS, IMAGE_MODELS, STREAM_MODELS
 from zoo.tiny.transformers.video import AUDIO_MODELS, VIDEO_MODELS
 
 # -- Wan
@@ -85,15 +85,12 @@ def ltx_timestep(frames: int, height: int, width: int) -> Tensor:
 _MASK = valid((9, 4), dtype=torch.int64)
 _SIZES = {"num_frames": lambda f, h, w: f, "height": lambda f, h, w: h, "width": lambda f, h, w: w}
 ltx_inputs = partial(inputs, tokens(8), encoder_attention_mask=_MASK, **_SIZES)
-ltx2_inputs = partial(
-    ltx_inputs,
-    ltx_timestep,
-    audio_hidden_states=noise(2, 7, 8, seed=1),
-    audio_encoder_hidden_states=noise(2, 9, 24, seed=1),
-    audio_timestep=torch.tensor([600.0, 600.0]),
-    audio_encoder_attention_mask=_MASK,
-    audio_num_frames=7,
-)
+_SOUND = {
+    "audio_hidden_states": noise(2, 7, 8, seed=1),
+    "audio_encoder_hidden_states": noise(2, 9, 24, seed=1),
+    "audio_timestep": torch.tensor([600.0, 600.0]),
+}
+ltx2_inputs = partial(ltx_inputs, ltx_timestep, **_SOUND, audio_encoder_attention_mask=_MASK, audio_num_frames=7)
 LTX = {"in_channels": 8, "out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 24}
 
 
@@ -105,19 +102,11 @@ def _past(frames: int, height: int, width: int) -> Tensor:
 
 
 def history_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    def indices(first: int, number: int) -> Tensor:
-        return torch.arange(first, first + number)[None].expand(2, -1)
-
-    return samples(
-        video(frames, height, width),
-        indices_hidden_states=indices(7, frames),
-        indices_latents_history_short=indices(6, 1),
-        indices_latents_history_mid=indices(4, 2),
-        indices_latents_history_long=indices(0, 4),
-        latents_history_short=_past(1, height, width),
-        latents_history_mid=_past(2, height, width),
-        latents_history_long=_past(4, height, width),
-    )
+    values = {"indices_hidden_states": torch.arange(7, 7 + frames)[None].expand(2, -1)}
+    for name, first, number in (("long", 0, 4), ("mid", 4, 2), ("short", 6, 1)):
+        values[f"indices_latents_history_{name}"] = torch.arange(first, first + number)[None].expand(2, -1)
+        values[f"latents_history_{name}"] = _past(number, height, width)
+    return samples(video(frames, height, width), **values)
 
 
 def framepack_inputs(frames: int, height: int, width: int, *, batch: int = 2) -> dict[str, Any]:
@@ -158,14 +147,7 @@ def h3_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[st
 
 _FEW_VALID = {"encoder_attention_mask": valid((9, 2), dtype=torch.int64)}
 hunyuan_inputs = inputs(video, pooled_projections=noise(2, 20), guidance=torch.tensor([6000.0, 6000.0]), **_FEW_VALID)
-hunyuan15_inputs = partial(
-    inputs,
-    video,
-    600.0,
-    encoder_hidden_states_2=noise(2, 4, 16),
-    encoder_attention_mask_2=valid((1, 4), 4, torch.int64),
-    **_FEW_VALID,
-)
+hunyuan15_inputs = partial(inputs, video, 600.0, **GLYPHS, **_FEW_VALID)
 HUNYUAN = {"attention_head_dim": 12, "guidance_embeds": True}
 FRAMEPACK = {**HUNYUAN, "has_image_proj": True, "has_clean_x_embedder": True}
 
@@ -222,6 +204,7 @@ _framepack = partial(TinyModel, "HunyuanVideoFramepackTransformer3DModel", **FRA
 _hunyuan15 = partial(TinyModel, "HunyuanVideo15Transformer3DModel", attention_head_dim=12)
 _cogvideox = partial(TinyModel, "CogVideoXTransformer3DModel", **COGVIDEOX)
 _sd3 = partial(TinyModel, "SD3Transformer2DModel", num_layers=3, sample_size=32, pos_embed_max_size=32)
+_RESOLUTION = {"resolution": torch.full((2, 2), 96.0), "aspect_ratio": torch.full((2, 1), 1.5)}
 _WAN_IMAGE = {"image_dim": 20, "added_kv_proj_dim": 36}
 
 MODELS = {
@@ -291,11 +274,7 @@ MODELS = {
     "auraflow": TinyModel("AuraFlowTransformer2DModel", inputs(image, 0.6), sample_size=16),
     "pixart": TinyModel(
         "PixArtTransformer2DModel",
-        inputs(
-            image,
-            encoder_attention_mask=_MASK,
-            added_cond_kwargs={"resolution": torch.full((2, 2), 96.0), "aspect_ratio": torch.full((2, 1), 1.5)},
-        ),
+        inputs(image, encoder_attention_mask=_MASK, added_cond_kwargs=_RESOLUTION),
         {"out_channels": 8, "cross_attention_dim": 48, "sample_size": 128},
     ),
     "lumina2": TinyModel(

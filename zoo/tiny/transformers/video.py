@@ -122,6 +122,8 @@ def sana_given_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 motif_inputs = partial(inputs, lambda *sizes: noise(2, 6, *sizes), encoder_attention_mask=valid((9, 4)))
 MOTIF = {"in_channels": 6, "attention_head_dim": 12, "num_single_layers": 3, "mlp_ratio": 2.0}
 
+_TEXT_AND_IMAGE = (noise(2, 9, 24), noise(2, 5, 20))
+_FACE = {"id_cond": noise(2, 12), "id_vit_hidden": [noise(2, 5, 16, seed=i) for i in range(2)]}
 _cosmos = partial(TinyModel, "CosmosTransformer3DModel", **COSMOS)
 _kandinsky6 = partial(TinyModel, "Kandinsky6Transformer3DModel", axes_dims=(4, 4, 4), visual_cond=False)
 _sana_video = partial(TinyModel, "SanaVideoTransformer3DModel", attention_head_dim=12, rope_max_seq_len=1024)
@@ -139,14 +141,9 @@ VIDEO_MODELS = {
     ),
     # Text and tokens of an image, and residuals of a ControlNet.
     "cosmos 2.5, transfer": _cosmos(
-        cosmos_inputs(
-            0.6,
-            encoder_hidden_states=(noise(2, 9, 24), noise(2, 5, 20)),
-            block_controlnet_hidden_states=residuals(2, 36),
-        ),
+        cosmos_inputs(0.6, encoder_hidden_states=_TEXT_AND_IMAGE, block_controlnet_hidden_states=residuals(2, 36)),
         {"img_context_dim_in": 20, "img_context_num_tokens": 5, "img_context_dim_out": 36},
-        extra_pos_embed_type=None,
-        controlnet_block_every_n=1,
+        {"extra_pos_embed_type": None, "controlnet_block_every_n": 1},
     ),
     "cosmos 3": TinyModel(
         "Cosmos3OmniTransformer",
@@ -160,15 +157,9 @@ VIDEO_MODELS = {
     ),
     "consisid": TinyModel(
         "ConsisIDTransformer3DModel",
-        inputs(
-            base.video_by_frame,
-            image_rotary_emb=rotary,
-            id_cond=noise(2, 12),
-            id_vit_hidden=[noise(2, 5, 16, seed=i) for i in range(2)],
-        ),
-        {"sample_width": 10, "sample_height": 6, "max_text_seq_length": 9},
+        inputs(base.video_by_frame, image_rotary_emb=rotary, **_FACE),
+        {"sample_width": 10, "sample_height": 6, "max_text_seq_length": 9, "is_train_face": True},
         use_rotary_positional_embeddings=True,
-        is_train_face=True,
     ),
     "anyflow": TinyModel("AnyFlowTransformer3DModel", anyflow_inputs(), attention_head_dim=12),
     # A chunk for each frame; those before the last two are compressed.
