@@ -71,7 +71,7 @@ def _call_roll(store: Any, token: str, places: Places) -> str:
     deadline = time.monotonic() + _PATIENCE
     while True:
         if store.check([_key(token, "reason")]):
-            return f"{store.get(_key(token, 'reason')).decode()}."
+            return f"{store.get(_key(token, 'reason')).decode().rstrip('.')}."
         silent = [rank for rank in places if not store.check([_key(token, f"here/{rank}")])]
         if not silent:
             return (
