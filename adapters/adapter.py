@@ -40,6 +40,8 @@ class Adapter:
             first patch carries the text; otherwise each patch carries all of it.
         fills (`tuple[str, str]`, *optional*): Name and value of an argument that marks a call which only stores keys
             and values, for the calls of all CFG branches to read. Every rank along ``batch`` runs such a call.
+        called_outside (`tuple[str, ...]`): Names of modules in blocks that the model also calls outside of their block.
+            Their weights are not sharded by FSDP2, and stages are refused.
         steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines steps with copies of its
             scheduler, one for each frame (diffusion forcing).
         threshold (`float`, defaults to `0.05`): Default of ``residual_diff_threshold``.
@@ -58,6 +60,7 @@ class Adapter:
     frames: Frames | None = None
     empty_text: bool = True
     fills: tuple[str, str] | None = None
+    called_outside: tuple[str, ...] = ()
     steps_with_copies: bool = False
     threshold: float = 0.05
     threshold_source: str = "diffusers' FirstBlockCacheConfig"

@@ -121,6 +121,8 @@ def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | No
     adapter = adapter_for(module, adapter)
     if adapter is None or adapter.blocks is None:
         return "its block stack is not described (Adapter(..., blocks=CachedBlocks(...)))"
+    if adapter.called_outside:
+        return f"it calls {', '.join(adapter.called_outside)} outside of the block, which one stage alone holds"
     if not all(group.chained for group in adapter.blocks.groups):
         return "its adapter does not say that blocks pass only tokens to each other (BlockGroup(chained=True))"
     return None

@@ -39,6 +39,8 @@ DIT = Adapter(
         batched=dict.fromkeys(("hidden_states", "timestep", "class_labels", "cross_attention_kwargs"), 0),
     ),
     blocks=chained("transformer_blocks", conditions=("class_labels",)),
+    # The output layers are modulated by the embedding of the time step and class that block 0 contains.
+    called_outside=("transformer_blocks.0.norm1.emb",),
 )
 
 PRX = Adapter(

@@ -33,9 +33,8 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
     plan = why_no_stages(module, adapter) or patch_plan_for(module, adapter)
     if isinstance(plan, str):
         raise TypeError(
-            f"PipeFusion does not know patches of {name}: {plan}. docs/stages.md lists the models whose it does. "
-            "Leave pipefusion= out: "
-            "stages are exact then."
+            f"PipeFusion does not know patches of {name}: {plan}. docs/stages.md lists the models for which it does. "
+            "Leave pipefusion= out."
         )
     if mesh.tensor.size > 1:
         raise ValueError(

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.components import components_of
-from para_core.adapters.consistency.loras import lora_weights
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import mesh_of, require_kind, tensor_plan_for, transformers_of
 from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY, require_not_offloaded
@@ -25,6 +24,7 @@ from para_core.adapters.weights.sharded_component import (
     gather_component,
     is_distributed,
     mesh_of_diffusers,
+    replicated_in_blocks,
     sharded_component,
 )
 from para_core.distributed.consistency import Record, check_consistent, first_difference, raising_on_all, signature
@@ -197,7 +197,7 @@ def shard_components(
                 )
             plan = plans.get(name)
             if plan is None:
-                require_shardable(module, lora_weights(module))
+                require_shardable(module, replicated_in_blocks(module))
             else:
                 require_tensor_plan_fits(module, plan, ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1)
         # Reading one element of a memory-mapped weight loads a whole page, so values of files are not compared.

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters.components import blocks_of, components_of
 from para_core.adapters.consistency.loras import lora_weights
+from para_core.adapters.registry import adapter_for
 from para_core.adapters.weights.lora import follow_loras, leave_loras
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
@@ -40,6 +41,13 @@ _LATE = {
 }
 
 
+def replicated_in_blocks(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that FSDP2 leaves on every rank: those of LoRAs, and of ``Adapter.called_outside``."""
+    adapter = adapter_for(module)
+    names = () if adapter is None else adapter.called_outside
+    return [*lora_weights(module), *(x for name in names for x in module.get_submodule(name).parameters())]
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedComponent:
     """One component of a pipeline and how its weights are sharded over ``mesh``. ``plan`` is None for ``"fsdp"``."""
@@ -61,7 +69,7 @@ class ShardedComponent:
                 blocks_of(self.module),
                 self.mesh,
                 offload_policy=self.offload_policy,
-                replicated=lora_weights(self.module),
+                replicated=replicated_in_blocks(self.module),
             )
         else:
             shard_tensors(self.module, self.plan, self.mesh)

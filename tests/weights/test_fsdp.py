@@ -79,6 +79,21 @@ def test_shared_weights_give_the_same_bits_in_every_family(rank_pool, name, shap
     check_shared(rank_pool, name, shape)
 
 
+def share_dit():
+    """Generate with DiT on one device, and with its weights shared; then ask for stages of it."""
+    alone = generate(make("dit"), "dit")
+    pipe = parallelize_pipe(make("dit"), mesh=cpu_mesh(2, 1), weights="fsdp")
+    assert isinstance(pipe.transformer.transformer_blocks[0], FSDPModule)
+    with pytest.raises(TypeError, match=r"norm1\.emb"):
+        parallelize_pipe(pipe, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("pipe",)))
+    return alone, generate(pipe, "dit")
+
+
+def test_model_that_calls_a_part_of_a_block_itself(rank_pool):
+    for alone, shared in rank_pool.run(share_dit, 2):
+        assert relative_error(shared, alone) < 1e-5
+
+
 def in_order(order):
     """Generate with a cache that hits, applied in the given order."""
     pipe, outs = make("flux"), []
