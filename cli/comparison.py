@@ -30,15 +30,11 @@ ROUNDINGS = 32
 
 @dataclass(frozen=True)
 class Reference:
-    """Pixels generated on one rank, and their sensitivity to rounding.
+    """Pixels generated on one rank, and their sensitivity to rounding."""
 
-    Args:
-        pixels (`np.ndarray`): Float32, from 0 to 1.
-        rounding (`float`, *optional*): Relative change of the pixels if every output element of the transformer changes
-            by one unit in the last place. None if the recipe has options that approximate, such as a cache.
-    """
-
-    pixels: np.ndarray[Any, Any]
+    pixels: np.ndarray[Any, Any]  # float32, from 0 to 1
+    # Relative change of the pixels if every output element of the transformer changes by one unit in the last place.
+    # None if the recipe has options that approximate, such as a cache.
     rounding: float | None
 
     @property

@@ -215,7 +215,8 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
             journal = Path(folder) / "journal"
             job = RankJob(task.recipe, task.lines, task.folder, journal, debug=debug)
             return run_job(job, task.ranks)
-    from para_core.fleet.group import ReplicaShape, generate_lines
+    from para_core.fleet.group import generate_lines
+    from para_core.fleet.rank import ReplicaOptions
 
     bars = Bars(len(task.lines), steps=False)
 
@@ -227,7 +228,7 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
         return generate_lines(
             task.lines,
             task.recipe,
-            ReplicaShape(task.ranks),
+            ReplicaOptions(task.ranks),
             task.replicas,
             write=write,
             debug=debug,

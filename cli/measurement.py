@@ -32,23 +32,15 @@ _ALONE = 24 * 3600.0
 
 @dataclass(frozen=True)
 class MeasurementJob:
-    """A request that a group of ranks generates several times, and the measurements to make.
-
-    Args:
-        warmup_runs (`int`): Number of generations before the timed ones.
-        runs (`int`): Number of timed generations.
-        check (`bool`): Whether to compare the result with that of one rank.
-        profile (`Path`, *optional*): Folder in which each rank writes a profiler trace. None writes no traces.
-        debug, errors: As in :class:`~para_core.cli.ranks.RankJob`.
-    """
+    """A request that a group of ranks generates several times, and the measurements to make."""
 
     recipe: Recipe
     request: Request
-    warmup_runs: int
+    warmup_runs: int  # before the timed ones
     runs: int
-    check: bool = False
-    profile: Path | None = None
-    debug: bool = False
+    check: bool = False  # whether to compare the result with that of one rank
+    profile: Path | None = None  # folder in which each rank writes a profiler trace
+    debug: bool = False  # this and errors are as in RankJob
     errors: Path | None = None
 
 

@@ -43,21 +43,14 @@ _AGREEMENT_TIMEOUT = timedelta(seconds=20)
 
 @dataclass(frozen=True)
 class RankJob:
-    """Requests (:class:`Line`) that one group of ranks generates one after another.
-
-    Args:
-        folder (`Path`): Folder of the results.
-        journal (`Path`): File to which ranks append events, such as the end of a line, as one JSON object per line.
-        debug (`bool`): Whether to show tracebacks and other libraries' log messages.
-        errors (`Path`, *optional*): File for error messages of ranks, set by :func:`run_on_ranks`.
-    """
+    """Requests that one group of ranks generates one after another."""
 
     recipe: Recipe
     lines: tuple[Line, ...]
-    folder: Path
-    journal: Path
-    debug: bool = False
-    errors: Path | None = None
+    folder: Path  # of the results
+    journal: Path  # to which ranks append events, such as the end of a line, as one JSON object per line
+    debug: bool = False  # whether to show tracebacks and other libraries' log messages
+    errors: Path | None = None  # file for error messages of ranks, set by run_on_ranks
 
 
 class RankEndedError(RuntimeError):

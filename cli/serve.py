@@ -66,10 +66,8 @@ def serve(
     if api_key is None and host not in _LOOPBACK:
         raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {api_key_env} to an API key.")
     from para_core.fleet import serving
-    from para_core.fleet.group import ReplicaShape
     from para_core.fleet.rank import ReplicaOptions
-    from para_core.fleet.reading import Limits
-    from para_core.fleet.server import ServerOptions
+    from para_core.fleet.reading import ServerOptions
 
     pipeline, recipe = options.model_and_recipe(model, run)
     if memory is not None and not memory > 0:
@@ -79,14 +77,31 @@ def serve(
     if max_steps < 1 or not request_seconds > 0:
         values = f"--max-steps {max_steps} and --request-seconds {request_seconds:g}"
         raise typer.BadParameter(f"{values}: expected more than 0 of each.")
-    pixels = _pixels(max_size, pipeline.kind)
-    limits = Limits(waiting=queue, pixels=pixels, steps=max_steps, seconds=request_seconds, retries=retries)
     if loras is not None and not pipeline.takes_loras:
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     _require_fit(recipe, max_batch, loras)
     require_file(request_log)
     chosen = choose_format(pipeline, format_)
+    server_options = ServerOptions(
+        replicas,
+        api_key,
+        chosen,
+        fps,
+        videos=results.expanduser().absolute(),
+        keep_hours=keep_hours,
+        max_batch=max_batch,
+        loras=None if loras is None else loras.absolute(),
+        cors=tuple(cors or ()),
+        request_log=None if request_log is None else request_log.absolute(),
+        waiting=queue,
+        pixels=_pixels(max_size, pipeline.kind),
+        steps=max_steps,
+        seconds=request_seconds,
+        retries=retries,
+    )
     replica_options = ReplicaOptions(
+        count_ranks(ranks, replicas),
+        spread,
         room=None if memory is None else memory * 1e9,
         prompt_bytes=int(encoded_prompts * 1e9),
         loras=0 if loras is None else max_loras,
@@ -96,28 +111,7 @@ def serve(
     # Ray prints messages on stdout, while this command uses stderr. docker stop and systemd send SIGTERM.
     with Path(os.devnull).open("w") as sink, nullcontext() if debug else redirect_stdout(sink), terminable():
         try:
-            serving.start(
-                pipeline,
-                recipe,
-                ReplicaShape(count_ranks(ranks, replicas), spread),
-                limits,
-                ServerOptions(
-                    replicas,
-                    api_key,
-                    chosen,
-                    fps,
-                    videos=results.expanduser().absolute(),
-                    keep_hours=keep_hours,
-                    max_batch=max_batch,
-                    loras=None if loras is None else loras.absolute(),
-                    cors=tuple(cors or ()),
-                    request_log=None if request_log is None else request_log.absolute(),
-                ),
-                replica_options,
-                host=host,
-                port=port,
-                debug=debug,
-            )
+            serving.start(pipeline, recipe, server_options, replica_options, host=host, port=port, debug=debug)
             address = f"[{host}]" if ":" in host else host
             console.print(f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)", markup=False)
             while True:

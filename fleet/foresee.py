@@ -34,18 +34,13 @@ _SIDES = (512, 1024)
 class Memory:
     """Predicted memory of one rank, as a linear function of the pixels of a result.
 
-    Args:
-        room (`float`): Bytes that the rank may hold.
-        fixed (`float`): Bytes of weights and of activations of text tokens.
-        per_pixel (`float`): Bytes of activations per pixel of an image or frame.
-
     >>> Memory(room=24e9, fixed=20e9, per_pixel=1000.0).pixels
     4000000
     """
 
-    room: float
-    fixed: float
-    per_pixel: float
+    room: float  # bytes that the rank may hold
+    fixed: float  # bytes of weights and of activations of text tokens
+    per_pixel: float  # bytes of activations per pixel of an image or frame
 
     @property
     def pixels(self) -> int:

@@ -9,7 +9,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -34,24 +33,11 @@ _STARTS = 4
 _GRACE_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class ReplicaShape:
-    """Size and placement of a replica.
-
-    Args:
-        ranks (`int`): Number of ranks. Each takes one GPU if the cluster has any, else one CPU core.
-        spread (`bool`, defaults to `False`): Whether ranks may be on several nodes instead of one.
-    """
-
-    ranks: int
-    spread: bool = False
-
-
 class Replica:
     """A group of ranks that runs one pipeline, one request at a time."""
 
-    def __init__(self, recipe: Recipe, shape: ReplicaShape, options: ReplicaOptions) -> None:
-        self._recipe, self._shape, self._options = recipe, shape, options
+    def __init__(self, recipe: Recipe, options: ReplicaOptions) -> None:
+        self._recipe, self._options = recipe, options
         self._placement: Any = None
         self._turn = asyncio.Lock()
         self.actors: Sequence[Any] = ()
@@ -62,18 +48,18 @@ class Replica:
         Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading fails.
         """
         bundle = _bundle()
-        strategy = "PACK" if self._shape.spread else "STRICT_PACK"
-        self._placement = placement_group([bundle] * self._shape.ranks, strategy=strategy)
+        strategy = "PACK" if self._options.spread else "STRICT_PACK"
+        self._placement = placement_group([bundle] * self._options.ranks, strategy=strategy)
         seconds = self._recipe.timeout
         try:
             await asyncio.wait_for(self._placement.ready(), seconds)
         except TimeoutError:
             await self.stop()
             raise RuntimeError(
-                f"a replica of {self._shape.ranks} ranks got no resources within {seconds:g} s: the Ray cluster is "
+                f"a replica of {self._options.ranks} ranks got no resources within {seconds:g} s: the Ray cluster is "
                 "busy."
             ) from None
-        self.actors = [self._actor(rank, bundle) for rank in range(self._shape.ranks)]
+        self.actors = [self._actor(rank, bundle) for rank in range(self._options.ranks)]
         try:
             host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
             port = await self.actors[0].open_store.remote(host)
@@ -90,7 +76,7 @@ class Replica:
             num_gpus=bundle.get("GPU", 0),
             max_restarts=0,
         )
-        return actor.remote(self._recipe, rank, self._shape.ranks, self._options)
+        return actor.remote(self._recipe, rank, self._options)
 
     async def stop(self) -> None:
         """Kill all ranks at once, even in the middle of a step, and free their resources."""
@@ -127,12 +113,9 @@ class Replica:
         """
         async with self._turn:
             answers = await self._run(batch, progress)
-            if len(batch) > 1 and all(answer.kind == "failed" for answer in answers):
+            if len(batch) > 1 and all(isinstance(answer.outcome, RequestFailed) for answer in answers):
                 answers = [(await self._run([entry], progress))[0] for entry in batch]
-        return [
-            RequestCancelled(x.reason) if x.kind == "cancelled" else x.result or RequestFailed(x.reason)
-            for x in answers
-        ]
+        return [answer.outcome for answer in answers if answer.outcome is not None]
 
     async def _run(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] | None
@@ -198,7 +181,7 @@ class Replica:
 def generate_lines(
     lines: Sequence[Line],
     recipe: Recipe,
-    shape: ReplicaShape,
+    options: ReplicaOptions,
     replicas: int,
     *,
     write: Callable[[Line, Result], None],
@@ -209,10 +192,10 @@ def generate_lines(
     ``write`` is called in this process with each line and its result. A replica that dies is restarted, and tries its
     current line once more.
     """
-    connected = connect(shape.ranks * replicas, debug=debug)
+    connected = connect(options.ranks * replicas, debug=debug)
     try:
-        require_cluster(shape, replicas)
-        fleet = [Replica(recipe, shape, ReplicaOptions()) for _ in range(min(replicas, len(lines)))]
+        require_cluster(options, replicas)
+        fleet = [Replica(recipe, options) for _ in range(min(replicas, len(lines)))]
         return asyncio.run(_generate_all(lines, fleet, write))
     finally:
         if connected:
@@ -249,22 +232,22 @@ def cancel(first_rank: Any, id_: str) -> Any:
     return first_rank.cancel.options(concurrency_group=CONTROL).remote(id_)
 
 
-def require_cluster(shape: ReplicaShape, replicas: int) -> None:
+def require_cluster(options: ReplicaOptions, replicas: int) -> None:
     """Raise ValueError unless the connected cluster has enough GPUs and CPUs, and large enough nodes."""
     bundle, has = _bundle(), ray.cluster_resources()
     for kind, each in bundle.items():
-        needed = each * shape.ranks * replicas
+        needed = each * options.ranks * replicas
         if needed > has.get(kind, 0):
             raise ValueError(
-                f"{replicas} replicas of {shape.ranks} ranks need {needed:g} {kind}s, and the Ray cluster has "
+                f"{replicas} replicas of {options.ranks} ranks need {needed:g} {kind}s, and the Ray cluster has "
                 f"{has.get(kind, 0):g}: use fewer (--replicas, --ranks), or add nodes with ray start."
             )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fit = sum(min(int(node.get(kind, 0) // (each * shape.ranks)) for kind, each in bundle.items()) for node in nodes)
-    if not shape.spread and fit < replicas:
+    fit = sum(min(int(node.get(kind, 0) // (each * options.ranks)) for kind, each in bundle.items()) for node in nodes)
+    if not options.spread and fit < replicas:
         kind = next(reversed(bundle))
         raise ValueError(
-            f"{replicas} replicas of {shape.ranks} ranks need one node each, and the nodes of the Ray cluster have "
+            f"{replicas} replicas of {options.ranks} ranks need one node each, and the nodes of the Ray cluster have "
             f"{', '.join(f'{node.get(kind, 0):g}' for node in nodes)} {kind}s: use fewer ranks (--ranks), or serve "
             "--spread, which places a replica on several nodes."
         )
@@ -339,20 +322,19 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
     """Wait for the answers of all ranks, and return them in rank order.
 
     A failed or cancelled answer starts a timeout for the other ranks, because they may be waiting for that rank in a
-    collective. A "done" answer starts none: the first rank answers later than the others, because it encodes the files.
+    collective. Another answer starts none: the first rank answers later than the others, because it encodes the files.
     Raise ReplicaDied if a rank died, or did not answer in time.
     """
     tasks: list[asyncio.Task[list[Answer]]] = [asyncio.ensure_future(ref) for ref in refs]
     pending = set(tasks)
-    answered: list[Answer] = []
+    errors: list[Exception] = []
     try:
         while pending:
-            grace = _GRACE_SECONDS if any(answer.kind != "done" for answer in answered) else None
+            grace = _GRACE_SECONDS if errors else None
             ended, pending = await asyncio.wait(pending, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
             if not ended:
-                reason = next((answer.reason for answer in answered if answer.reason), "no reason given")
                 raise ReplicaDied(
-                    f"{len(pending)} of {len(tasks)} ranks do not answer after another one ended: {reason}"
+                    f"{len(pending)} of {len(tasks)} ranks do not answer after another one ended: {errors[0]}"
                 )
             for rank, task in enumerate(tasks):
                 if task not in ended:
@@ -360,7 +342,7 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
                 error = task.exception()
                 if error is not None:
                     raise ReplicaDied(f"rank {rank} died: {cause(error)}") from error
-                answered += task.result()
+                errors += [x.outcome for x in task.result() if isinstance(x.outcome, Exception)]
     finally:
         for task in pending:
             task.cancel()

@@ -9,13 +9,13 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestError, RequestFailed
 from para_core.fleet.outputs import Output, Result
-from para_core.fleet.reading import Limits
+from para_core.fleet.reading import ServerOptions
 from para_core.fleet.request import Request, batch_key
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -39,158 +39,82 @@ class Metrics:
 
 
 @dataclass(eq=False)
-class QueuedRequest:
-    """A request that waits or runs.
-
-    Attributes:
-        progress: Called with the number of finished steps, and with each partial image.
-        answer: Future of the result. Its exception is one of :mod:`para_core.fleet.failures`.
-    """
+class Job:
+    """A request that waits or runs."""
 
     id_: str
     request: Request
-    progress: Callable[[int | Output], None]
-    answer: asyncio.Future[Result]
+    metrics: Metrics
+    task: asyncio.Future[Result] = field(init=False)  # of the result, after retries
+    # Of the current try. Its exception is one of para_core.fleet.failures.
+    answer: asyncio.Future[Result] = field(init=False)
+    events: asyncio.Queue[int | Output] = field(default_factory=asyncio.Queue)  # see progress
+    steps_done: int = 0
+    cancelled: bool = False
+    first_rank: Any = None  # the Ray actor that runs the request and can cancel it, if any
+
+    def progress(self, event: int | Output) -> None:
+        """Note an event of the request: the number of finished steps, or a partial image."""
+        if event == self.steps_done:
+            return
+        if isinstance(event, int):
+            self.metrics.steps.inc(max(0, event - self.steps_done))
+            self.steps_done = event
+        self.events.put_nowait(event)
+
+    def finish(self, outcome: Result | Exception) -> None:
+        """Set the answer of the current try."""
+        if isinstance(outcome, Exception):
+            self.answer.set_exception(outcome)
+        else:
+            self.answer.set_result(outcome)
 
 
 class Replicas(Protocol):
     """Interface of replicas that each run one batch at a time. :class:`para_core.fleet.serving.Front` implements it."""
 
-    async def run(self, batch: Sequence[QueuedRequest]) -> None:
-        """Run requests as one batch on a free replica, and set their answers. Return when the replica is free again."""
+    async def run(self, batch: Sequence[Job]) -> None:
+        """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free again."""
 
-    def cancel(self, id_: str) -> None:
-        """Cancel a running request after its current step."""
-
-    async def ready(self) -> int:
-        """Return the number of replicas that can answer."""
-
-
-class RequestQueue:
-    """Queue of requests for replicas: first come, first served.
-
-    Requests that differ only in prompt and seed may be generated as one batch.
-
-    Args:
-        slots (`int`): Number of replicas.
-        max_batch (`int`): Largest number of requests that are generated as one batch.
-        fits (`Callable`, *optional*): Returns whether requests fit into memory as one batch. Defaults to True.
-    """
-
-    def __init__(
-        self,
-        replicas: Replicas,
-        slots: int,
-        max_batch: int = 1,
-        fits: Callable[[Sequence[Request]], bool] = lambda requests: True,
-    ) -> None:
-        self._max_batch, self._fits = max_batch, fits
-        self._replicas, self._free = replicas, slots
-        self._waiting: list[QueuedRequest] = []
-        self._running: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        # Replicas are called in a copy of this context, and not in that of an HTTP request: when a client disconnects,
-        # Ray Serve cancels every Ray task started in the context of its request, even ranks in the middle of a step.
-        self._context = contextvars.copy_context()
-
-    async def generate(self, id_: str, request: Request, progress: Callable[[int | Output], None]) -> Result:
-        """Run a request as soon as a replica is free, and return its result.
-
-        ``progress`` is called with the number of finished steps, and with each partial image. Raise RequestFailed if
-        the pipeline raised on all ranks, RequestCancelled if :meth:`cancel` was called, and ReplicaDied if the replica
-        died.
-        """
-        entry = QueuedRequest(id_, request, progress, asyncio.get_running_loop().create_future())
-        self._waiting.append(entry)
-        self._dispatch()
-        return await asyncio.shield(entry.answer)
-
-    def cancel(self, id_: str) -> None:
-        """Cancel a request: at once if it waits, after its current step if it runs."""
-        for entry in self._waiting:
-            if entry.id_ == id_:
-                self._waiting.remove(entry)
-                entry.answer.set_exception(RequestCancelled("cancelled before its first step."))
-                return
-        if id_ in self._running:
-            self._context.copy().run(self._replicas.cancel, id_)
+    def cancel(self, job: Job) -> None:
+        """Cancel a running job after its current step."""
 
     async def ready(self) -> int:
         """Return the number of replicas that can answer."""
-        return await self._replicas.ready()
-
-    def _dispatch(self) -> None:
-        while self._free and self._waiting:
-            self._free -= 1
-            batch = self._next_batch()
-            self._running.update(entry.id_ for entry in batch)
-            # The batch runs in a separate task, so that it ends properly even if no client waits any more: a replica
-            # that died is still restarted.
-            task = asyncio.get_running_loop().create_task(self._run(batch), context=self._context.copy())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    def _next_batch(self) -> list[QueuedRequest]:
-        """Remove from the queue and return the first request, and later requests that can be in the same batch."""
-        first = self._waiting.pop(0)
-        batch, key = [first], batch_key(first.request)
-        if self._max_batch > 1 and key is not None:
-            for entry in list(self._waiting):
-                together = [*(other.request for other in batch), entry.request]
-                if len(batch) < self._max_batch and batch_key(entry.request) == key and self._fits(together):
-                    self._waiting.remove(entry)
-                    batch.append(entry)
-        return batch
-
-    async def _run(self, batch: Sequence[QueuedRequest]) -> None:
-        try:
-            await self._replicas.run(batch)
-        finally:
-            for entry in batch:
-                if not entry.answer.done():
-                    entry.answer.set_exception(ReplicaDied("the replica ended without an answer."))
-            self._running.difference_update(entry.id_ for entry in batch)
-            self._free += 1
-            self._dispatch()
-
-
-@dataclass(eq=False)
-class Job:
-    """A request that waits or runs.
-
-    Attributes:
-        task: Future of the result.
-        events: Queue of the numbers of finished steps, and of partial images.
-        steps_done: Number of finished steps.
-    """
-
-    id_: str
-    request: Request
-    task: asyncio.Future[Result] = field(init=False)
-    events: asyncio.Queue[int | Output] = field(default_factory=asyncio.Queue)
-    steps_done: int = 0
 
 
 class Jobs:
-    """All requests of a server that wait or run in ``queue``, and its metrics."""
+    """All requests of a server that wait or run, first come, first served, and its metrics.
 
-    def __init__(self, queue: RequestQueue, limits: Limits, replicas: int) -> None:
-        self._queue, self._limits, self._replicas = queue, limits, replicas
+    Requests that differ only in prompt and seed may be generated as one batch, if ``fits`` returns that they fit into
+    memory together.
+    """
+
+    def __init__(
+        self, replicas: Replicas, options: ServerOptions, fits: Callable[[Sequence[Request]], bool] = lambda _: True
+    ) -> None:
+        self._replicas, self._options, self._fits = replicas, options, fits
+        self._free = options.replicas
         self._jobs: dict[str, Job] = {}
+        self._waiting: list[Job] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self.metrics = Metrics()
+        # Replicas are called in a copy of this context, and not in that of an HTTP request: when a client disconnects,
+        # Ray Serve cancels every Ray task started in the context of its request, even ranks in the middle of a step.
+        self._context = contextvars.copy_context()
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     def require_room(self) -> None:
         """Raise RequestError (429) if as many requests wait or run as the limits allow."""
-        room = self._replicas + self._limits.waiting
+        room = self._options.replicas + self._options.waiting
         if len(self._jobs) >= room:
             self.metrics.requests.labels("refused").inc()
             sample = self.metrics.registry.get_sample_value
             ended = sample("para_core_request_seconds_count")
             mean = sample("para_core_request_seconds_sum") / ended if ended else 1.0
-            seconds = max(1, round(mean * self._limits.waiting / self._replicas))
+            seconds = max(1, round(mean * self._options.waiting / self._options.replicas))
             message = f"{len(self._jobs)} requests run or wait; at most {room} may. Retry in {seconds} s."
             raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
 
@@ -205,15 +129,25 @@ class Jobs:
             raise RequestError(
                 409, "invalid_id", f"X-Request-Id {id_[:64]!r} is in use, or not 1 to 64 of A-Z a-z 0-9 _ -."
             )
-        job = self._jobs[id_] = Job(id_, request)
+        job = self._jobs[id_] = Job(id_, request, self.metrics)
+        self._enqueue(job)
         job.task = asyncio.ensure_future(self._run(job))
         return job
 
     def cancel(self, id_: str) -> None:
-        """Cancel a request. Raise RequestError (404) if no such request waits or runs."""
+        """Cancel a request: at once if it waits, after its current step if it runs.
+
+        Raise RequestError (404) if no such request waits or runs.
+        """
         if id_ not in self._jobs:
             raise RequestError(404, "not_found", f"no request {id_[:64]!r} is waiting or running.")
-        self._queue.cancel(id_)
+        job = self._jobs[id_]
+        job.cancelled = True
+        if job in self._waiting:
+            self._waiting.remove(job)
+            job.finish(RequestCancelled("cancelled before its first step."))
+        elif not job.answer.done():
+            self._context.copy().run(self._replicas.cancel, job)
 
     async def wait(
         self, job: Job, disconnected: Callable[[], Awaitable[bool]] | None = None, seconds: float = float("inf")
@@ -254,7 +188,7 @@ class Jobs:
         if job.task.done():
             self._forget(job)
         else:
-            self._queue.cancel(job.id_)
+            self.cancel(job.id_)
             job.task.add_done_callback(lambda _: self._forget(job))
 
     def _forget(self, job: Job) -> None:
@@ -264,20 +198,54 @@ class Jobs:
             job.task.exception()
 
     async def _run(self, job: Job) -> Result:
-        def progress(event: int | Output) -> None:
-            if event == job.steps_done:
-                return
-            if isinstance(event, int):
-                self.metrics.steps.inc(max(0, event - job.steps_done))
-                job.steps_done = event
-            job.events.put_nowait(event)
-
-        for tries_left in range(self._limits.retries, -1, -1):
+        retries = self._options.retries
+        while True:
             try:
-                return await self._queue.generate(job.id_, job.request, progress)
+                return await job.answer
             except ReplicaDied:
                 self.metrics.deaths.inc()
-                job.steps_done = 0
-                if tries_left == 0:
+                job.steps_done, retries = 0, retries - 1
+                if retries < 0:
                     raise
-        raise RuntimeError("the number of retries is negative.")
+                self._enqueue(job)
+
+    def _enqueue(self, job: Job) -> None:
+        job.answer = asyncio.get_running_loop().create_future()
+        self._waiting.append(job)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        while self._free and self._waiting:
+            self._free -= 1
+            # The batch runs in a separate task, so that it ends properly even if no client waits any more: a replica
+            # that died is still restarted.
+            running = self._run_batch(self._next_batch())
+            task = asyncio.get_running_loop().create_task(running, context=self._context.copy())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _next_batch(self) -> list[Job]:
+        """Remove from the queue and return the first request, and later requests that can be in the same batch."""
+        first = self._waiting.pop(0)
+        batch, key = [first], batch_key(first.request)
+        if self._options.max_batch > 1 and key is not None:
+            for job in list(self._waiting):
+                together = [*(other.request for other in batch), job.request]
+                if len(batch) < self._options.max_batch and batch_key(job.request) == key and self._fits(together):
+                    self._waiting.remove(job)
+                    batch.append(job)
+        return batch
+
+    async def _run_batch(self, batch: Sequence[Job]) -> None:
+        # A job may be retried on another replica before this one is free again, so its answer may be replaced.
+        answers, died = [job.answer for job in batch], ReplicaDied("the replica ended without an answer.")
+        try:
+            await self._replicas.run(batch)
+        except ReplicaDied as error:
+            died = error
+        finally:
+            for answer in answers:
+                if not answer.done():
+                    answer.set_exception(died)
+            self._free += 1
+            self._dispatch()

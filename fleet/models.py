@@ -15,30 +15,19 @@ _OWN = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
 
 @dataclass(frozen=True)
 class Model:
-    """Description of a pipeline, without its weights.
+    """Description of a pipeline, without its weights."""
 
-    Args:
-        name (`str`): Folder, or repository on the Hub.
-        pipeline (`str`): Name of the pipeline's class.
-        fields (`Mapping[str, Any]`): Parameters of the pipeline's call that a request may set, with their defaults
-            (``inspect.Parameter.empty`` if there is none). For a modular pipeline, inputs of its blocks.
-        kind (`"image"` or `"video"`): What the pipeline generates.
-        defaults (`Mapping[str, Any]`): Values of fields that a request omits, if they differ from the pipeline's.
-        annotations (`Mapping[str, Any]`): Types of the parameters, as far as they are known.
-        modular (`bool`): Whether it is a modular pipeline.
-        takes_loras (`bool`): Whether the pipeline's class can load LoRAs.
-        required (`tuple[str, ...]`): Image fields that every request must set.
-    """
-
-    name: str
-    pipeline: str
+    name: str  # folder, or repository on the Hub
+    pipeline: str  # name of the pipeline's class
+    # Parameters of the pipeline's call that a request may set, with their defaults (inspect.Parameter.empty if there
+    # is none). For a modular pipeline, inputs of its blocks.
     fields: Mapping[str, Any]
     kind: Kind
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    annotations: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields, if they differ from the pipeline's
+    annotations: Mapping[str, Any] = field(default_factory=dict)  # types of the parameters, as far as they are known
     modular: bool = False
     takes_loras: bool = True
-    required: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()  # image fields that every request must set
 
     @property
     def images(self) -> tuple[str, ...]:

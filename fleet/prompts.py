@@ -15,19 +15,12 @@ from para_core.fleet.request import Request, make_request, request_schema
 
 @dataclass(frozen=True)
 class Line:
-    """A request of a prompt file, or of the command line as line 1.
+    """A request of a prompt file, or of the command line as line 1."""
 
-    Args:
-        number (`int`): Number of the line, from 1.
-        request (`Request`): The request.
-        digest (`str`): See :func:`~para_core.fleet.outputs.digest`.
-        name (`str`): Name of the result's files, without suffix.
-    """
-
-    number: int
+    number: int  # from 1
     request: Request
-    digest: str = ""
-    name: str = ""
+    digest: str = ""  # see outputs.digest
+    name: str = ""  # of the result's files, without suffix
 
 
 @dataclass(frozen=True)

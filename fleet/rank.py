@@ -6,21 +6,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
-from para_core.fleet.failures import sentence
+from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.loading import build, mesh_shape
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.work import Cancelled, Watch, generate_batch
+from para_core.fleet.work import Watch, generate_batch
 
 # Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
 CONTROL = "control"
@@ -35,47 +35,32 @@ _LAUNCHER_NAMES = (
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """Options of a replica, besides its recipe and shape.
+    """Size and placement of a replica, and its options besides the recipe."""
 
-    Args:
-        room (`float`, *optional*): Bytes that a rank may hold, weights included. Defaults to the memory of its device.
-        prompt_bytes (`int`): Bytes of host memory for cached outputs of text encoders. 0 disables the cache.
-        loras (`int`): Largest number of LoRAs of requests that stay loaded. 0 refuses requests with a LoRA.
-        warmup (`tuple[Request, ...]`): Requests that a replica of a server generates before it is ready.
-    """
-
-    room: float | None = None
-    prompt_bytes: int = 0
-    loras: int = 0
-    warmup: tuple[Request, ...] = ()
+    ranks: int = 1  # each takes one GPU if the cluster has any, else one CPU core
+    spread: bool = False  # whether ranks may be on several nodes instead of one
+    room: float | None = None  # bytes that a rank may hold, weights included; None for the memory of its device
+    prompt_bytes: int = 0  # of host memory for cached outputs of text encoders; 0 disables the cache
+    loras: int = 0  # largest number of LoRAs of requests that stay loaded; 0 refuses requests with a LoRA
+    warmup: tuple[Request, ...] = ()  # requests that a replica of a server generates before it is ready
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Outcome of a request on one rank.
+    """Outcome of a request on one rank."""
 
-    Args:
-        kind (`"done"`, `"failed"` or `"cancelled"`): How the request ended.
-        result (`Result`, *optional*): The result if ``kind`` is ``"done"``, on the first rank only.
-        reason (`str`): Sentence on why the request failed, or after which step it was cancelled.
-        steps (`int`): Number of finished steps.
-        previews (`tuple[Output, ...]`): All partial images, also those that :meth:`Rank.previews` returned.
-    """
-
-    kind: Literal["done", "failed", "cancelled"]
-    result: Result | None = None
-    reason: str = ""
-    steps: int = 0
-    previews: tuple[Output, ...] = ()
+    outcome: Result | RequestFailed | RequestCancelled | None  # None if another rank has the result
+    steps: int = 0  # number of finished steps
+    previews: tuple[Output, ...] = ()  # all partial images, also those that Rank.previews returned
 
 
 class Rank:
-    """Rank number ``rank`` of the ``ranks`` processes that run one pipeline together."""
+    """Rank number ``rank`` of the ``options.ranks`` processes that run one pipeline together."""
 
-    def __init__(self, recipe: Recipe, rank: int, ranks: int, options: ReplicaOptions) -> None:
+    def __init__(self, recipe: Recipe, rank: int, options: ReplicaOptions) -> None:
         self._encoded_prompts: EncodedPrompts | None = None
         self._loras: LoadedLoras | None = None
-        self._recipe, self._rank, self._ranks, self._options = recipe, rank, ranks, options
+        self._recipe, self._rank, self._options = recipe, rank, options
         self._store: Any = None
         self._pipe: Any = None
         self._steps_done: dict[str, int] = {}
@@ -87,7 +72,7 @@ class Rank:
     def open_store(self, host: str) -> int:
         """Open the TCP store of the replica on the first rank, and return its port on ``host``."""
         timeout = timedelta(seconds=self._recipe.timeout)
-        self._store = TCPStore(host, 0, self._ranks, is_master=True, timeout=timeout, wait_for_workers=False)
+        self._store = TCPStore(host, 0, self._options.ranks, is_master=True, timeout=timeout, wait_for_workers=False)
         return int(self._store.port)
 
     def join(self, host: str, port: int) -> None:
@@ -97,9 +82,9 @@ class Rank:
             if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
                 del os.environ[name]
         timeout = timedelta(seconds=self._recipe.timeout)
-        if self._ranks > 1:
-            store = self._store or TCPStore(host, port, self._ranks, is_master=False, timeout=timeout)
-            dist.init_process_group(store=store, rank=self._rank, world_size=self._ranks, timeout=timeout)
+        if self._options.ranks > 1:
+            store = self._store or TCPStore(host, port, self._options.ranks, is_master=False, timeout=timeout)
+            dist.init_process_group(store=store, rank=self._rank, world_size=self._options.ranks, timeout=timeout)
         self._pipe = build(self._recipe)
         if self._options.prompt_bytes:
             self._encoded_prompts = EncodedPrompts(self._pipe, self._options.prompt_bytes)
@@ -136,13 +121,13 @@ class Rank:
                 raise ValueError("this replica takes no LoRA of a request.")
             results = generate_batch(self._pipe, requests, self._recipe, watch)
             return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
-        except Cancelled as error:
-            return [Answer("cancelled", reason=str(error), steps=self.steps_done(id_)) for id_ in ids]
+        except RequestCancelled as error:
+            return [Answer(error, self.steps_done(id_)) for id_ in ids]
         except Exception as error:
             # Memory is released before the next request and not here: cudaFree waits for running kernels, among which
             # may be a collective that waits for a rank that has raised. This rank would then never report the reason.
             self._release_memory = True
-            return [Answer("failed", reason=sentence(error), steps=self.steps_done(id_)) for id_ in ids]
+            return [Answer(RequestFailed(sentence(error)), self.steps_done(id_)) for id_ in ids]
         finally:
             for id_ in ids:
                 self._steps_done.pop(id_, None)
@@ -151,8 +136,8 @@ class Rank:
     def _answer(self, id_: str, result: Result | None, batch: int) -> Answer:
         steps = self.steps_done(id_)
         if id_ in self._cancelled and batch > 1:
-            return Answer("cancelled", reason=f"cancelled after step {steps}.", steps=steps)
-        return Answer("done", result, steps=steps, previews=tuple(self._previews))
+            return Answer(RequestCancelled(f"cancelled after step {steps}."), steps)
+        return Answer(result, steps, tuple(self._previews))
 
     def steps_done(self, id_: str) -> int:
         """Return the number of finished steps of a running request, 0 if there are none."""

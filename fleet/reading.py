@@ -6,11 +6,13 @@ import asyncio
 import base64
 import io
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic_core import from_json
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
@@ -46,27 +48,26 @@ _FORMAT_NAMES = {"jpeg": "jpg"}
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits on what a server accepts.
+class ServerOptions:
+    """Options of the HTTP server itself, and limits on what it accepts. For those of a replica see ``rank.py``."""
 
-    Args:
-        waiting (`int`): Requests that may wait while all replicas are busy.
-        pixels (`int`): Largest number of pixels of a result, summed over all images or frames.
-        steps (`int`): Largest number of denoising steps.
-        body_bytes (`int`): Largest size of a request's body.
-        seconds (`float`): Seconds after which a request is cancelled, the time in the queue included. Asynchronous
-            videos have no such limit.
-        retries (`int`): How often a request is run again after its replica died.
-        memory (`Memory`, *optional*): Predicted memory of a rank, which also limits the pixels. None if unknown.
-    """
-
-    waiting: int = 8
-    pixels: int = 2048 * 2048
+    replicas: int = 1
+    api_key: str | None = None  # that requests must send; without one, only requests to a loopback name are accepted
+    format_: str = "png"  # of results for requests that state none
+    fps: int = 16  # of videos
+    videos: Path | None = None  # folder for results of asynchronous videos; None disables their routes
+    keep_hours: float = 24.0  # for which an asynchronous video is kept after it has ended
+    max_batch: int = 1  # largest number of requests that are generated as one batch
+    loras: Path | None = None  # folder of LoRAs that requests may name; None refuses requests with a LoRA
+    cors: tuple[str, ...] = ()  # sites whose pages may use the server, or "*" for all
+    request_log: Path | None = None  # file to which each request is logged
+    waiting: int = 8  # requests that may wait while all replicas are busy
+    pixels: int = 2048 * 2048  # of a result, summed over all images or frames
     steps: int = 200
     body_bytes: int = 32 * 2**20
-    seconds: float = 600.0
-    retries: int = 0
-    memory: Memory | None = None
+    seconds: float = 600.0  # of a request, the time in the queue included; asynchronous videos have no such limit
+    retries: int = 0  # how often a request is run again after its replica died
+    memory: Memory | None = None  # predicted memory of a rank, which also limits the pixels
 
     @property
     def most_pixels(self) -> int:
@@ -74,14 +75,11 @@ class Limits:
         return self.pixels if self.memory is None else min(self.pixels, self.memory.pixels)
 
 
-def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[BaseModel]:
-    """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images API.
-
-    ``loras`` says whether a request may name a LoRA.
-    """
-    limited = {"num_inference_steps": limits.steps, "max_sequence_length": _MAX_TOKENS}
+def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
+    """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images API."""
+    limited = {"num_inference_steps": options.steps, "max_sequence_length": _MAX_TOKENS}
     formats = (*FORMATS[model.kind], *(["jpeg"] if model.kind == "image" else []))
-    options: dict[str, Any] = {
+    extra: dict[str, Any] = {
         "response_format": (Literal["b64_json", "url"] | None, "b64_json"),
         "stream": (bool | None, False),
         "progress": (Annotated[bool, Field(description="Whether a stream reports each step.")] | None, False),
@@ -90,20 +88,20 @@ def body_schema(model: Model, limits: Limits, *, loras: bool = False) -> type[Ba
         "output_compression": (Annotated[int, Field(ge=0, le=100)] | None, None),
         **dict.fromkeys(_IGNORED, (Any, None)),
     }
-    if loras:
-        options["lora"] = (Annotated[str, Field(description="name or name:scale", max_length=200)] | None, None)
+    if options.loras is not None:
+        extra["lora"] = (Annotated[str, Field(description="name or name:scale", max_length=200)] | None, None)
     if model.kind == "video":
-        options["seconds"] = (Annotated[str | int | float, Field(description="Duration.")] | None, None)
+        extra["seconds"] = (Annotated[str | int | float, Field(description="Duration.")] | None, None)
     schema = request_schema(model, at_most={**limited, **dict.fromkeys(model.images, _MAX_IMAGES)})
-    extended: type[BaseModel] = create_model(schema.__name__, __base__=schema, **options)
+    extended: type[BaseModel] = create_model(schema.__name__, __base__=schema, **extra)
     return extended
 
 
-async def read_content(http: Any, limits: Limits) -> tuple[bytes | dict[str, Any], dict[str, bytes]]:
+async def read_content(http: Any, options: ServerOptions) -> tuple[Any, dict[str, bytes]]:
     """Receive the body of the HTTP request ``http``, but not more bytes than its limit.
 
-    Return it unvalidated: JSON as bytes and no files, or the fields of a form and its files. A field that is a file has
-    a placeholder string as its value, which is the key of the file's contents. Raise RequestError if the body is too
+    Return the unvalidated JSON value and no files, or the fields of a form and its files. A field that is a file has a
+    placeholder string as its value, which is the key of the file's contents. Raise RequestError if the body is too
     large, too slow, or neither JSON nor a form.
     """
     kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
@@ -111,55 +109,59 @@ async def read_content(http: Any, limits: Limits) -> tuple[bytes | dict[str, Any
         raise RequestError(
             415, "invalid_content_type", "expected Content-Type: application/json or multipart/form-data."
         )
-    body = bytearray()
+
+    async def chunks() -> AsyncGenerator[bytes]:
+        size = 0
+        async for chunk in http.stream():
+            size += len(chunk)
+            if size > options.body_bytes:
+                raise RequestError(413, "too_large", f"the body is larger than {options.body_bytes} bytes.")
+            yield chunk
+
     try:
-        async with asyncio.timeout(limits.seconds):
-            async for chunk in http.stream():
-                body += chunk
-                if len(body) > limits.body_bytes:
-                    raise RequestError(413, "too_large", f"the body is larger than {limits.body_bytes} bytes.")
+        async with asyncio.timeout(options.seconds):
+            if kind == "multipart/form-data":
+                return await _read_form(http.headers, chunks(), options.body_bytes)
+            return from_json(b"".join([chunk async for chunk in chunks()])), {}
     except ClientDisconnect:
         raise RequestError(499, "client_left", "the client disconnected while it sent the body.") from None
     except TimeoutError:
-        raise RequestError(408, "timed_out", f"the body was not sent within {limits.seconds:g} s.") from None
-    if kind == "application/json":
-        return bytes(body), {}
-    return await _read_form(bytes(body), http.headers)
+        raise RequestError(408, "timed_out", f"the body was not sent within {options.seconds:g} s.") from None
+    except ValueError as error:
+        raise RequestError(400, "invalid_json", f"the body is not JSON: {error}.") from None
 
 
 def read_request(
-    values: bytes | dict[str, Any],
+    values: Any,
     files: Mapping[str, bytes],
     schema: type[BaseModel],
     model: Model,
-    limits: Limits,
-    *,
-    format_: str,
-    fps: int,
+    options: ServerOptions,
     loras: LoraFolder | None,
 ) -> Request:
     """Validate a body, the result of :func:`read_content`, and return its request.
 
-    Images are decoded to validate them. Raise RequestError if the body is not valid, or the request exceeds a limit.
-
-    Args:
-        schema (`type[BaseModel]`): The result of :func:`body_schema`.
-        format_ (`str`): Format of the result if the body states none.
-        fps (`int`): Frames per second of videos, by which the field ``seconds`` becomes a number of frames.
-        loras (`LoraFolder`, *optional*): LoRAs that a request may name. None refuses all.
+    ``schema`` is the result of :func:`body_schema`. Images are decoded to validate them. Raise RequestError if the body
+    is not valid, or the request exceeds a limit.
     """
+    if isinstance(values, dict):
+        values = {name if name in model.fields else _NAMES.get(name, name): value for name, value in values.items()}
+        reference = values.get("image")
+        if isinstance(reference, dict) and isinstance(reference.get("image_url"), str):
+            values["image"] = reference["image_url"]
     try:
-        fields = _validated(values, schema)
+        # OpenAI's clients send null for a field that their user omits, so exclude_none drops such fields.
+        fields = schema.model_validate(values).model_dump(exclude_unset=True, exclude_none=True)
     except ValidationError as error:
         code = "invalid_value" if error.errors()[0]["loc"] else "invalid_json"
         raise RequestError(400, code, describe_error(error, model, "body")) from None
     for name in _IGNORED:
         fields.pop(name, None)
-    format_ = fields.pop("output_format", format_)
+    format_ = fields.pop("output_format", options.format_)
     lora = fields.pop("lora", None if loras is None else loras.default)
     delivery = Delivery(
         _FORMAT_NAMES.get(format_, format_),
-        fps,
+        options.fps,
         fields.pop("output_compression", None),
         fields.pop("partial_images", 0),
         url=fields.pop("response_format", None) == "url",
@@ -169,7 +171,7 @@ def read_request(
 
     def read_image(text: str) -> bytes:
         data = files[text] if text in files else _decode_base64(text)
-        open_image(data, limits.pixels)
+        open_image(data, options.pixels)
         return data
 
     try:
@@ -181,7 +183,7 @@ def read_request(
         if "seconds" in fields:
             seconds = fields.pop("seconds")
             try:
-                fields["frames"] = max(1, round(float(seconds) * fps) + 1)
+                fields["frames"] = max(1, round(float(seconds) * options.fps) + 1)
             except (ValueError, OverflowError):
                 raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
         adapter = None if loras is None or lora in (None, "none") else loras.find(lora)
@@ -189,28 +191,11 @@ def read_request(
         request = replace(request, delivery=delivery, lora=adapter)
     except ValueError as error:
         raise RequestError(400, "invalid_value", str(error)) from None
-    _require_size(request, model, limits)
+    _require_size(request, model, options)
     longest = max([len(value) for value in request.fields.values() if isinstance(value, list)], default=0)
-    if longest > limits.steps:
-        raise RequestError(400, "too_many_steps", f"{longest} steps; this server takes at most {limits.steps}.")
+    if longest > options.steps:
+        raise RequestError(400, "too_many_steps", f"{longest} steps; this server takes at most {options.steps}.")
     return request
-
-
-def _validated(values: bytes | dict[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
-    try:
-        valid = schema.model_validate_json(values) if isinstance(values, bytes) else schema.model_validate(values)
-    except ValidationError as error:
-        if not isinstance(values, bytes) or not error.errors(include_input=False)[0]["loc"]:
-            raise
-        # Some fields may have the names of OpenAI's API, so validate once more with the names of the pipeline, and with
-        # the URL of a reference to an image.
-        fields = {_NAMES.get(name, name): value for name, value in json.loads(values).items()}
-        reference = fields.get("image")
-        if isinstance(reference, dict) and isinstance(reference.get("image_url"), str):
-            fields["image"] = reference["image_url"]
-        valid = schema.model_validate(fields)
-    # OpenAI's clients send null for a field that their user omits, so exclude_none drops such fields.
-    return valid.model_dump(exclude_unset=True, exclude_none=True)
 
 
 def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
@@ -249,14 +234,14 @@ def _require_flat(fields: dict[str, Any]) -> None:
             raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
 
 
-def _require_size(request: Request, model: Model, limits: Limits) -> None:
+def _require_size(request: Request, model: Model, options: ServerOptions) -> None:
     pixels = estimated_pixels(request, model.kind)
-    most = limits.most_pixels
+    most = options.most_pixels
     if pixels <= most:
         return
-    why = f"more than the {limits.pixels} that this server generates at once"
-    if limits.memory is not None and most < limits.pixels:
-        why = limits.memory.prediction(pixels)
+    why = f"more than the {options.pixels} that this server generates at once"
+    if options.memory is not None and most < options.pixels:
+        why = options.memory.prediction(pixels)
     hint = "request fewer at once, or state a size"
     sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
     if sides:
@@ -287,15 +272,11 @@ _NAMES = {"mask": "mask_image", "input_reference": "image"}
 _TEXTS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
 
 
-async def _read_form(body: bytes, headers: Headers) -> tuple[dict[str, Any], dict[str, bytes]]:
+async def _read_form(
+    headers: Headers, chunks: AsyncGenerator[bytes], max_bytes: int
+) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return the fields and files of a multipart form, with which OpenAI's clients send images."""
-
-    async def chunks() -> AsyncIterator[bytes]:
-        yield body
-
-    parser = MultiPartParser(
-        headers, chunks(), max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=max(1, len(body))
-    )
+    parser = MultiPartParser(headers, chunks, max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=max_bytes)
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, ValueError) as error:
@@ -311,7 +292,6 @@ async def _read_form(body: bytes, headers: Headers) -> tuple[dict[str, Any], dic
                 files[item] = _white_where_transparent(data) if name == "mask" else data
             else:
                 item = value if "prompt" in name or name in _TEXTS else _json_or_text(value)
-            name = _NAMES.get(name, name)
             if name in fields:
                 fields[name] = [*(fields[name] if isinstance(fields[name], list) else [fields[name]]), item]
             else:

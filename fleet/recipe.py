@@ -6,19 +6,16 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from para_core.adapters.components import TEXT_ENCODERS, VAE_PLACEMENTS, Quantize, TextEncoders, VaePlacement
-from para_core.adapters.weights.quantize import QUANTIZE, require_quantize_fits
-from para_core.attention.attention_options import ROTATE_METHODS, AttentionSchedule, RotateMethod
+from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
+from para_core.adapters.weights.quantize import require_quantize_fits
+from para_core.attention.attention_options import AttentionSchedule, RotateMethod
 from para_core.attention.backend_selection import EXACT_FORM, Backend
 from para_core.fleet.models import Model
 
-Weights = Literal["replicate", "fsdp", "tensor"]
 Compile = Literal["no", "blocks", "whole"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Offload = Literal["blocks", "model"]
-CommDtype = Literal["int8", "float8_e4m3fn"]
 _LONGEST_TIMEOUT = 365 * 24 * 3600
 MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
 
@@ -27,70 +24,40 @@ MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
 class Recipe:
     """Options for loading a pipeline on a group of ranks.
 
-    Fields that are not listed here are arguments of :func:`parallelize_pipe`.
-
-    Args:
-        model (`str`): Folder, or repository on the Hub.
-        dtype (`str`): ``"auto"`` is bfloat16 on a GPU and float32 elsewhere.
-        mesh (`tuple[tuple[str, int], ...]`): Largest sizes of mesh dims, as pairs with a name of :data:`MESH_NAMES`.
-            Empty leaves the choice to :func:`parallelize_pipe`.
-        cache (`float` or `"default"`, *optional*): Threshold of First Block Cache; ``"default"`` is that of the model
-            family. None disables it.
-        compile (`"no"`, `"blocks"` or `"whole"`): Compile the transformer's blocks, with one graph for equal ones, or
-            the whole transformer.
-        weights (`"replicate"`, `"fsdp"` or `"tensor"`): How weights are distributed over ranks.
-        text_encoders (`str`, *optional*): As in :func:`parallelize_pipe`, but with ``offload="blocks"`` the default is
-            ``"offload"``.
-        offload (`"blocks"` or `"model"`, *optional*): Modules that stay in host memory until they run: the
-            transformer's blocks, as in :func:`parallelize_pipe`; or whole components (``enable_model_cpu_offload``,
-            CUDA only).
-        pipefusion (`int`, *optional*): Number of patches of PipeFusion, with pipeline stages (a ``pipe`` mesh dim) or
-            on one rank. Not exact. None disables it.
-        quantize (`str`, *optional*): How the transformers are quantized by torchao: ``"int8"``, ``"fp8"``,
-            ``"int8-dynamic"`` or ``"fp8-dynamic"``. Not exact.
-        comm_dtype (`"int8"` or `"float8_e4m3fn"`, *optional*): 8-bit dtype to which attention rounds the tensors that
-            ranks exchange. Not exact.
-        lora (`tuple[str, ...]`): Files or repositories, each with ``:scale`` if the scale is not 1.
-        trust_remote_code (`bool`): Whether code of a modular pipeline's repository may run.
+    Fields without a comment are arguments of :func:`parallelize_pipe`.
     """
 
-    model: str
-    dtype: Dtype = "auto"
+    model: str  # folder, or repository on the Hub
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # "auto": bfloat16 on a GPU, float32 elsewhere
+    # Largest sizes of mesh dims, with names of MESH_NAMES. Empty leaves the choice to parallelize_pipe.
     mesh: tuple[tuple[str, int], ...] = ()
     rotate_method: RotateMethod | None = None
-    cache: float | Literal["default"] | None = None
-    compile: Compile = "no"
-    weights: Weights = "replicate"
-    text_encoders: TextEncoders | None = None
+    cache: float | Literal["default"] | None = None  # threshold of First Block Cache, or that of the model family
+    compile: Compile = "no"  # the transformer's blocks, with one graph for equal ones, or the whole transformer
+    weights: Literal["replicate", "fsdp", "tensor"] = "replicate"
+    text_encoders: TextEncoders | None = None  # with offload="blocks" the default is "offload"
+    # Modules that stay in host memory until they run: the transformer's blocks, as in parallelize_pipe, or whole
+    # components (enable_model_cpu_offload, CUDA only).
     offload: Offload | None = None
     resident_blocks: int = 1
-    pipefusion: int | None = None
-    quantize: Quantize | None = None
+    pipefusion: int | None = None  # number of patches, with pipeline stages (a pipe mesh dim) or on one rank; not exact
+    quantize: Quantize | None = None  # of the transformers, by torchao; not exact
     backend: Backend | AttentionSchedule | None = None
     cross_backend: Backend | None = None
-    comm_dtype: CommDtype | None = None
+    comm_dtype: Literal["int8", "float8_e4m3fn"] | None = None  # of what ranks exchange in attention; not exact
     vae: bool = False
     vae_placement: VaePlacement | None = None
-    lora: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()  # files or repositories, each with ":scale" if the scale is not 1
     timeout: float = 600.0
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # whether code of a modular pipeline's repository may run
 
     def __post_init__(self) -> None:
-        for name, value, allowed in (
-            ("dtype", self.dtype, get_args(Dtype)),
-            ("weights", self.weights, get_args(Weights)),
-            ("compile", self.compile, get_args(Compile)),
-            ("rotate_method", self.rotate_method, (None, *ROTATE_METHODS)),
-            ("text_encoders", self.text_encoders, (None, *TEXT_ENCODERS)),
-            ("vae_placement", self.vae_placement, (None, *VAE_PLACEMENTS)),
-            ("offload", self.offload, (None, *get_args(Offload))),
-            ("quantize", self.quantize, (None, *QUANTIZE)),
-            ("backend", None if self.schedule else self.backend, (None, *get_args(Backend))),
-            ("cross_backend", self.cross_backend, (None, *get_args(Backend))),
-            ("comm_dtype", self.comm_dtype, (None, *get_args(CommDtype))),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(filter(None, allowed))}.")
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+            allowed = [choice for literal in literals for choice in get_args(literal)]
+            if allowed and isinstance(value, str) and value not in allowed:
+                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
         if isinstance(self.cache, float) and not self.cache >= 0:
             raise ValueError(f"cache is {self.cache:g}; expected a threshold of at least 0, or 'default'.")
         if not 0 < self.timeout < _LONGEST_TIMEOUT:

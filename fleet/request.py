@@ -37,26 +37,15 @@ USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _U
 
 @dataclass(frozen=True)
 class Delivery:
-    """Options for encoding and sending the result of a request. They do not change what the pipeline generates.
-
-    Args:
-        format_ (`str`): Format of the files.
-        fps (`int`): Frames per second of videos.
-        quality (`int`, *optional*): Quality of JPEG and WebP images, 0 to 100. By default JPEG has 95, and WebP is
-            lossless.
-        partial_images (`int`): Number of previews that are sent while the request runs.
-        url (`bool`): Whether a server's response has URLs of the files instead of the files as base64.
-        stream (`bool`): Whether the response is a stream of server-sent events.
-        progress (`bool`): Whether the stream also reports finished steps.
-    """
+    """Options for encoding and sending the result of a request. They do not change what the pipeline generates."""
 
     format_: str = "png"
-    fps: int = 16
-    quality: int | None = None
-    partial_images: int = 0
-    url: bool = False
-    stream: bool = False
-    progress: bool = False
+    fps: int = 16  # of videos
+    quality: int | None = None  # of JPEG and WebP images, 0 to 100; by default JPEG has 95, and WebP is lossless
+    partial_images: int = 0  # number of previews that are sent while the request runs
+    url: bool = False  # whether a server's response has URLs of the files instead of the files as base64
+    stream: bool = False  # whether the response is a stream of server-sent events
+    progress: bool = False  # whether the stream also reports finished steps
 
 
 class Lora(NamedTuple):
@@ -68,21 +57,13 @@ class Lora(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One call of a pipeline.
+    """One call of a pipeline."""
 
-    Args:
-        fields (`Mapping[str, Any]`): Arguments of the call by diffusers' names, as JSON values.
-        seed (`int`, defaults to `0`): Seed of the ``torch.Generator``.
-        images (`Mapping[str, tuple[bytes, ...]]`): Contents of image files, by the argument that takes them.
-        delivery (`Delivery`): How the result is encoded and sent.
-        lora (`Lora`, *optional*): A LoRA in addition to those of the recipe.
-    """
-
-    fields: Mapping[str, Any]
-    seed: int = 0
-    images: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)
+    fields: Mapping[str, Any]  # arguments of the call by diffusers' names, as JSON values
+    seed: int = 0  # of the torch.Generator
+    images: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)  # contents of files, by argument
     delivery: Delivery = Delivery()
-    lora: Lora | None = None
+    lora: Lora | None = None  # in addition to those of the recipe
 
     @property
     def digest(self) -> str:

@@ -1,7 +1,6 @@
 """The HTTP server, as an ASGI application with the routes of OpenAI's images and videos API.
 
-The server generates through a queue, :class:`para_core.fleet.jobs.RequestQueue`; :mod:`para_core.fleet.serving` runs it
-on Ray.
+Requests wait in :class:`para_core.fleet.jobs.Jobs`; :mod:`para_core.fleet.serving` runs the server on Ray.
 """
 
 from __future__ import annotations
@@ -10,30 +9,30 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI, Security
+from fastapi import APIRouter, Depends, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from prometheus_client import generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from para_core.fleet.access import Access
 from para_core.fleet.answers import MEDIA_TYPES, StoredResults, answer_body, answer_events
 from para_core.fleet.failures import RequestError
 from para_core.fleet.foresee import Memory
-from para_core.fleet.jobs import Job, Jobs, RequestQueue
+from para_core.fleet.jobs import Job, Jobs, Replicas
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Result
-from para_core.fleet.reading import Limits, body_schema, read_content, read_request
+from para_core.fleet.reading import ServerOptions, body_schema, read_content, read_request
 from para_core.fleet.request import Request, estimated_pixels
-from para_core.fleet.videos import Videos, add_routes
+from para_core.fleet.videos import Videos
 
 Message = MutableMapping[str, Any]
 
@@ -85,47 +84,17 @@ class RequestLog:
                 file.write(json.dumps(record) + "\n")
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options of the HTTP server itself. For those of its replicas see ``rank.ReplicaOptions``.
-
-    Args:
-        replicas (`int`): Number of replicas.
-        api_key (`str`, *optional*): Key that requests must send. Without one, only requests to ``localhost``,
-            ``127.0.0.1`` or ``::1`` are accepted.
-        format_ (`str`): Format of results for requests that state none.
-        fps (`int`): Frames per second of videos.
-        videos (`Path`, *optional*): Folder for results of asynchronous videos. None disables their routes.
-        keep_hours (`float`): Hours for which an asynchronous video is kept after it has ended.
-        max_batch (`int`): Largest number of requests that are generated as one batch.
-        loras (`Path`, *optional*): Folder of LoRAs that requests may name. None refuses requests with a LoRA.
-        cors (`tuple[str, ...]`): Sites whose pages may use the server, or ``"*"`` for all.
-        request_log (`Path`, *optional*): File to which each request is logged.
-    """
-
-    replicas: int
-    api_key: str | None = None
-    format_: str = "png"
-    fps: int = 16
-    videos: Path | None = None
-    keep_hours: float = 24.0
-    max_batch: int = 1
-    loras: Path | None = None
-    cors: tuple[str, ...] = ()
-    request_log: Path | None = None
-
-
 class Server:
-    """HTTP routes in front of ``queue``. ``GET /docs`` documents the fields of a request.
+    """HTTP routes in front of ``replicas``. ``GET /docs`` documents the fields of a request.
 
     Attributes:
         app: The ASGI application, which a web server such as uvicorn runs.
         loading: Whether requests are refused because no replica has loaded yet. Set by the creator of the server.
     """
 
-    def __init__(self, queue: RequestQueue, model: Model, limits: Limits, options: ServerOptions) -> None:
-        self._queue, self._model, self._limits, self._options = queue, model, limits, options
-        self._jobs = Jobs(queue, limits, options.replicas)
+    def __init__(self, replicas: Replicas, model: Model, options: ServerOptions) -> None:
+        self._replicas, self._model, self._options = replicas, model, options
+        self._jobs = Jobs(replicas, options, self._fits)
         self._stored = StoredResults()
         # If the model is a local folder, show only the last part of the path, because clients must not learn paths of
         # this machine.
@@ -133,48 +102,36 @@ class Server:
         card = {"id": name or model.pipeline, "object": "model", "created": int(time.time()), "owned_by": "para_core"}
         self._card: dict[str, Any] = {**card, "pipeline": model.pipeline, "kind": model.kind}
         self.loading = False
-        self._videos = None
-        if model.kind == "video" and options.videos is not None:
-            seconds = options.keep_hours * 3600
-            self._videos = Videos(self._jobs, options.videos, seconds, model=self._card["id"], fps=options.fps)
-        self._access = Access(options.api_key, options.cors)
         self._loras = None if options.loras is None else LoraFolder(options.loras)
-        self._body_schema = body_schema(model, limits, loras=self._loras is not None)
+        self._body_schema = body_schema(model, options)
         self._paths = ("/v1/videos/sync",) if model.kind == "video" else ("/v1/images/generations", "/v1/images/edits")
+        own: dict[Any, Any] = dict.fromkeys((RequestError, RequestValidationError, 500), _refuse)
         self.app = FastAPI(
             title=f"para_core: {model.pipeline}",
             redoc_url=None,
-            exception_handlers={
-                RequestError: _refuse,
-                RequestValidationError: _refuse,
-                404: self._absent,
-                405: self._absent,
-                500: _refuse,
-            },
+            exception_handlers={**own, 404: self._absent, 405: self._absent},
         )
         self._add_routes()
         if options.cors:
-            expose = ["X-Request-Id", "Retry-After"]
             self.app.add_middleware(
                 CORSMiddleware,
                 allow_origins=options.cors,
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=expose,
+                expose_headers=["X-Request-Id", "Retry-After"],
             )
         if options.request_log is not None:
             self.app.add_middleware(RequestLog, path=options.request_log)
 
     def set_memory(self, memory: Memory | None) -> None:
         """Limit the pixels of results by the predicted memory of a rank. None sets no such limit."""
-        self._limits = replace(self._limits, memory=memory)
+        self._options = replace(self._options, memory=memory)
 
-    def fits(self, requests: Sequence[Request]) -> bool:
-        """Whether the requests together are within the limits on pixels and memory, so that they can be one batch."""
-        return sum(estimated_pixels(request, self._model.kind) for request in requests) <= self._limits.most_pixels
+    def _fits(self, requests: Sequence[Request]) -> bool:
+        return sum(estimated_pixels(request, self._model.kind) for request in requests) <= self._options.most_pixels
 
     def _add_routes(self) -> None:
-        guard = [Depends(self._access.require)]
+        guard = [Depends(Access(self._options.api_key, self._options.cors).require)]
         if self._options.api_key is not None:
             # This dependency adds a field for the key to the page /docs.
             guard.append(Security(HTTPBearer(auto_error=False)))
@@ -182,20 +139,26 @@ class Server:
         # a number of bytes. So the schema for /docs is passed separately.
         content = {"application/json": {"schema": self._body_schema.model_json_schema()}}
         body = {"requestBody": {"required": True, "content": content}}
-        add: Any = self.app.add_api_route
-        add("/", self._page, include_in_schema=False)
-        add("/health", self._health)
-        add("/metrics", self._show_metrics, dependencies=guard)
-        add("/v1/models", self._list_models, dependencies=guard)
-        add("/v1/models/{name:path}", self._show_model, dependencies=guard)
+        self.app.get("/", include_in_schema=False)(self._page)
+        self.app.get("/health")(self._health)
+        router = APIRouter(dependencies=guard)
+        router.get("/metrics")(self._show_metrics)
+        router.get("/v1/models")(self._list_models)
+        router.get("/v1/models/{name:path}")(self._show_model)
         for path in self._paths:
-            add(path, self._generate, methods=["POST"], dependencies=guard, openapi_extra=body)
-            add(path + "/{request_id}", self._cancel, methods=["DELETE"], dependencies=guard)
-        if self._videos is not None:
-            add_routes(add, self._videos, self._read, guard, body)
+            router.post(path, openapi_extra=body)(self._generate)
+            router.delete(path + "/{request_id}")(self._cancel)
+        if self._model.kind == "video" and self._options.videos is not None:
+            videos = Videos(self._jobs, self._read, self._options, self._card["id"])
+            router.post("/v1/videos", openapi_extra=body)(videos.create)
+            router.get("/v1/videos")(videos.list)
+            router.get("/v1/videos/{video_id}")(videos.get)
+            router.get("/v1/videos/{video_id}/content")(videos.content)
+            router.delete("/v1/videos/{video_id}")(videos.delete)
         if self._loras is not None:
-            _add_lora_routes(add, self._loras, guard)
-        add("/v1/files/{request_id}/{index}", self._file, dependencies=guard)
+            _add_lora_routes(router, self._loras)
+        router.get("/v1/files/{request_id}/{index}")(self._file)
+        self.app.include_router(router)
 
     async def _absent(self, http: HttpRequest, error: Any) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}[error.status_code]
@@ -207,11 +170,11 @@ class Server:
         return await _refuse(http, RequestError(error.status_code, code, message))
 
     async def _page(self) -> Response:
-        return HTMLResponse(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+        return FileResponse(Path(__file__).with_name("page.html"))
 
     async def _health(self) -> Response:
         """Report the number of ready replicas: status 200 if there are any, else 503."""
-        ready = await self._queue.ready()
+        ready = await self._replicas.ready()
         status = "ok" if ready else "loading" if self.loading else "no replica is ready"
         body = {"status": status, "ready": ready, "replicas": self._options.replicas}
         return JSONResponse(body, 200 if ready else 503)
@@ -220,24 +183,24 @@ class Server:
         """Show the metrics in Prometheus' text format."""
         metrics = self._jobs.metrics
         metrics.accepted.set(len(self._jobs))
-        metrics.waiting.set(max(0, len(self._jobs) - await self._queue.ready()))
+        metrics.waiting.set(max(0, len(self._jobs) - await self._replicas.ready()))
         return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
-    async def _list_models(self) -> Response:
+    async def _list_models(self) -> dict[str, Any]:
         """List the one model that this server runs."""
-        return JSONResponse({"object": "list", "data": [self._card]})
+        return {"object": "list", "data": [self._card]}
 
-    async def _show_model(self, name: str) -> Response:
+    async def _show_model(self, name: str) -> dict[str, Any]:
         """Show the model of this name."""
         if name != self._card["id"]:
             message = f"no model {name[:80]!r} is served; expected {self._card['id']!r}."
             raise RequestError(404, "model_not_found", message)
-        return JSONResponse(self._card)
+        return self._card
 
-    async def _cancel(self, request_id: str) -> Response:
+    async def _cancel(self, request_id: str) -> dict[str, Any]:
         """Cancel a request: at once if it waits, after its current step if it runs."""
         self._jobs.cancel(request_id)
-        return JSONResponse({"id": request_id, "cancelling": True})
+        return {"id": request_id, "cancelling": True}
 
     async def _file(self, request_id: str, index: str) -> Response:
         """Fetch a file of a result that was requested with ``"response_format": "url"``."""
@@ -249,18 +212,10 @@ class Server:
             raise RequestError(503, "loading", "the model is being loaded.", {"Retry-After": "5"})
         # The number of waiting requests is checked before the body is received, because the body may be large.
         self._jobs.require_room()
-        values, files = await read_content(http, self._limits)
+        content = await read_content(http, self._options)
         # Decoding images takes long, so a thread does it: the event loop must not be blocked.
         return await asyncio.to_thread(
-            read_request,
-            values,
-            files,
-            self._body_schema,
-            self._model,
-            self._limits,
-            format_=self._options.format_,
-            fps=self._options.fps,
-            loras=self._loras,
+            read_request, *content, self._body_schema, self._model, self._options, self._loras
         )
 
     async def _generate(self, http: HttpRequest) -> Response:
@@ -281,7 +236,7 @@ class Server:
             self._jobs.end(job)
 
     async def _wait(self, job: Job, http: HttpRequest, base_url: str | None) -> Result:
-        result = await self._jobs.wait(job, http.is_disconnected, self._limits.seconds)
+        result = await self._jobs.wait(job, http.is_disconnected, self._options.seconds)
         if base_url is not None:
             self._stored.add(job.id_, result.outputs)
         return result
@@ -298,13 +253,15 @@ class Server:
             self._jobs.end(job)
 
 
-def _add_lora_routes(add: Callable[..., None], loras: LoraFolder, guard: list[Any]) -> None:
-    async def list_loras() -> Response:
+def _add_lora_routes(router: APIRouter, loras: LoraFolder) -> None:
+    @router.get("/v1/loras")
+    async def list_loras() -> dict[str, Any]:
         """List the LoRAs that requests may name, and the default for requests that name none."""
         data = [{"id": name, "object": "lora"} for name in loras.names()]
-        return JSONResponse({"object": "list", "data": data, "set": loras.default})
+        return {"object": "list", "data": data, "set": loras.default}
 
-    async def set_lora(name: str) -> Response:
+    @router.post("/v1/loras/{name}/set")
+    async def set_lora(name: str) -> dict[str, Any]:
         """Set the default LoRA, as name or name:scale, for requests that name none."""
         try:
             loras.find(name)
@@ -313,14 +270,11 @@ def _add_lora_routes(add: Callable[..., None], loras: LoraFolder, guard: list[An
         loras.default = name
         return await list_loras()
 
-    async def unset_lora() -> Response:
+    @router.post("/v1/loras/unset")
+    async def unset_lora() -> dict[str, Any]:
         """Remove the default LoRA, so that a request that names none is generated without one."""
         loras.default = None
         return await list_loras()
-
-    add("/v1/loras", list_loras, dependencies=guard)
-    add("/v1/loras/{name}/set", set_lora, methods=["POST"], dependencies=guard)
-    add("/v1/loras/unset", unset_lora, methods=["POST"], dependencies=guard)
 
 
 async def _refuse(http: HttpRequest, error: Exception) -> Response:

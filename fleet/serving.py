@@ -16,13 +16,13 @@ from ray import serve
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
-from para_core.fleet.jobs import QueuedRequest, RequestQueue
+from para_core.fleet.jobs import Job
 from para_core.fleet.models import Model
 from para_core.fleet.rank import ReplicaOptions
-from para_core.fleet.reading import Limits
+from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.server import Server, ServerOptions
+from para_core.fleet.server import Server
 
 APP, REPLICAS = "para_core", "para_core_replicas"
 _ANSWER_SECONDS = 10.0
@@ -41,10 +41,8 @@ class ReplicaDeployment:
     If a rank dies, the replica restarts all its ranks. Every second it reports to :class:`Front` that all ranks live.
     """
 
-    async def __init__(  # type: ignore[misc]
-        self, recipe: Recipe, shape: group.ReplicaShape, options: ReplicaOptions
-    ) -> None:
-        self._replica = group.Replica(recipe, shape, options)
+    async def __init__(self, recipe: Recipe, options: ReplicaOptions) -> None:  # type: ignore[misc]
+        self._replica = group.Replica(recipe, options)
         self._id, self._busy, self._starting = uuid.uuid4().hex, False, asyncio.Lock()
         await self._replica.start()
         self._memory = await self._replica.memory()
@@ -111,59 +109,42 @@ class ReplicaDeployment:
 class Front:
     """The Ray Serve deployment that answers HTTP. It holds the server and its queue, and sends batches to replicas."""
 
-    def __init__(self, model: Model, limits: Limits, options: ServerOptions) -> None:
+    def __init__(self, model: Model, options: ServerOptions) -> None:
         self._handle: Any = None
-        self._first_ranks: dict[str, Any] = {}
-        self._cancelled: set[str] = set()
         self._reports: dict[str, float] = {}
-        queue = RequestQueue(self, options.replicas, options.max_batch, self._fits)
-        self._server = Server(queue, model, limits, options)
+        self._server = Server(self, model, options)
         self._server.loading = True
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._server.app
 
-    def _fits(self, requests: Sequence[Request]) -> bool:
-        return self._server.fits(requests)
-
-    async def run(self, batch: Sequence[QueuedRequest]) -> None:
-        """Run requests as one batch on a free replica, and set their answers. Return when the replica is free again."""
+    async def run(self, batch: Sequence[Job]) -> None:
+        """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free again."""
         if self._handle is None:
             handle = serve.get_deployment_handle("Replicas", REPLICAS)
             self._handle = handle.options(method_name="generate", stream=True)
         try:
-            async for kind, value in self._handle.remote([(entry.id_, entry.request) for entry in batch]):
-                if kind == "begin":
-                    for entry in batch:
-                        self._first_ranks[entry.id_] = value
-                        if entry.id_ in self._cancelled:
-                            group.cancel(value, entry.id_)
-                elif kind == "step":
-                    for entry in batch:
-                        entry.progress(value)
-                else:
+            async for kind, value in self._handle.remote([(job.id_, job.request) for job in batch]):
+                if kind == "done" or kind == "died":
                     outcomes = [ReplicaDied(value)] * len(batch) if kind == "died" else value
-                    for entry, outcome in zip(batch, outcomes, strict=True):
-                        self._first_ranks.pop(entry.id_, None)
-                        if isinstance(outcome, Exception):
-                            entry.answer.set_exception(outcome)
-                        else:
-                            entry.answer.set_result(outcome)
+                    for job, outcome in zip(batch, outcomes, strict=True):
+                        job.first_rank = None
+                        job.finish(outcome)
+                    continue
+                for job in batch:
+                    if kind == "step":
+                        job.progress(value)
+                        continue
+                    job.first_rank = value
+                    if job.cancelled:
+                        self.cancel(job)
         except Exception as error:
-            died = ReplicaDied(f"the replica's actor ended: {group.cause(error)}")
-            for entry in batch:
-                if not entry.answer.done():
-                    entry.answer.set_exception(died)
-        finally:
-            for entry in batch:
-                self._first_ranks.pop(entry.id_, None)
-                self._cancelled.discard(entry.id_)
+            raise ReplicaDied(f"the replica's actor ended: {group.cause(error)}") from error
 
-    def cancel(self, id_: str) -> None:
-        """Cancel a running request after its current step."""
-        self._cancelled.add(id_)
-        if id_ in self._first_ranks:
-            group.cancel(self._first_ranks[id_], id_)
+    def cancel(self, job: Job) -> None:
+        """Cancel a running job after its current step."""
+        if job.first_rank is not None:
+            group.cancel(job.first_rank, job.id_)
 
     async def ready(self) -> int:
         """Return the number of replicas that reported within the last ``_SILENT_SECONDS``."""
@@ -181,8 +162,6 @@ class Front:
 def start(
     model: Model,
     recipe: Recipe,
-    shape: group.ReplicaShape,
-    limits: Limits,
     options: ServerOptions,
     replica_options: ReplicaOptions,
     *,
@@ -199,8 +178,8 @@ def start(
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
     replicas = options.replicas
     _require_free(host, port)
-    group.connect(shape.ranks * replicas, debug=debug)
-    group.require_cluster(shape, replicas)
+    group.connect(replica_options.ranks * replicas, debug=debug)
+    group.require_cluster(replica_options, replicas)
     if {APP, REPLICAS} & serve.status().applications.keys():
         raise RuntimeError("this Ray cluster runs a para_core server already: stop it, or use another cluster.")
     try:
@@ -220,10 +199,10 @@ def start(
             ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         )
         # The front starts before the replicas, so that it can answer 503 while they load.
-        handle = serve.run(front.bind(model, limits, options), name=APP, route_prefix="/")
+        handle = serve.run(front.bind(model, options), name=APP, route_prefix="/")
         _require_answer(host, port)
         try:
-            serve.run(deployment.bind(recipe, shape, replica_options), name=REPLICAS, route_prefix=None)
+            serve.run(deployment.bind(recipe, replica_options), name=REPLICAS, route_prefix=None)
         except RuntimeError as error:
             raise RuntimeError(f"a replica cannot start: {_constructor_error() or error}") from error
         deadline = time.monotonic() + _READY_SECONDS

@@ -8,17 +8,18 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse
 
 from para_core.fleet.failures import RequestError
 from para_core.fleet.jobs import Job, Jobs
 from para_core.fleet.outputs import Output, write_atomically
+from para_core.fleet.reading import ServerOptions
 from para_core.fleet.request import Request
 
 logger = logging.getLogger(__name__)
@@ -28,21 +29,23 @@ _PAGE = 100
 
 
 class Videos:
-    """Asynchronous videos of one server. Each has a JSON record and its files in ``folder``, which survive a restart.
+    """Asynchronous videos of one server. Each has a JSON record and its files in a folder, which survive a restart.
 
-    A video that was not finished when an earlier server ended gets the status ``failed``.
+    A video that was not finished when an earlier server ended gets the status ``failed``. The public methods are the
+    routes below ``/v1/videos``. They return records in the form of OpenAI's API.
 
     Args:
         jobs (`Jobs`): Runs the requests.
-        folder (`Path`): Created if it does not exist.
-        keep_seconds (`float`): Seconds after the end of a request at which its record and files are deleted.
+        read (`Callable`): Reads and validates the body of an HTTP request.
+        options (`ServerOptions`): Its folder ``videos`` is created if it does not exist.
         model (`str`): Name of the model in records.
-        fps (`int`): Frames per second, for the duration in records.
     """
 
-    def __init__(self, jobs: Jobs, folder: Path, keep_seconds: float, *, model: str, fps: int) -> None:
-        self._jobs, self._folder, self._keep_seconds = jobs, folder, keep_seconds
-        self._model, self._fps = model, fps
+    def __init__(
+        self, jobs: Jobs, read: Callable[[HttpRequest], Awaitable[Request]], options: ServerOptions, model: str
+    ) -> None:
+        self._jobs, self._read, self._options, self._model = jobs, read, options, model
+        self._folder = folder = options.videos or Path()
         self._running: dict[str, Job] = {}
         self._tasks: set[asyncio.Future[None]] = set()
         self._records: dict[str, dict[str, Any]] = {}
@@ -59,11 +62,9 @@ class Videos:
                 self._fail(record, "server_restarted", "the server ended before the video was done.")
         self._delete_expired()
 
-    def create(self, request: Request) -> dict[str, Any]:
-        """Start generating a video, and return its record at once.
-
-        Raise RequestError if too many requests wait already, or the record cannot be written.
-        """
+    async def create(self, http: HttpRequest) -> dict[str, Any]:
+        """Start generating a video, and return its record at once."""
+        request = await self._read(http)
         id_ = f"video_{uuid.uuid4().hex}"
         job = self._jobs.start(request, id_)
         frames = request.fields.get("num_frames") or request.fields.get("video_length") or 0
@@ -76,7 +77,7 @@ class Videos:
             "progress": 0,
             "model": self._model,
             "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt),
-            "seconds": f"{frames / self._fps:g}",
+            "seconds": f"{frames / self._options.fps:g}",
             "size": request.size,
             "completed_at": None,
             "expires_at": None,
@@ -92,10 +93,10 @@ class Videos:
         task = asyncio.ensure_future(self._finish(job, record))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return self.get(id_)
+        return self._get(id_)
 
-    def get(self, id_: str) -> dict[str, Any]:
-        """Return the record of a video, in the form of OpenAI's API. Raise RequestError (404) if there is none."""
+    def _get(self, id_: str) -> dict[str, Any]:
+        """Return the record of a video. Raise RequestError (404) if there is none."""
         self._delete_expired()
         record = self._records.get(id_)
         if record is None:
@@ -106,39 +107,40 @@ class Videos:
             record |= {"status": "in_progress", "progress": min(99, 100 * job.steps_done // steps)}
         return {name: value for name, value in record.items() if name != "files"}
 
-    def list(self, *, after: str | None = None, limit: int = 20, newest_first: bool = True) -> dict[str, Any]:
-        """Return a page of at most ``limit`` records by time of creation, which begins after video ``after``."""
+    async def get(self, video_id: str) -> dict[str, Any]:
+        """Show the status of a video."""
+        return self._get(video_id)
+
+    async def list(self, after: str | None = None, limit: int = 20, order: str = "desc") -> dict[str, Any]:
+        """List the videos that run or are kept, by time of creation: at most ``limit``, beginning after ``after``."""
         self._delete_expired()
-        ids = sorted(self._records, key=lambda id_: (self._records[id_]["created_at"], id_), reverse=newest_first)
+        ids = sorted(self._records, key=lambda id_: (self._records[id_]["created_at"], id_), reverse=order != "asc")
         if after is not None:
             if after not in ids:
                 raise RequestError(404, "not_found", f"no video {after[:64]!r} exists (any more).")
             ids = ids[ids.index(after) + 1 :]
         page = ids[: max(1, min(limit, _PAGE))]
         ends = {"first_id": page[0] if page else None, "last_id": page[-1] if page else None}
-        return {"object": "list", "data": [self.get(id_) for id_ in page], "has_more": len(ids) > len(page), **ends}
+        return {"object": "list", "data": [self._get(id_) for id_ in page], "has_more": len(ids) > len(page), **ends}
 
-    def content(self, id_: str, index: int = 0) -> Path:
-        """Return the path of a file of a finished video: number ``index``, from 0, if the request generated several.
-
-        Raise RequestError if the video is not finished, or has no such file.
-        """
-        status = self.get(id_)["status"]
+    async def content(self, video_id: str, index: int = 0) -> FileResponse:
+        """Fetch a file of a finished video: number ``index``, from 0, if the request generated several."""
+        status = self._get(video_id)["status"]
         if status != "completed":
-            raise RequestError(409 if status in _RUNNING else 404, "not_ready", f"video {id_} is {status}.")
-        files: list[str] = self._records[id_]["files"]
+            raise RequestError(409 if status in _RUNNING else 404, "not_ready", f"video {video_id} is {status}.")
+        files: list[str] = self._records[video_id]["files"]
         path = self._folder / files[index] if 0 <= index < len(files) else None
         if path is None or not path.is_file():
-            raise RequestError(404, "not_found", f"video {id_} has no file {index}.")
-        return path
+            raise RequestError(404, "not_found", f"video {video_id} has no file {index}.")
+        return FileResponse(path)
 
-    def delete(self, id_: str) -> dict[str, Any]:
-        """Cancel a video that is not finished, and delete its record and files. Return OpenAI's confirmation."""
-        self.get(id_)
-        if id_ in self._running:
-            self._jobs.end(self._running.pop(id_))
-        self._remove(id_)
-        return {"id": id_, "object": "video.deleted", "deleted": True}
+    async def delete(self, video_id: str) -> dict[str, Any]:
+        """Cancel a video, and delete its files."""
+        self._get(video_id)
+        if video_id in self._running:
+            self._jobs.end(self._running.pop(video_id))
+        self._remove(video_id)
+        return {"id": video_id, "object": "video.deleted", "deleted": True}
 
     async def _finish(self, job: Job, record: dict[str, Any]) -> None:
         try:
@@ -168,7 +170,7 @@ class Videos:
 
     def _end(self, record: dict[str, Any], **changes: Any) -> None:
         now = int(time.time())
-        record |= {"completed_at": now, "expires_at": int(now + self._keep_seconds), **changes}
+        record |= {"completed_at": now, "expires_at": int(now + 3600 * self._options.keep_hours), **changes}
         if record["id"] in self._records:
             try:
                 self._write(record)
@@ -191,42 +193,3 @@ class Videos:
     def _remove_files(self, id_: str) -> None:
         for path in self._folder.glob(f"{id_}[.-]*"):
             path.unlink(missing_ok=True)
-
-
-def add_routes(
-    add: Callable[..., None], videos: Videos, read: Callable[[Any], Any], guard: list[Any], body: dict[str, Any]
-) -> None:
-    """Add the routes ``/v1/videos`` for asynchronous videos to an application.
-
-    Args:
-        add (`Callable`): The application's ``add_api_route``.
-        read (`Callable`): Coroutine function that reads and validates the body of an HTTP request.
-        guard (`list`): FastAPI dependencies that check access.
-        body (`dict[str, Any]`): OpenAPI description of the body.
-    """
-
-    async def create(http: HttpRequest) -> Response:
-        """Start generating a video, and return its record at once."""
-        return JSONResponse(videos.create(await read(http)))
-
-    async def list_(after: str | None = None, limit: int = 20, order: str = "desc") -> Response:
-        """List the videos that run or are kept."""
-        return JSONResponse(videos.list(after=after, limit=limit, newest_first=order != "asc"))
-
-    async def show(video_id: str) -> Response:
-        """Show the status of a video."""
-        return JSONResponse(videos.get(video_id))
-
-    async def content(video_id: str, index: int = 0) -> Response:
-        """Fetch the file of a finished video."""
-        return FileResponse(videos.content(video_id, index))
-
-    async def delete(video_id: str) -> Response:
-        """Cancel a video, and delete its files."""
-        return JSONResponse(videos.delete(video_id))
-
-    add("/v1/videos", create, methods=["POST"], dependencies=guard, openapi_extra=body)
-    add("/v1/videos", list_, dependencies=guard)
-    add("/v1/videos/{video_id}", show, dependencies=guard)
-    add("/v1/videos/{video_id}/content", content, dependencies=guard)
-    add("/v1/videos/{video_id}", delete, methods=["DELETE"], dependencies=guard)

@@ -17,6 +17,7 @@ from torch import Tensor
 from para_core.adapters import cache_report
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
+from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.loading import mesh_shape
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
@@ -27,31 +28,21 @@ from para_core.instance_patching import original_class
 _CALLBACK = "callback_on_step_end"
 
 
-class Cancelled(Exception):
-    """Raised on every rank of the group, after the same step, if the current request is cancelled."""
-
-
 @dataclass(frozen=True)
 class Watch:
-    """Functions that are called at the end of each denoising step.
+    """Functions that are called at the end of each denoising step."""
 
-    Args:
-        progress (`Callable[[int], None]`, *optional*): Called with the number of finished steps.
-        cancelled (`Callable[[], bool]`, *optional*): Returns whether to cancel the request. The first rank's answer is
-            broadcast once per step, so either every rank has such a function or no rank. Without it the request is
-            never cancelled.
-        preview (`Callable[[Output], None]`, *optional*): Called with each partial image that the request asks for.
-    """
-
-    progress: Callable[[int], None] | None = None
+    progress: Callable[[int], None] | None = None  # gets the number of finished steps
+    # Returns whether to cancel the request. The first rank's answer is broadcast once per step, so either every rank
+    # has such a function or no rank.
     cancelled: Callable[[], bool] | None = None
-    preview: Callable[[Output], None] | None = None
+    preview: Callable[[Output], None] | None = None  # gets each partial image that the request asks for
 
 
 def generate(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()) -> Result | None:
     """Run the pipeline for one request. A collective call.
 
-    Return the result on the first rank of the pipeline's mesh, None on others. Raise Cancelled on every rank if
+    Return the result on the first rank of the pipeline's mesh, None on others. Raise RequestCancelled on every rank if
     ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank.
     """
     results = generate_batch(pipe, [request], recipe, watch)
@@ -149,7 +140,7 @@ def step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> 
             if mesh is not None:
                 stop = bool(broadcast_bytes(torch.tensor([stop], dtype=torch.uint8), mesh)[0])
             if stop:
-                raise Cancelled(f"cancelled after step {step + 1}.")
+                raise RequestCancelled(f"cancelled after step {step + 1}.")
         return {}
 
     return {_CALLBACK: at_step_end}

@@ -18,7 +18,7 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,13 +27,14 @@ import uvicorn
 from diffusers import FluxPipeline
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
+from para_core.fleet.jobs import Job
 from para_core.fleet.model_index import find_model
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Result, encode
-from para_core.fleet.reading import Limits
+from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, call_arguments
-from para_core.fleet.server import Server, ServerOptions
+from para_core.fleet.server import Server
 
 # Loads relative to the capacity of a server.
 FACTORS = (1, 2, 4)
@@ -68,8 +69,9 @@ class PlainBackend:
         self._pipe.set_progress_bar_config(disable=True)
         self._thread = ThreadPoolExecutor(1)
 
-    async def generate(self, id_: str, request: Request, progress: Callable[[int], None]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._call, request)
+    async def run(self, batch: Sequence[Job]) -> None:
+        for job in batch:
+            job.finish(await asyncio.get_running_loop().run_in_executor(self._thread, self._call, job.request))
 
     def _call(self, request: Request) -> Result:
         start = time.perf_counter()
@@ -81,7 +83,7 @@ class PlainBackend:
         """Return the image of ``request``."""
         return self._call(request).outputs[0].data
 
-    def cancel(self, id_: str) -> None:
+    def cancel(self, job: Job) -> None:
         """Do nothing: no client of this program leaves."""
 
     async def ready(self) -> int:
@@ -89,8 +91,8 @@ class PlainBackend:
 
 
 @contextlib.contextmanager
-def plain_server(model: Model, limits: Limits, port: int) -> Iterator[None]:
-    server = Server(PlainBackend(model.name), model, limits, ServerOptions(1))
+def plain_server(model: Model, options: ServerOptions, port: int) -> Iterator[None]:
+    server = Server(PlainBackend(model.name), model, options)
     web = uvicorn.Server(uvicorn.Config(server.app, HOST, port, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run)
     thread.start()
@@ -104,16 +106,14 @@ def plain_server(model: Model, limits: Limits, port: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replica_server(model: Model, limits: Limits, port: int, replicas: int, ranks: int) -> Iterator[None]:
+def replica_server(model: Model, options: ServerOptions, port: int, ranks: int) -> Iterator[None]:
     import ray
 
     from para_core.fleet import serving
-    from para_core.fleet.group import ReplicaShape
     from para_core.fleet.rank import ReplicaOptions
 
-    shape, recipe = ReplicaShape(ranks), Recipe(model.name)
-    options = (ServerOptions(replicas), ReplicaOptions(prompt_bytes=2**30))
-    serving.start(model, recipe, shape, limits, *options, host=HOST, port=port)
+    of_replica = ReplicaOptions(ranks, prompt_bytes=2**30)
+    serving.start(model, Recipe(model.name), options, of_replica, host=HOST, port=port)
     try:
         yield
     finally:
@@ -215,13 +215,10 @@ def main() -> None:
     parser_of(__doc__).parse_args()
     torch.set_num_threads(1)
     replicas, ranks, requests, num_rounds, port = OPTIONS.values()
-    model, limits = find_model(None), Limits(waiting=2 * replicas)
+    model, options = find_model(None), ServerOptions(replicas, waiting=2 * replicas)
     rounds: dict[str, list[dict[str, Any]]] = {"plain": [], "replicas": []}
     # Both are there all the time, and asked in turns: what else the machine does is then the same for both.
-    with (
-        plain_server(model, Limits(waiting=2), port),
-        replica_server(model, limits, port + 1, replicas, ranks),
-    ):
+    with plain_server(model, ServerOptions(waiting=2), port), replica_server(model, options, port + 1, ranks):
         for number in range(num_rounds):
             for name, of_server, running in (("plain", port, 1), ("replicas", port + 1, replicas)):
                 rounds[name].append(measure(of_server, requests, running))

@@ -34,7 +34,7 @@ from benchmarks.serving.load import PATH, PlainBackend, replica_server, response
 from para_core.fleet.model_index import find_model
 from para_core.fleet.outputs import Result, choose_names, write_result
 from para_core.fleet.prompts import Line, read_prompts
-from para_core.fleet.reading import Limits
+from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 
@@ -91,7 +91,8 @@ def try_first() -> dict[str, Any]:
 
 def try_prompts() -> dict[str, Any]:
     """Generate a file of prompts on replicas, and kill a rank once half of them are written."""
-    from para_core.fleet.group import ReplicaShape, generate_lines
+    from para_core.fleet.group import generate_lines
+    from para_core.fleet.rank import ReplicaOptions
 
     model = find_model(None)
     written: dict[int, float] = {}
@@ -111,7 +112,7 @@ def try_prompts() -> dict[str, Any]:
                 os.kill(rank_processes()[0], signal.SIGKILL)
                 killed.append(time.perf_counter() - start)
 
-        problems += generate_lines(lines, Recipe(model.name), ReplicaShape(RANKS), REPLICAS, write=write)
+        problems += generate_lines(lines, Recipe(model.name), ReplicaOptions(RANKS), REPLICAS, write=write)
         seconds = time.perf_counter() - start
         plain = PlainBackend(model.name)
         some = lines[:: max(1, PROMPTS // COMPARED)][:COMPARED]
@@ -239,9 +240,9 @@ def try_death() -> dict[str, Any]:
 
 
 def try_server() -> dict[str, Any]:
-    limits = Limits(waiting=CLIENTS, seconds=600, retries=1)
+    options = ServerOptions(REPLICAS, waiting=CLIENTS, seconds=600, retries=1)
     start = time.perf_counter()
-    with replica_server(find_model(None), limits, PORT, REPLICAS, RANKS):
+    with replica_server(find_model(None), options, PORT, RANKS):
         started = time.perf_counter() - start
         results = {"clients": try_clients(), "death": try_death()}
     return {"replicas": REPLICAS, "ranks": RANKS, "seconds_to_start": started, **results}

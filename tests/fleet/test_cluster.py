@@ -10,6 +10,7 @@ import ray
 
 from para_core.cli.app import run
 from para_core.fleet import group
+from para_core.fleet.rank import ReplicaOptions
 
 
 class StandIn:
@@ -83,13 +84,13 @@ def nodes(monkeypatch, *cpus):
 
 def test_replica_without_room_names_spread(monkeypatch):
     nodes(monkeypatch, 2, 3, 1)
-    group.require_cluster(group.ReplicaShape(2), 2)
-    group.require_cluster(group.ReplicaShape(3, spread=True), 2)
+    group.require_cluster(ReplicaOptions(2), 2)
+    group.require_cluster(ReplicaOptions(3, spread=True), 2)
     message = r"2 replicas of 3 ranks .* 2, 3, 1 CPUs: .*--spread"
     with pytest.raises(ValueError, match=message):
-        group.require_cluster(group.ReplicaShape(3), 2)
+        group.require_cluster(ReplicaOptions(3), 2)
     with pytest.raises(ValueError, match=r"4 replicas of 2 ranks .*8 CPUs, .*6"):
-        group.require_cluster(group.ReplicaShape(2, spread=True), 4)
+        group.require_cluster(ReplicaOptions(2, spread=True), 4)
 
 
 @pytest.mark.parametrize(

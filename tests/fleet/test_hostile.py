@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from diffusers import FluxImg2ImgPipeline
 
-from para_core.fleet.reading import Limits
 from tests.fleet.test_server import PATH, StandIn, ask, image_url, serving
 
 JSON = "application/json"
@@ -230,7 +229,7 @@ CORPUS = {
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(limits=Limits(body_bytes=200_000), pipeline=FluxImg2ImgPipeline) as (port, backend):
+    with serving(body_bytes=200_000, pipeline=FluxImg2ImgPipeline) as (port, backend):
         yield port, backend
 
 
@@ -275,7 +274,7 @@ def latencies(port, requests):
 @pytest.mark.long
 def test_long_texts_do_not_delay_honest_clients():
     body = json.dumps({"prompt": "word " * 2_000_000}).encode()
-    with serving(StandIn(0.05), limits=Limits(waiting=20)) as (port, _):
+    with serving(StandIn(0.05), waiting=20) as (port, _):
         alone = statistics.median(latencies(port, 32))
         over, statuses = threading.Event(), []
 

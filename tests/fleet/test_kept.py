@@ -9,8 +9,10 @@ from diffusers import FluxPipeline
 from peft import LoraConfig
 from PIL import Image
 
+from para_core.fleet.failures import RequestCancelled, RequestFailed
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.model_index import TINY_FLUX_FIELDS, find_tiny_flux
+from para_core.fleet.outputs import Result
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Lora, Request, batch_key
@@ -25,7 +27,7 @@ def request(prompt=PROMPTS[0], seed=0, lora=None, **fields):
 
 
 def make_rank(**kept):
-    rank = Rank(Recipe(str(find_tiny_flux())), 0, 1, ReplicaOptions(**kept))
+    rank = Rank(Recipe(str(find_tiny_flux())), 0, ReplicaOptions(**kept))
     rank.join("127.0.0.1", 0)
     return rank
 
@@ -35,8 +37,8 @@ def generate(rank, id_, request):
 
 
 def pixels(answer):
-    assert answer.kind == "done", answer.reason
-    return np.asarray(Image.open(io.BytesIO(answer.result.outputs[0].data))).astype(int)
+    assert isinstance(answer.outcome, Result), answer.outcome
+    return np.asarray(Image.open(io.BytesIO(answer.outcome.outputs[0].data))).astype(int)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +99,7 @@ def test_broken_lora_fails_its_request_only(rank, tmp_path):
     (tmp_path / "broken.safetensors").write_text("no weights")
     before = pixels(generate(rank, "before", request()))
     answer = generate(rank, "a", request(lora=LoraFolder(tmp_path).find("broken")))
-    assert (answer.kind, "'broken.safetensors'" in answer.reason) == ("failed", True)
+    assert (type(answer.outcome), "'broken.safetensors'" in str(answer.outcome)) == (RequestFailed, True)
     assert np.array_equal(pixels(generate(rank, "after", request())), before)
 
 
@@ -121,17 +123,17 @@ def test_batch_gives_each_request_its_own_image(rank):
     together = rank.generate_batch([(str(i), each) for i, each in enumerate(requests)])
     for image, answer in zip(alone, together, strict=True):
         assert np.abs(image - pixels(answer)).max() <= 1
-    assert [answer.result.metadata["request"]["seed"] for answer in together] == [0, 1, 2]
+    assert [answer.outcome.metadata["request"]["seed"] for answer in together] == [0, 1, 2]
 
 
 def test_cancelled_request_of_a_batch_does_not_end_the_others(rank):
     rank.cancel("b")
-    kinds = [answer.kind for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
-    assert kinds == ["done", "cancelled"]
+    kinds = [type(answer.outcome) for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
+    assert kinds == [Result, RequestCancelled]
     rank.cancel("a")
     rank.cancel("b")
-    kinds = [answer.kind for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
-    assert kinds == ["cancelled", "cancelled"]
+    kinds = [type(answer.outcome) for answer in rank.generate_batch([("a", request()), ("b", request(seed=1))])]
+    assert kinds == [RequestCancelled, RequestCancelled]
 
 
 @pytest.mark.parametrize(

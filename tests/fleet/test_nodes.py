@@ -15,6 +15,7 @@ from para_core.fleet import group
 from para_core.fleet.loading import build
 from para_core.fleet.model_index import find_model
 from para_core.fleet.prompts import Line
+from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.work import generate
@@ -39,18 +40,18 @@ def test_spread_ranks_equal_plain_pipeline(two_nodes):
     request = make_request({"prompt": "a red circle", "size": "64x48", "steps": 2}, model, seed=3)
     written = []
 
-    def on(shape):
+    def on(options):
         return group.generate_lines(
             [Line(1, request)],
             recipe,
-            shape,
+            options,
             1,
             write=lambda line, result: written.append(result),
         )
 
     with pytest.raises(ValueError, match=r"1 replicas of 2 ranks .* 1, 1 CPUs"):
-        on(group.ReplicaShape(2))
-    assert on(group.ReplicaShape(2, spread=True)) == []
+        on(ReplicaOptions(2))
+    assert on(ReplicaOptions(2, spread=True)) == []
     alone = Recipe(model.name)
     expected = generate(build(alone), request, alone).outputs[0].data
     assert np.abs(pixels(written[0].outputs[0].data) - pixels(expected)).max() <= 1

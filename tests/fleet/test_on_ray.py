@@ -27,10 +27,9 @@ from para_core.fleet.loading import build
 from para_core.fleet.model_index import find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.rank import ReplicaOptions
-from para_core.fleet.reading import Limits
+from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
-from para_core.fleet.server import ServerOptions
 from para_core.fleet.work import generate
 
 # Ray keeps sockets and threads open until the cluster ends, which raises warnings.
@@ -39,7 +38,6 @@ ROOT = Path(__file__).parents[2]
 PORT = 8123
 PATH = "/v1/images/generations"
 SMALL = {"size": "64x48", "steps": 3}
-PLAIN = (Limits(), ServerOptions(1), ReplicaOptions())
 PROMPTS = ["a large red circle", "a blue square", "a green triangle", "a small star"]
 
 
@@ -62,15 +60,9 @@ def recipe(model):
 @pytest.fixture(scope="module")
 def server(model, recipe):
     """Serve with two replicas of two ranks on a cluster of this machine."""
-    limits = Limits(waiting=2, seconds=300)
-    shape = group.ReplicaShape(ranks=2)
-    options = {
-        "options": ServerOptions(2, max_batch=2),
-        "host": "127.0.0.1",
-        "port": PORT,
-        "replica_options": ReplicaOptions(room=6e7, prompt_bytes=2**30),
-    }
-    serving.start(model, recipe, shape, limits, **options)
+    options = ServerOptions(2, max_batch=2, waiting=2, seconds=300)
+    of_replica = ReplicaOptions(ranks=2, room=6e7, prompt_bytes=2**30)
+    serving.start(model, recipe, options, of_replica, host="127.0.0.1", port=PORT)
     yield PORT
     serving.stop()
     end_cluster()
@@ -106,7 +98,7 @@ def test_prompts_finish_although_a_replica_is_killed(model, recipe):
         if len(written) == 3:
             os.kill(rank_processes()[0], signal.SIGKILL)
 
-    problems = group.generate_lines(lines, recipe, group.ReplicaShape(2), 2, write=write)
+    problems = group.generate_lines(lines, recipe, ReplicaOptions(2), 2, write=write)
     assert problems == []
     assert sorted(written) == list(range(1, 9))
 
@@ -117,7 +109,7 @@ def test_impossible_replica_ends_server_with_reason(model, tmp_path):
     weights.write_bytes(weights.read_bytes()[:1000])
     model, recipe = find_model(str(broken)), Recipe(str(broken))
     with pytest.raises(RuntimeError, match="Unable to load weights"):
-        serving.start(model, recipe, group.ReplicaShape(1), *PLAIN, host="127.0.0.1", port=PORT + 12)
+        serving.start(model, recipe, ServerOptions(), ReplicaOptions(1), host="127.0.0.1", port=PORT + 12)
     end_cluster()
 
 
@@ -186,14 +178,14 @@ def test_too_large_size_is_refused_by_planner(server):
 def test_second_server_is_refused(server, model, recipe):
     before = rank_processes()
     with pytest.raises(RuntimeError, match="runs a para_core server already"):
-        serving.start(model, recipe, group.ReplicaShape(ranks=1), *PLAIN, host="127.0.0.1", port=PORT + 11)
+        serving.start(model, recipe, ServerOptions(), ReplicaOptions(ranks=1), host="127.0.0.1", port=PORT + 11)
     assert rank_processes() == before
     assert ask(None, method="GET", path="/health")[0] == 200
 
 
 def test_used_port_is_refused_before_replicas(server, model, recipe):
     with pytest.raises(OSError, match=rf"port {PORT} .*127\.0\.0\.1 .*--port"):
-        serving.start(model, recipe, group.ReplicaShape(ranks=2), *PLAIN, host="127.0.0.1", port=PORT)
+        serving.start(model, recipe, ServerOptions(), ReplicaOptions(ranks=2), host="127.0.0.1", port=PORT)
 
 
 @pytest.mark.parametrize("fields", [{"size": "1x1"}, {"sigmas": []}, {"true_cfg_scale": 1e400}])

@@ -13,7 +13,6 @@ from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, Imag
 from PIL import Image
 
 from para_core.fleet.outputs import Output
-from para_core.fleet.reading import Limits
 from tests.fleet.test_server import StandIn, serving
 
 # The client's sockets are closed when it is collected.
@@ -122,7 +121,7 @@ def test_key():
 
 
 def test_busy_server_raises_the_rate_limit_error():
-    with serving(StandIn(0.5), limits=Limits(waiting=0)) as (port, _), ThreadPoolExecutor(1) as threads:
+    with serving(StandIn(0.5), waiting=0) as (port, _), ThreadPoolExecutor(1) as threads:
         first = threads.submit(client(port).images.generate, prompt="a")
         time.sleep(0.3)
         with pytest.raises(openai.RateLimitError) as refusal:

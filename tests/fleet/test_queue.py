@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
-from para_core.fleet.jobs import RequestQueue
+from para_core.fleet.jobs import Jobs
 from para_core.fleet.outputs import Result
+from para_core.fleet.reading import ServerOptions
 from para_core.fleet.request import Request
 
 
@@ -22,27 +23,27 @@ class Replicas:
         if batch[0].id_ == "dies":
             raise ReplicaDied("gone")
         for entry in batch:
-            entry.answer.set_result(Result((), {"id": entry.id_}))
+            entry.finish(Result((), {"id": entry.id_}))
 
-    def cancel(self, id_):
-        self.cancelled.append(id_)
+    def cancel(self, job):
+        self.cancelled.append(job.id_)
 
 
-def ask(queue, id_, **fields):
-    return asyncio.ensure_future(queue.generate(id_, Request({"prompt": id_, **fields}, seed=len(id_)), print))
+def ask(jobs, id_, **fields):
+    return jobs.start(Request({"prompt": id_, **fields}, seed=len(id_)), id_).task
 
 
 def test_cancelled_request_leaves_the_queue_at_once():
     async def run():
         replicas = Replicas()
-        queue = RequestQueue(replicas, 1)
-        first, second, third = (ask(queue, name) for name in ("first", "second", "third"))
+        jobs = Jobs(replicas, ServerOptions(1))
+        first, second, third = (ask(jobs, name) for name in ("first", "second", "third"))
         await asyncio.sleep(0)
-        queue.cancel("second")
+        jobs.cancel("second")
         with pytest.raises(RequestCancelled):
             await asyncio.wait_for(second, 1)
         assert replicas.cancelled == []
-        queue.cancel("first")  # runs: its replica is told
+        jobs.cancel("first")  # runs: its replica is told
         assert replicas.cancelled == ["first"]
         replicas.open.set()
         assert [(await answer).metadata["id"] for answer in (first, third)] == ["first", "third"]
@@ -54,8 +55,8 @@ def test_cancelled_request_leaves_the_queue_at_once():
 def test_each_free_replica_takes_the_next_request():
     async def run():
         replicas = Replicas()
-        queue = RequestQueue(replicas, 2)
-        answers = [ask(queue, name) for name in "abc"]
+        jobs = Jobs(replicas, ServerOptions(2))
+        answers = [ask(jobs, name) for name in "abc"]
         await asyncio.sleep(0.01)
         assert replicas.ran == ["a", "b"]
         replicas.open.set()
@@ -69,8 +70,8 @@ def test_each_free_replica_takes_the_next_request():
 def test_replica_that_ends_frees_its_place():
     async def run():
         replicas = Replicas()
-        queue = RequestQueue(replicas, 1)
-        dies, lives = ask(queue, "dies"), ask(queue, "lives")
+        jobs = Jobs(replicas, ServerOptions(1))
+        dies, lives = ask(jobs, "dies"), ask(jobs, "lives")
         replicas.open.set()
         with pytest.raises(ReplicaDied):
             await dies
@@ -82,14 +83,14 @@ def test_replica_that_ends_frees_its_place():
 def test_requests_that_differ_in_prompt_and_seed_are_one_batch():
     async def run():
         replicas = Replicas()
-        queue = RequestQueue(replicas, 1, max_batch=3, fits=lambda requests: len(requests) < 4)
-        busy = ask(queue, "busy")
+        jobs = Jobs(replicas, ServerOptions(1, max_batch=3), fits=lambda requests: len(requests) < 4)
+        busy = ask(jobs, "busy")
         fields = {"height": 64}
-        answers = [ask(queue, name, **fields) for name in ("a", "b")]
-        answers += [ask(queue, "other", height=32), ask(queue, "c", **fields), ask(queue, "d", **fields)]
-        answers.append(ask(queue, "several", num_images_per_prompt=2, **fields))
+        answers = [ask(jobs, name, **fields) for name in ("a", "b")]
+        answers += [ask(jobs, "other", height=32), ask(jobs, "c", **fields), ask(jobs, "d", **fields)]
+        answers.append(ask(jobs, "several", num_images_per_prompt=2, **fields))
         await asyncio.sleep(0)
-        queue.cancel("b")
+        jobs.cancel("b")
         replicas.open.set()
         results = await asyncio.gather(busy, *answers, return_exceptions=True)
         assert replicas.ran == ["busy", "a+c+d", "other", "several"]

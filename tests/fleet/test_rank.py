@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from para_core.fleet import rank as rank_module
+from para_core.fleet.failures import RequestCancelled, RequestFailed
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.work import Cancelled
 
 SECONDS = 10.0
 
@@ -40,7 +40,7 @@ def make_rank(monkeypatch, outcomes):
         return outcome
 
     monkeypatch.setattr(rank_module, "generate_batch", generate)
-    return Rank(Recipe(""), 0, 1, ReplicaOptions())
+    return Rank(Recipe(""), 0, ReplicaOptions())
 
 
 def test_failed_request_is_answered_on_busy_device(monkeypatch):
@@ -55,14 +55,14 @@ def test_failed_request_is_answered_on_busy_device(monkeypatch):
     in_time = list(answers)
     released.set()
     thread.join()
-    assert [answer.kind for answer in in_time] == ["failed"]
-    assert "out of 80 GB" in in_time[0].reason
+    assert [type(answer.outcome) for answer in in_time] == [RequestFailed]
+    assert "out of 80 GB" in str(in_time[0].outcome)
 
 
 def test_request_after_failure_releases_memory_once(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("release"))
-    outcomes = [None, ValueError("no"), RuntimeError("no"), None, Cancelled("no"), None]
+    outcomes = [None, ValueError("no"), RuntimeError("no"), None, RequestCancelled("no"), None]
     rank = make_rank(monkeypatch, outcomes)
     run = rank_module.generate_batch
 
@@ -71,8 +71,9 @@ def test_request_after_failure_releases_memory_once(monkeypatch):
         return run(*args, **kwargs)
 
     monkeypatch.setattr(rank_module, "generate_batch", generate)
-    kinds = [rank.generate_batch([(str(index), Request({}, seed=0))])[0].kind for index in range(len(outcomes))]
-    assert kinds == ["done", "failed", "failed", "done", "cancelled", "done"]
+    answers = [rank.generate_batch([(str(index), Request({}, seed=0))])[0] for index in range(len(outcomes))]
+    kinds = [None if answer.outcome is None else type(answer.outcome) for answer in answers]
+    assert kinds == [None, RequestFailed, RequestFailed, None, RequestCancelled, None]
     first_three = ["generate", "generate", "release", "generate"]
     assert calls == [*first_three, "release", "generate", "generate", "generate"]
 
@@ -109,7 +110,7 @@ def test_rank_is_not_the_launcher_process(monkeypatch, launcher):
     monkeypatch.setattr(rank_module, "build", lambda recipe: at_build.update(os.environ))
     with environment_restored():
         os.environ.update(dict.fromkeys((*launcher, *KEPT), "3"))
-        Rank(Recipe(""), 0, 1, ReplicaOptions()).join("127.0.0.1", 0)
+        Rank(Recipe(""), 0, ReplicaOptions()).join("127.0.0.1", 0)
     assert [name for name in launcher if name in at_build] == []
     assert [at_build[name] for name in KEPT] == ["3"] * len(KEPT)
 
@@ -122,7 +123,7 @@ def local_rank_at_build():
     # The rank joins a group of its own, as a fresh actor does.
     index = dist.get_rank()
     ports = [None, None]
-    rank = Rank(Recipe("", timeout=30), index, 2, ReplicaOptions())
+    rank = Rank(Recipe("", timeout=30), index, ReplicaOptions(ranks=2))
     dist.all_gather_object(ports, rank.open_store("127.0.0.1") if index == 0 else 0)
     dist.destroy_process_group()
     at_build = []

@@ -34,9 +34,8 @@ from para_core.cli.app import run
 from para_core.fleet import group, serving
 from para_core.fleet.model_index import find_model, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
-from para_core.fleet.reading import Limits
+from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.server import ServerOptions
 
 # Ray keeps sockets and threads open until the cluster ends, which raises warnings.
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
@@ -87,10 +86,10 @@ def time_limit(cluster):
 def server(cluster):
     """Serve with one replica of two ranks."""
     model = find_model(None)
-    shape, options = group.ReplicaShape(ranks=2), (ServerOptions(1), ReplicaOptions(prompt_bytes=2**30))
+    options = ServerOptions(waiting=2), ReplicaOptions(ranks=2, prompt_bytes=2**30)
     recipe, address = Recipe(model.name, timeout=60), {"host": "127.0.0.1", "port": PORT}
     with within(SECONDS):
-        serving.start(model, recipe, shape, Limits(waiting=2), *options, **address)
+        serving.start(model, recipe, *options, **address)
     yield
     with within(SECONDS):
         serving.stop()

@@ -21,8 +21,8 @@ from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFaile
 from para_core.fleet.foresee import Memory
 from para_core.fleet.model_index import describe
 from para_core.fleet.outputs import Output, Result
-from para_core.fleet.reading import Limits
-from para_core.fleet.server import Server, ServerOptions
+from para_core.fleet.reading import ServerOptions
+from para_core.fleet.server import Server
 
 PATH = "/v1/images/generations"
 
@@ -52,19 +52,26 @@ class StandIn:
             suffix = f".{request.delivery.format_}"
             return Result((Output(suffix, f"{prompt} {request.seed}".encode()),), {"seconds": 0.5})
 
-    def cancel(self, id_):
-        self.cancelled.add(id_)
+    async def run(self, batch):
+        for job in batch:
+            try:
+                job.finish(await self.generate(job.id_, job.request, job.progress))
+            except Exception as error:
+                job.finish(error)
+
+    def cancel(self, job):
+        self.cancelled.add(job.id_)
 
     async def ready(self):
         return self.count
 
 
 @contextlib.contextmanager
-def serving(backend=None, *, api_key=None, limits=None, pipeline=FluxImg2ImgPipeline, **options):
+def serving(backend=None, *, pipeline=FluxImg2ImgPipeline, **options):
     """Yield the port of a running server and its backend."""
     backend = backend or StandIn()
     model = describe("", pipeline, {})
-    server = Server(backend, model, limits or Limits(), ServerOptions(1, api_key, **options))
+    server = Server(backend, model, ServerOptions(**options))
     backend.server = server
     web = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error", ws="none", lifespan="off"))
     thread = threading.Thread(target=web.run, daemon=True)
@@ -125,8 +132,7 @@ def test_an_image_comes_as_base64_or_by_its_url():
 
 
 def test_video_pipeline_answers_at_videos_route():
-    limits = Limits(pixels=64 * 32 * 17)
-    with serving(pipeline=WanPipeline, format_="mp4", limits=limits) as (port, backend):
+    with serving(pipeline=WanPipeline, format_="mp4", pixels=64 * 32 * 17) as (port, backend):
         fields = {"prompt": "a", "size": "64x32", "frames": 17, "response_format": "url"}
         status, _, body = ask(port, fields, path="/v1/videos/sync", X_Request_Id="mine")
         assert status == 200
@@ -141,7 +147,7 @@ def test_video_pipeline_answers_at_videos_route():
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(limits=Limits(body_bytes=200_000)) as (port, _):
+    with serving(body_bytes=200_000) as (port, _):
         yield port
 
 
@@ -209,7 +215,7 @@ def test_bad_requests_are_refused_with_values(server, body, status, message):
 def test_size_beyond_rank_memory_names_one_that_fits():
     # A million pixels fit in memory besides the weights.
     memory = Memory(room=24e9, fixed=20e9, per_pixel=4000.0)
-    with serving(limits=Limits(memory=memory)) as (port, _):
+    with serving(memory=memory) as (port, _):
         status, _, body = ask(port, {"prompt": "a", "size": "1600x1600"})
         assert status == 400
         assert re.search(r"30.2 GB .*24 GB.* 992x992", str(body))
@@ -239,7 +245,7 @@ def test_null_is_what_was_left_out():
 
 @pytest.mark.slow
 def test_one_request_more_than_may_wait_comes_back_later():
-    with serving(StandIn(0.3), limits=Limits(waiting=1)) as (port, _):
+    with serving(StandIn(0.3), waiting=1) as (port, _):
         connections = [start(port, {"prompt": "a"}, X_Request_Id=f"r{i}") for i in range(2)]
         time.sleep(0.2)
         status, headers, body = ask(port, {"prompt": "b"})
@@ -292,14 +298,14 @@ def test_request_is_cancelled_by_id():
 
 
 def test_a_request_that_takes_too_long_is_cancelled():
-    with serving(StandIn(0.1), limits=Limits(seconds=0.3)) as (port, backend):
+    with serving(StandIn(0.1), seconds=0.3) as (port, backend):
         status, _, body = ask(port, {"prompt": "a", "steps": 100}, X_Request_Id="long")
         assert (status, body["error"]["code"]) == (504, "timed_out")
         assert backend.cancelled == {"long"}
 
 
 def test_request_of_dead_replica_is_retried_on_demand():
-    with serving(limits=Limits(retries=1)) as (port, _):
+    with serving(retries=1) as (port, _):
         assert ask(port, {"prompt": "dies"})[0] == 200
         text = ask(port, None, method="GET", path="/metrics")[2].decode()
         assert "para_core_replica_deaths_total 1.0" in text
@@ -333,7 +339,7 @@ def test_request_id_is_unique_and_no_path():
 
 
 def test_openapi_describes_the_fields_of_the_pipeline():
-    with serving(limits=Limits(steps=7)) as (port, _):
+    with serving(steps=7) as (port, _):
         assert ask(port, None, method="GET", path="/docs")[0] == 200
         document = ask(port, None, method="GET", path="/openapi.json")[2]
         body = document["paths"][PATH]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]

@@ -10,7 +10,6 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 from openai.types import Video, VideoDeleteResponse
 
 from para_core.fleet import videos as videos_module
-from para_core.fleet.reading import Limits
 from tests.fleet.test_openai import client, picture, strict
 from tests.fleet.test_server import StandIn, ask, serving
 
@@ -18,11 +17,11 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
 ]
-LIMITS = Limits(pixels=1280 * 720 * 129)
+PIXELS = 1280 * 720 * 129
 
 
 def videos(folder, backend=None, pipeline=WanPipeline, **options):
-    options = {"pipeline": pipeline, "format_": "mp4", "limits": LIMITS, "videos": folder, **options}
+    options = {"pipeline": pipeline, "format_": "mp4", "pixels": PIXELS, "videos": folder, **options}
     return serving(backend or StandIn(), **options)
 
 
@@ -78,8 +77,7 @@ def test_running_video_shows_progress_and_is_cancelled_by_delete(tmp_path):
 
 
 def test_no_time_limit_and_no_client(tmp_path):
-    limits = Limits(pixels=LIMITS.pixels, seconds=0.2)
-    with videos(tmp_path, StandIn(0.1), limits=limits) as (port, _):
+    with videos(tmp_path, StandIn(0.1), seconds=0.2) as (port, _):
         id_ = client(port).videos.create(prompt="a", size="64x32", seconds="1", extra_body={"steps": 6}).id
         assert ended(port, id_).status == "completed"
 

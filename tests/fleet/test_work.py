@@ -13,13 +13,14 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image
 
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
+from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.model_index import TINY_FLUX_FIELDS, find_model, find_tiny_flux
 from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, require_loras
 from para_core.fleet.request import Delivery, Lora, Request
-from para_core.fleet.work import Cancelled, Watch, generate, generate_batch
+from para_core.fleet.work import Watch, generate, generate_batch
 from para_core.plans.region import region_of
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 4, "prompt": "a large red circle"}
@@ -92,7 +93,7 @@ def cancel_after(step):
     # Only the first rank knows that the request was cancelled.
     watch = Watch(done.append, lambda: dist.get_rank() == 0 and len(done) == step)
     before = generate(pipe, REQUEST, recipe)
-    with pytest.raises(Cancelled, match=f"after step {step}"):
+    with pytest.raises(RequestCancelled, match=f"after step {step}"):
         generate(pipe, REQUEST, recipe, watch=watch)
     after = generate(pipe, REQUEST, recipe)
     return len(done), before and before.outputs, after and after.outputs
