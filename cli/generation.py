@@ -17,7 +17,8 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.bars import Bars
-from para_core.cli.ranks import RankJob, describe_signal, is_first_rank, run_job, terminable
+from para_core.cli.options import FileOptions, GroupOptions
+from para_core.cli.ranks import RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,
@@ -49,57 +50,33 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GenerationTask:
-    """Validated input of one ``para_core generate`` command: what to generate, and how.
-
-    Args:
-        lines (`tuple[Line, ...]`): Requests to generate.
-        finished (`tuple[Line, ...]`): Requests whose results are already in the folder.
-        problems (`tuple[Problem, ...]`): Lines that are invalid, or whose results would not fit on disk or in memory.
-        bytes_ (`int`): Upper bound on the size of all results on disk.
-        ranks (`int`): Number of ranks of each replica.
-        room (`float`): Bytes that a rank may hold.
-    """
+    """Validated input of one ``para_core generate`` command: what to generate, and how."""
 
     model: Model
     recipe: Recipe
-    lines: tuple[Line, ...]
-    finished: tuple[Line, ...]
-    problems: tuple[Problem, ...]
+    lines: tuple[Line, ...]  # to generate
+    finished: tuple[Line, ...]  # whose results are already in the folder
+    problems: tuple[Problem, ...]  # lines that are invalid, or whose results would not fit on disk or in memory
     folder: Path
     format_: str
-    bytes_: int
-    ranks: int
+    bytes_: int  # upper bound on the size of all results on disk
+    ranks: int  # of each replica
     replicas: int
-    room: float
+    room: float  # bytes that a rank may hold
 
 
 def make_task(
-    model: Model,
-    recipe: Recipe,
-    common: dict[str, Any],
-    *,
-    prompts: Path | None,
-    folder: Path,
-    prefix: str | None,
-    format_: str | None,
-    fps: int,
-    seed: int,
-    ranks: int,
-    replicas: int,
-    room: float | None,
+    model: Model, recipe: Recipe, common: dict[str, Any], seed: int, files: FileOptions, group: GroupOptions
 ) -> GenerationTask:
     """Validate the input of one command, and choose what to generate.
 
-    Raise typer.BadParameter, ValueError or OSError if an option is invalid, or the results cannot be written.
-
-    Args:
-        common: Fields of every request that does not set them itself.
-        prompts: File of requests. None if ``common`` is the only request.
-        prefix: Beginning of the file names of results.
-        room: Bytes that a rank may hold. None for the memory of its device.
+    ``common`` has the fields of every request that does not set them itself. It is the only request if ``files`` names
+    no file of prompts. Raise typer.BadParameter, ValueError or OSError if an option is invalid, or the results cannot
+    be written.
     """
-    chosen = choose_format(model, format_)
-    require_name(prefix)
+    prompts, folder, ranks = files.prompts, files.out, count_ranks(group.ranks, group.replicas)
+    chosen = choose_format(model, files.format_)
+    require_name(files.name)
     mesh_of_recipe(recipe, ranks)  # raises if the mesh is too small
     problems: list[Problem] = []
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
@@ -114,11 +91,11 @@ def make_task(
     lines = [Line(1, request)]
     if prompts is not None:
         lines, problems = read_prompts(prompts, model, common, seed=seed)
-    delivery = Delivery(chosen, fps)
+    delivery = Delivery(chosen, files.fps)
     lines = [replace(line, request=replace(line.request, delivery=delivery)) for line in lines]
     lines = [replace(line, digest=digest(line.request, recipe, model.kind)) for line in lines]
-    left, finished = choose_names(folder, lines, prefix)
-    room = room or bytes_of_device(ranks * replicas)
+    left, finished = choose_names(folder, lines, files.name)
+    room = group.room or bytes_of_device(ranks * group.replicas)
     reasons = _memory_problems(left, model, recipe, ranks, room)
     if reasons and prompts is None:
         raise ValueError(reasons[1])
@@ -128,9 +105,8 @@ def make_task(
     problems = sorted([*problems, *starmap(Problem, reasons.items())], key=lambda problem: problem.number)
     left = [line for line in left if line.number not in reasons]
     disk = require_room(folder, [line.request for line in left], model.kind)
-    return GenerationTask(
-        model, recipe, tuple(left), tuple(finished), tuple(problems), folder, chosen, disk, ranks, replicas, room
-    )
+    done, bad = tuple(finished), tuple(problems)
+    return GenerationTask(model, recipe, tuple(left), done, bad, folder, chosen, disk, ranks, group.replicas, room)
 
 
 def _memory_problems(lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float) -> dict[int, str]:
@@ -225,14 +201,8 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
         bars.end()
 
     with bars:
-        return generate_lines(
-            task.lines,
-            task.recipe,
-            ReplicaOptions(task.ranks),
-            task.replicas,
-            write=write,
-            debug=debug,
-        )
+        options = ReplicaOptions(task.ranks)
+        return generate_lines(task.lines, task.recipe, options, task.replicas, write=write, debug=debug)
 
 
 def show_plan(task: GenerationTask) -> None:

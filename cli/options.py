@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from para_core.fleet import model_index, models
+from para_core.fleet import models
 
 if TYPE_CHECKING:
     from para_core.attention.attention_options import AttentionSchedule
@@ -55,7 +55,7 @@ TextEncoders = Annotated[str | None, option("replicate, fsdp, offload or first."
 VaePlacement = Annotated[str | None, option("replicate, offload or first.", "HOW", PIPELINE)]
 Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)]
 
-Ranks = Annotated[int | None, option("Default: one per GPU.", "N", RANKS)]
+Ranks = Annotated[int | None, option("Of each replica. Default: one per GPU.", "N", RANKS)]
 Debug = Annotated[bool, flag("--debug", "Show tracebacks and all log messages.")]
 
 
@@ -122,6 +122,33 @@ class RunOptions(LoadOptions):
     comm_dtype: Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)] = None
     pipefusion: Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, min=1)] = None
     timeout: Annotated[float, option("Seconds that ranks wait.", "S", RANKS)] = 600
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """Options of the commands that run replicas. Each field is an option."""
+
+    ranks: Ranks = None
+    memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None
+    replicas: Annotated[int, option("Groups of ranks, on Ray.", "N", RANKS)] = 1
+
+    @property
+    def room(self) -> float | None:
+        """Bytes that a rank may hold, None for the memory of its device. Raise typer.BadParameter if not positive."""
+        if self.memory is not None and not self.memory > 0:
+            raise typer.BadParameter(f"--memory {self.memory:g}: expected more than 0 GB.")
+        return None if self.memory is None else self.memory * 1e9
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Options for the prompts and the results of ``para_core generate``. Each field is an option."""
+
+    prompts: Prompts = None
+    out: Annotated[Path, option("Folder of the results.", "FOLDER", INPUT, parser=read_folder)] = Path("out")
+    name: Annotated[str | None, option("Beginning of the file names.", "TEXT", INPUT)] = None
+    format_: Format = None
+    fps: Fps = 16
 
 
 def with_fields(command: Callable[..., None]) -> Callable[..., None]:
@@ -213,7 +240,7 @@ def model_and_recipe(name: str | None, options: LoadOptions) -> tuple[models.Mod
     from para_core.attention.libraries import require_library
     from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, refuse_options, require_loras
 
-    model = model_index.find_model(name, trust_remote_code=options.trust_remote_code)
+    model = models.find_model(name, trust_remote_code=options.trust_remote_code)
     values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
     schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
     values |= {"backend": schedule or options.backend, "mesh": read_mesh_sizes(options.mesh)}

@@ -105,7 +105,7 @@ def run_job(job: RankJob, ranks: int) -> list[Problem]:
             run_on_ranks(run_rank, replace(job, lines=remaining), ranks)
         except RankEndedError as error:
             ended = error
-        events = _read_journal(job.journal)
+        events = [json.loads(text) for text in job.journal.read_text().splitlines() if text]
         done = {event["line"] for event in events if event["event"] == "done"}
         problems += [Problem(event["line"], event["reason"]) for event in events if event["event"] == "failed"]
         begun = {event["line"] for event in events if event["event"] == "begin"}
@@ -132,7 +132,7 @@ def run_on_ranks(function: Callable[[Any], T], job: Any, ranks: int) -> T:
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed."):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as folder, _one_thread_per_rank():
+    with tempfile.TemporaryDirectory() as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -146,24 +146,18 @@ def run_on_ranks(function: Callable[[Any], T], job: Any, ranks: int) -> T:
         )
         errors = Path(folder) / "errors"
         try:
-            result: T = elastic_launch(config, function)(replace(job, errors=errors))[0]
+            result: T = elastic_launch(config, _on_one_thread)(function, replace(job, errors=errors))[0]
         except ChildFailedError as error:
             reasons = errors.read_text().splitlines() if errors.exists() else []
             raise RankEndedError(reasons[0] if reasons else _describe_end(error)) from None
         return result
 
 
-@contextmanager
-def _one_thread_per_rank() -> Iterator[None]:
-    """Set OMP_NUM_THREADS to 1 inside this context if it is unset, as torchrun does: ranks share the CPU cores."""
-    if "OMP_NUM_THREADS" in os.environ:
-        yield
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        yield
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
+def _on_one_thread(function: Callable[[Any], T], job: Any) -> T:
+    """Return ``function(job)``, by default on one thread of the CPU, as torchrun does: ranks share the CPU cores."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    return function(job)
 
 
 def _describe_end(error: ChildFailedError) -> str:
@@ -178,13 +172,6 @@ def _describe_end(error: ChildFailedError) -> str:
     name = signal.Signals(-failure.exitcode).name
     hint = ": most likely the machine ran out of memory" if name == "SIGKILL" else ""
     return f"rank {rank} was ended by {name}{hint}."
-
-
-def run_rank(job: RankJob) -> None:
-    """Generate the job's requests on this rank. An exception ends the process if a launcher started it."""
-    quiet(job.debug)
-    with ending_on_error(job.errors, debug=job.debug), process_group(job.recipe):
-        _run_lines(job)
 
 
 @contextmanager
@@ -243,6 +230,13 @@ def process_group(recipe: Recipe, *, late: float = 0.0) -> Iterator[None]:
         torch.cuda.set_device(dist.get_node_local_rank())
     yield
     dist.destroy_process_group()
+
+
+def run_rank(job: RankJob) -> None:
+    """Generate the job's requests on this rank. An exception ends the process if a launcher started it."""
+    quiet(job.debug)
+    with ending_on_error(job.errors, debug=job.debug), process_group(job.recipe):
+        _run_lines(job)
 
 
 def _run_lines(job: RankJob) -> None:
@@ -337,10 +331,6 @@ def _append(path: Path, line: str) -> None:
     # One short write in append mode is atomic, so lines of several ranks do not mix.
     with path.open("ab", buffering=0) as file:
         file.write(f"{line}\n".encode())
-
-
-def _read_journal(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in path.read_text().splitlines() if text]
 
 
 _INTERRUPTED, _TERMINATED = 130, 143

@@ -34,12 +34,10 @@ def serve(
     format_: options.Format = None,
     fps: options.Fps = 16,
     run: options.RunOptions,
-    replicas: Annotated[int, option("Groups of ranks.", "N", RANKS)] = 1,
-    ranks: Annotated[int | None, option("Ranks of each. Default: all GPUs, evenly.", "N", RANKS)] = None,
+    groups: options.GroupOptions,
     spread: Annotated[bool, flag("--spread", "Place a replica on several nodes.", RANKS)] = False,
     queue: Annotated[int, option("Requests that may wait.", "N", LIMITS)] = 8,
     max_size: Annotated[str | None, option("Default: 2048x2048, videos 1280x720x129.", "WxH", LIMITS)] = None,
-    memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", LIMITS)] = None,
     max_steps: Annotated[int, option(None, "N", LIMITS)] = 200,
     request_seconds: Annotated[float, option("Waiting included.", "S", LIMITS)] = 600,
     results: Annotated[Path, option("Folder of asynchronous videos.", "DIR", INPUT)] = _RESULTS,
@@ -70,8 +68,6 @@ def serve(
     from para_core.fleet.reading import ServerOptions
 
     pipeline, recipe = options.model_and_recipe(model, run)
-    if memory is not None and not memory > 0:
-        raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
     if queue < 0 or retries < 0:
         raise typer.BadParameter(f"--queue {queue} and --retries {retries}: expected at least 0 of each.")
     if max_steps < 1 or not request_seconds > 0:
@@ -83,7 +79,7 @@ def serve(
     require_file(request_log)
     chosen = choose_format(pipeline, format_)
     server_options = ServerOptions(
-        replicas,
+        groups.replicas,
         api_key,
         chosen,
         fps,
@@ -100,9 +96,9 @@ def serve(
         retries=retries,
     )
     replica_options = ReplicaOptions(
-        count_ranks(ranks, replicas),
+        count_ranks(groups.ranks, groups.replicas),
         spread,
-        room=None if memory is None else memory * 1e9,
+        groups.room,
         prompt_bytes=int(encoded_prompts * 1e9),
         loras=0 if loras is None else max_loras,
         warmup=tuple(_warmup_request(pipeline, size, Delivery(chosen, fps)) for size in warmup or ()),

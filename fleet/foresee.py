@@ -82,14 +82,8 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     """
     if recipe.offload == "model":
         return None
-    shape = MeshShape(
-        batch=mesh["batch"],
-        pipe=mesh.get("pipe", 1),
-        ring=mesh["ring"],
-        ulysses=mesh["ulysses"],
-        tensor=mesh.get("tensor", 1),
-        fsdp=recipe.weights == "fsdp",
-    )
+    sizes: dict[str, Any] = {**mesh, "fsdp": recipe.weights == "fsdp"}
+    shape = MeshShape(**sizes)
     try:
         (less, few), (more, many) = (_bytes_at(pipe, recipe, shape, side) for side in _SIDES)
     except Exception as error:

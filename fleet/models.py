@@ -1,16 +1,29 @@
-"""Description of a model that is known without its weights: its name, its pipeline, and the fields of a request."""
+"""Models without their weights: lookup by name, the pipeline's class, and the fields of a request from its call."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+import para_core
 
 Kind = Literal["image", "video"]
 _IMAGES = ("images", "input_images", "reference_images", "memory_images", "gligen_images")
 # Parameters of a pipeline's call that a request may not set, because the command or server sets them itself.
 _OWN = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
+
+# This folder exists in a checkout of the repository, but not in an installed package.
+TINY_FLUX = Path("zoo/flux/pipeline")
+# FLUX pads prompts to 512 tokens by default, but this model was trained with at most 128.
+TINY_FLUX_FIELDS = {"height": 128, "width": 128, "num_inference_steps": 20, "max_sequence_length": 64}
+
+# A pipeline generates videos if its call has one of the parameters _FRAMES, else audio if it has one of _SOUND.
+_FRAMES = ("num_frames", "video_length")
+_SOUND = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_duration_s")
 
 
 @dataclass(frozen=True)
@@ -49,3 +62,66 @@ def unknown_field(model: Model, name: str) -> str:
     close = difflib.get_close_matches(name, [*model.fields, "seed", "size", "steps"], n=1)
     hint = f"Did you mean {close[0]}?" if close else f"It takes seed, size, steps, {', '.join(model.fields)}."
     return f"{model.pipeline} has no field {name!r} here. {hint}"
+
+
+def find_tiny_flux() -> Path:
+    """Return the folder of the small trained FLUX, in the checkout of para_core or below the current folder.
+
+    Raise FileNotFoundError if it is in neither.
+    """
+    for root in (Path(para_core.__file__).parents[1], Path.cwd()):
+        if (root / TINY_FLUX / "model_index.json").is_file():
+            return root / TINY_FLUX
+    raise FileNotFoundError(
+        f"no model was given, and the default, the tiny FLUX, is part of the repository ({TINY_FLUX}), not of the "
+        "installed package. Name a model (--model black-forest-labs/FLUX.1-dev, or a folder), or start in a checkout."
+    )
+
+
+def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
+    """Return the description of a model without loading its weights.
+
+    ``name`` is a folder or Hub repository of a classical or modular pipeline, None for the tiny FLUX. Raise
+    FileNotFoundError if there is none, and ValueError if this diffusers lacks the pipeline's class, the model generates
+    neither images nor videos, or its repository contains code that is not trusted.
+    """
+    defaults: Mapping[str, Any] = {}
+    if name is None:
+        name, defaults = str(find_tiny_flux()), TINY_FLUX_FIELDS
+    import diffusers
+
+    try:
+        index = diffusers.DiffusionPipeline.load_config(name)
+    except (OSError, ValueError) as error:
+        from para_core.fleet.modular import describe_modular, has_modular_index, open_modular
+
+        if has_modular_index(name):
+            return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
+        raise FileNotFoundError(
+            f"model {name!r} has no readable model_index.json or modular_model_index.json; expected a folder written "
+            f"by save_pretrained, or a diffusers repository on the Hub ({str(error).splitlines()[0]})"
+        ) from error
+    pipeline = str(index.get("_class_name"))
+    cls = getattr(diffusers, pipeline, None)
+    if cls is None:
+        raise ValueError(f"model {name!r} is for {pipeline}, which diffusers {diffusers.__version__} does not have.")
+    return describe(name, cls, defaults)
+
+
+def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
+    """Return the description of model ``name``, whose pipeline class is ``cls``, with these defaults of fields.
+
+    Raise ValueError if ``cls`` generates audio only.
+    """
+    parameters = inspect.signature(cls.__call__).parameters
+    fields = {key: parameter.default for key, parameter in parameters.items() if can_be_given(key)}
+    if any(key in fields for key in _SOUND) and not any(key in fields for key in _FRAMES):
+        raise ValueError(f"model {name!r} ({cls.__name__}) generates audio; expected images or videos.")
+    kind: Kind = "video" if any(key in fields for key in _FRAMES) else "image"
+    annotations = {
+        key: parameters[key].annotation
+        for key in fields
+        # A string annotation (from __future__ import annotations in the pipeline's module) is not evaluated.
+        if not isinstance(parameters[key].annotation, str) and parameters[key].annotation is not inspect.Parameter.empty
+    }
+    return Model(name, cls.__name__, fields, kind, defaults, annotations)

@@ -1,7 +1,7 @@
 """Lines of a prompts file that fail on some or all ranks, and lines that run after these on the same ranks."""
 
+import json
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -14,14 +14,18 @@ from PIL import Image
 import para_core.cli.ranks
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
-from para_core.cli.ranks import RankJob, _read_journal, _run_lines
+from para_core.cli.ranks import RankJob, _run_lines
 from para_core.fleet.loading import build
-from para_core.fleet.model_index import find_model, find_tiny_flux
+from para_core.fleet.models import find_model, find_tiny_flux
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 
 STEPS = 9
+
+
+def journal(folder):
+    return [json.loads(text) for text in (folder / "journal").read_text().splitlines()]
 
 
 def generate_lines(folder, num_stages, pipefusion, failing):
@@ -53,7 +57,7 @@ def generate_lines(folder, num_stages, pipefusion, failing):
 def test_line_after_a_failed_one_is_exact(rank_pool, tmp_path, pipefusion, failing):
     generate_lines(tmp_path / "alone", 1, pipefusion, None)
     rank_pool.run(generate_lines, 2, tmp_path / "stages", 2, pipefusion, failing)
-    events = [(event["event"], event["line"]) for event in _read_journal(Path(tmp_path / "stages/journal"))]
+    events = [(event["event"], event["line"]) for event in journal(tmp_path / "stages")]
     assert events == [("begin", 1), ("failed", 1), ("begin", 2), ("done", 2)]
     images = [np.asarray(Image.open(tmp_path / name / "00002.png")).astype(int) for name in ("alone", "stages")]
     assert np.array_equal(*images)
@@ -95,7 +99,7 @@ def encode_lines(folder, failing):
 
 
 def events_of(folder):
-    return [(event["event"], event["line"]) for event in _read_journal(folder / "journal")]
+    return [(event["event"], event["line"]) for event in journal(folder)]
 
 
 def test_a_line_that_no_rank_can_encode_fails_after_the_others(rank_pool, tmp_path):

@@ -11,7 +11,7 @@ from PIL import Image
 
 from para_core.fleet.failures import RequestCancelled, RequestFailed
 from para_core.fleet.loras import LoraFolder
-from para_core.fleet.model_index import TINY_FLUX_FIELDS, find_tiny_flux
+from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.outputs import Result
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 
 from para_core.fleet import group
 from para_core.fleet.loading import build
-from para_core.fleet.model_index import find_model
+from para_core.fleet.models import find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe

@@ -24,7 +24,7 @@ import ray.serve
 
 from para_core.fleet import group, serving
 from para_core.fleet.loading import build
-from para_core.fleet.model_index import find_model
+from para_core.fleet.models import find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.reading import ServerOptions

@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 
 pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
 
-from para_core.fleet.model_index import find_tiny_flux
+from para_core.fleet.models import find_tiny_flux
 from tests.fleet.test_openai import strict
 from tests.modular_folders import plain_modular, save_modular
 from tests.scripts import command_on_ranks

@@ -19,7 +19,7 @@ from PIL import Image
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.foresee import Memory
-from para_core.fleet.model_index import describe
+from para_core.fleet.models import describe
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.reading import ServerOptions
 from para_core.fleet.server import Server

@@ -17,7 +17,7 @@ from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.loras import LoadedLoras
-from para_core.fleet.model_index import TINY_FLUX_FIELDS, find_model, find_tiny_flux
+from para_core.fleet.models import TINY_FLUX_FIELDS, find_model, find_tiny_flux
 from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, require_loras
 from para_core.fleet.request import Delivery, Lora, Request
 from para_core.fleet.work import Watch, generate, generate_batch
