@@ -9,11 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 class Bars(Progress):
     """Two progress bars on stderr: finished prompts, and finished steps of the current prompt. Only in a terminal.
 
-    Args:
-        prompts (`int`): Total number of prompts.
-        shown (`bool`, defaults to `True`): Whether to show the bars at all.
-        steps (`bool`, defaults to `True`): Whether to show the bar of the steps.
-        unit (`str`, defaults to `"prompts"`): Label of the first bar.
+    ``steps`` says whether to show the second bar, and ``unit`` is the label of the first.
     """
 
     def __init__(self, prompts: int, *, shown: bool = True, steps: bool = True, unit: str = "prompts") -> None:

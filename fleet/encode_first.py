@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -26,10 +27,7 @@ class EncodeFirst:
     Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of the text
     encoders wait in host memory. :func:`~para_core.fleet.loading.build` attaches an instance to a pipeline whose
     weights are neither sharded nor offloaded. An instance that is not attached changes nothing: all requests are one
-    batch.
-
-    Args:
-        max_bytes (`int`): A batch ends when the outputs of text encoders exceed this number of bytes.
+    batch. A batch ends when the outputs of text encoders exceed ``max_bytes``.
     """
 
     def __init__(self, max_bytes: int = 4 * 2**30) -> None:
@@ -76,60 +74,43 @@ class EncodeFirst:
         ``fails_alike`` is called on a rank where encoding a line raised, and returns whether all ranks raised. If not,
         the exception is raised at once, because the other ranks wait for this one.
         """
-        if self._encoded is None:
+        encoded = self._encoded
+        if encoded is None:
             yield lines
             return
         left, failed = list(lines), list[Line]()
         while left:
-            done, errors = self._encode(self._encoded, left, run, fails_alike)
-            left = left[len(done) + len(errors) :]
-            failed += errors
+            self._denoisers.park(self._device, keep=True)
+            self._encoders.restore(self._device)
+            encoded.clear()
+            encoded.complete = False
+            done = list[Line]()
+            with ExitStack() as stack:
+                for name in self._names:
+                    # The component of the pipeline is wrapped, and not the module inside torch.compile's wrapper, so
+                    # that a compiled denoiser stops before its graph is entered.
+                    module = getattr(self._pipe, name)
+                    wrap_method(module, "__call__", _KEY, _stop, order=WrapperPriority.PARALLEL)
+                    stack.callback(unwrap, module, _KEY)
+                while left and encoded.bytes <= self.max_bytes:
+                    line = left.pop(0)
+                    try:
+                        with suppress(_EncodedError):  # A pipeline may also finish without calling a denoiser.
+                            run(line.request)
+                        done.append(line)
+                    except Exception:
+                        # If all ranks raised, ignore the error for now: the line runs again at the end and raises then.
+                        if not fails_alike(line):
+                            raise
+                        failed.append(line)
             self._encoders.park(self._device, keep=bool(left or failed))
             self._denoisers.restore(self._device)
-            self._encoded.complete = True
+            encoded.complete = True
             yield done
         if failed:
-            self._encoded.complete = False
+            encoded.complete = False
             self._encoders.restore(self._device)
             yield failed
-
-    def _encode(
-        self,
-        encoded: EncodedPrompts,
-        lines: Sequence[Line],
-        run: Callable[[Request], Any],
-        fails_alike: Callable[[Line], bool],
-    ) -> tuple[list[Line], list[Line]]:
-        """Encode lines in order until ``max_bytes`` is exceeded. Return the encoded and the failed lines."""
-        self._denoisers.park(self._device, keep=True)
-        self._encoders.restore(self._device)
-        encoded.clear()
-        encoded.complete = False
-        done, failed = list[Line](), list[Line]()
-        # The component of the pipeline is wrapped, and not the module inside torch.compile's wrapper, so that a
-        # compiled denoiser stops before its graph is entered.
-        stopped = [getattr(self._pipe, name) for name in self._names]
-        for module in stopped:
-            wrap_method(module, "__call__", _KEY, _stop, order=WrapperPriority.PARALLEL)
-        try:
-            for line in lines:
-                try:
-                    run(line.request)
-                except _EncodedError:
-                    done.append(line)
-                except Exception:
-                    # If all ranks raised, ignore the error for now: the line runs again at the end and raises then.
-                    if not fails_alike(line):
-                        raise
-                    failed.append(line)
-                else:  # The pipeline finished without calling a denoiser.
-                    done.append(line)
-                if encoded.bytes > self.max_bytes:
-                    break
-        finally:
-            for module in stopped:
-                unwrap(module, _KEY)
-        return done, failed
 
 
 class _EncodedError(Exception):

@@ -16,7 +16,6 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
-from para_core.fleet.foresee import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.rank import CONTROL, Answer, Rank, ReplicaOptions
@@ -40,13 +39,14 @@ class Replica:
         self._recipe, self._options = recipe, options
         self._placement: Any = None
         self._turn = asyncio.Lock()
-        self.actors: Sequence[Any] = ()
+        self.actors: list[Any] = []
 
     async def start(self) -> None:
-        """Place the ranks and load the pipeline on them.
+        """Place the ranks and load the pipeline on them. If the replica runs already, it is stopped first.
 
         Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading fails.
         """
+        await self.stop()
         bundle = _bundle()
         strategy = "PACK" if self._options.spread else "STRICT_PACK"
         self._placement = placement_group([bundle] * self._options.ranks, strategy=strategy)
@@ -59,7 +59,12 @@ class Replica:
                 f"a replica of {self._options.ranks} ranks got no resources within {seconds:g} s: the Ray cluster is "
                 "busy."
             ) from None
-        self.actors = [self._actor(rank, bundle) for rank in range(self._options.ranks)]
+        actor = ray.remote(concurrency_groups={CONTROL: 4})(Rank)
+        resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
+        for rank in range(self._options.ranks):
+            strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
+            placed = actor.options(scheduling_strategy=strategy, **resources)
+            self.actors.append(placed.remote(self._recipe, rank, self._options))
         try:
             host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
             port = await self.actors[0].open_store.remote(host)
@@ -68,29 +73,14 @@ class Replica:
             await self.stop()
             raise RuntimeError(cause(error)) from error
 
-    def _actor(self, rank: int, bundle: dict[str, float]) -> Any:
-        strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
-        actor = ray.remote(concurrency_groups={CONTROL: 4})(Rank).options(
-            scheduling_strategy=strategy,
-            num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
-            max_restarts=0,
-        )
-        return actor.remote(self._recipe, rank, self._options)
-
     async def stop(self) -> None:
         """Kill all ranks at once, even in the middle of a step, and free their resources."""
         for actor in self.actors:
             ray.kill(actor)
-        self.actors = ()
+        self.actors = []
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
-
-    async def restart(self) -> None:
-        """Stop the replica, and start it again."""
-        await self.stop()
-        await self.start()
 
     async def generate(self, request: Request) -> Result:
         """Run one request after all requests that were sent earlier, and return its result.
@@ -143,11 +133,6 @@ class Replica:
                 progress(preview)
         return answers
 
-    async def memory(self) -> Memory | None:
-        """Return the predicted memory of a rank, or None if it cannot be predicted."""
-        memory: Memory | None = await self.actors[0].memory.remote()
-        return memory
-
     async def alive(self) -> bool:
         """Whether the replica was started and none of its ranks has ended."""
         try:
@@ -163,19 +148,15 @@ class Replica:
 
         ``entry`` is the id and the request. This coroutine polls the first rank until it is cancelled.
         """
-        id_, request = entry
-        reported = 0
+        id_, reported = entry[0], 0
         while True:
             await asyncio.sleep(_POLL_SECONDS)
-            done = await self.actors[0].steps_done.options(concurrency_group=CONTROL).remote(id_)
-            if done > reported:
-                reported = done
-                progress(done)
-            if len(sent) < request.delivery.partial_images:
-                previews = self.actors[0].previews.options(concurrency_group=CONTROL)
-                for preview in await previews.remote(len(sent)):
-                    sent.append(preview)
-                    progress(preview)
+            rank = self.actors[0].progress.options(concurrency_group=CONTROL)
+            done, previews = await rank.remote(id_, len(sent))
+            sent += previews
+            for event in [*([done] if done > reported else []), *previews]:
+                progress(event)
+            reported = done
 
 
 def generate_lines(
@@ -214,13 +195,13 @@ async def _generate_all(
                 try:
                     result = await replica.generate(line.request)
                 except ReplicaDied:
-                    await replica.restart()
+                    await replica.start()
                     result = await replica.generate(line.request)
                 write(line, result)
             except (RequestFailed, ReplicaDied) as error:
                 problems.append(Problem(line.number, str(error)))
                 if not replica.actors:
-                    await replica.restart()
+                    await replica.start()
         await replica.stop()
 
     await asyncio.gather(*map(generate_queued, replicas))

@@ -20,13 +20,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 class LoadedLoras:
     """The LoRAs of requests that are loaded into a pipeline, in addition to those of the recipe.
 
-    Args:
-        keep (`int`): Largest number of LoRAs that stay loaded. Beyond it, the least recently used one is unloaded.
-        encoded_prompts (`EncodedPrompts`, *optional*): Cache of text embeddings. Cleared when the LoRA changes, if
-            LoRAs are loaded into text encoders.
-
-    Attributes:
-        loads: Number of times a LoRA was loaded.
+    At most ``keep`` stay loaded: beyond it, the least recently used one is unloaded. ``loads`` counts how often one was
+    loaded. ``encoded_prompts`` is cleared when the LoRA changes, if LoRAs are loaded into text encoders.
     """
 
     def __init__(self, pipe: Any, recipe: Recipe, keep: int, encoded_prompts: EncodedPrompts | None = None) -> None:

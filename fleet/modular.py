@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -163,7 +163,11 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     # An input of the blocks without an argument gets its default from diffusers.
     fields = {name: value for name, value in arguments.items() if name in inputs}
     callback = arguments.get("callback_on_step_end")
-    with _guidance(pipe, scales), _errors_raised_only(), _calling_back(pipe, callback):
+    with ExitStack() as stack, _errors_raised_only(), _calling_back(pipe, callback):
+        for name, scale in scales.items():
+            guider = getattr(pipe, name)
+            stack.callback(setattr, guider, "guidance_scale", guider.guidance_scale)
+            guider.guidance_scale = scale
         samples = pipe(output=output, **fields)
     if output == "images" and isinstance(samples[0], list):
         samples = [layer for layers in samples for layer in layers]
@@ -215,19 +219,6 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
         yield
     finally:
         unwrap(scheduler, _KEY)
-
-
-@contextmanager
-def _guidance(pipe: Any, scales: Mapping[str, float]) -> Iterator[None]:
-    """Inside this context, give each guider in ``scales``, named by its component, the guidance scale stated there."""
-    before = {name: getattr(pipe, name).guidance_scale for name in scales}
-    try:
-        for name, scale in scales.items():
-            getattr(pipe, name).guidance_scale = scale
-        yield
-    finally:
-        for name, scale in before.items():
-            getattr(pipe, name).guidance_scale = scale
 
 
 @contextmanager

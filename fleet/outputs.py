@@ -189,13 +189,11 @@ def encode(samples: Sequence[Any], delivery: Delivery) -> list[Output]:
 
 def _encode_image(image: Any, delivery: Delivery) -> bytes:
     buffer, format_ = io.BytesIO(), delivery.format_
-    lossy = {} if delivery.quality is None else {"quality": delivery.quality}
-    options: dict[str, dict[str, Any]] = {
-        "png": {},
-        "jpg": lossy or {"quality": 95},
-        "webp": lossy or {"lossless": True},
-    }
-    image.save(buffer, "JPEG" if format_ == "jpg" else format_.upper(), **options[format_])
+    defaults: dict[str, dict[str, Any]] = {"jpg": {"quality": 95}, "webp": {"lossless": True}}
+    options = defaults.get(format_, {})
+    if delivery.quality is not None:
+        options = {"quality": delivery.quality}  # PNG has none, and ignores it.
+    image.save(buffer, "JPEG" if format_ == "jpg" else format_.upper(), **options)
     return buffer.getvalue()
 
 

@@ -51,7 +51,7 @@ class Answer:
 
     outcome: Result | RequestFailed | RequestCancelled | None  # None if another rank has the result
     steps: int = 0  # number of finished steps
-    previews: tuple[Output, ...] = ()  # all partial images, also those that Rank.previews returned
+    previews: tuple[Output, ...] = ()  # all partial images, also those that Rank.progress returned
 
 
 class Rank:
@@ -122,30 +122,26 @@ class Rank:
             results = generate_batch(self._pipe, requests, self._recipe, watch)
             return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
         except RequestCancelled as error:
-            return [Answer(error, self.steps_done(id_)) for id_ in ids]
+            return [Answer(error, self._steps_done.get(id_, 0)) for id_ in ids]
         except Exception as error:
             # Memory is released before the next request and not here: cudaFree waits for running kernels, among which
             # may be a collective that waits for a rank that has raised. This rank would then never report the reason.
             self._release_memory = True
-            return [Answer(RequestFailed(sentence(error)), self.steps_done(id_)) for id_ in ids]
+            return [Answer(RequestFailed(sentence(error)), self._steps_done.get(id_, 0)) for id_ in ids]
         finally:
             for id_ in ids:
                 self._steps_done.pop(id_, None)
                 self._cancelled.discard(id_)
 
     def _answer(self, id_: str, result: Result | None, batch: int) -> Answer:
-        steps = self.steps_done(id_)
+        steps = self._steps_done.get(id_, 0)
         if id_ in self._cancelled and batch > 1:
             return Answer(RequestCancelled(f"cancelled after step {steps}."), steps)
         return Answer(result, steps, tuple(self._previews))
 
-    def steps_done(self, id_: str) -> int:
-        """Return the number of finished steps of a running request, 0 if there are none."""
-        return self._steps_done.get(id_, 0)
-
-    def previews(self, sent: int) -> list[Output]:
-        """Return the partial images of the running request, without the first ``sent``, which the caller has."""
-        return self._previews[sent:]
+    def progress(self, id_: str, sent: int) -> tuple[int, list[Output]]:
+        """Return the number of finished steps of a running request, and its partial images after the first ``sent``."""
+        return self._steps_done.get(id_, 0), self._previews[sent:]
 
     def cancel(self, id_: str) -> None:
         """Cancel the request ``id_`` after its current step. Called on the first rank, whose answer decides for all."""

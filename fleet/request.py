@@ -190,12 +190,10 @@ def make_request(
     Raise ValueError if a field is unknown or its value is invalid, and OSError if a file cannot be read.
 
     Args:
-        values (`Mapping[str, Any]`): Fields of the pipeline's call, or ``seed``, ``size`` (``"1024x768"``), ``steps``,
-            ``frames``. They override the model's defaults.
-        seed (`int`, defaults to `0`): Seed if ``values`` has none.
-        read_image (`Callable[[str], bytes]`, *optional*): Returns the contents of an image file, given the string in
-            an image field. By default requests with images are refused.
-        schema (`type[BaseModel]`, *optional*): The result of :func:`request_schema`, to make it once for many requests.
+        values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``. Override the defaults.
+        seed: Seed if ``values`` has none.
+        read_image: Returns the contents of an image file, given the string in an image field. None refuses images.
+        schema: The result of :func:`request_schema`, to make it once for many requests.
     """
     try:
         fields = (schema or request_schema(model)).model_validate(values).model_dump(exclude_unset=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,9 +18,11 @@ from fastapi import APIRouter, Depends, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from prometheus_client import generate_latest
+from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from para_core.fleet.access import Access
 from para_core.fleet.answers import MEDIA_TYPES, StoredResults, answer_body, answer_events
@@ -34,8 +36,6 @@ from para_core.fleet.reading import ServerOptions, body_schema, read_content, re
 from para_core.fleet.request import Request, estimated_pixels
 from para_core.fleet.videos import Videos
 
-Message = MutableMapping[str, Any]
-
 
 class RequestLog:
     """ASGI middleware that appends one JSON object per finished HTTP request to a file, which may be rotated away.
@@ -43,15 +43,10 @@ class RequestLog:
     The object has time, client, method, path, status, seconds and bytes, but never the body, API key or query string.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]], path: Path) -> None:
+    def __init__(self, app: ASGIApp, path: Path) -> None:
         self._app, self._path = app, path
 
-    async def __call__(
-        self,
-        scope: Message,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, and log the request when its response has ended or failed."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -69,7 +64,6 @@ class RequestLog:
         try:
             await self._app(scope, receive, counted)
         finally:
-            headers = {name.lower(): value.decode("latin-1") for name, value in answer.get("headers", ())}
             record = {
                 "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
                 "client": (scope.get("client") or [None])[0],
@@ -78,7 +72,7 @@ class RequestLog:
                 "status": answer.get("status"),
                 "seconds": round(time.monotonic() - start, 3),
                 "bytes": sent,
-                "id": headers.get(b"x-request-id"),
+                "id": Headers(raw=answer.get("headers", ())).get("x-request-id"),
             }
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

@@ -45,7 +45,7 @@ class ReplicaDeployment:
         self._replica = group.Replica(recipe, options)
         self._id, self._busy, self._starting = uuid.uuid4().hex, False, asyncio.Lock()
         await self._replica.start()
-        self._memory = await self._replica.memory()
+        self._memory = await self._replica.actors[0].memory.remote()
         for request in options.warmup:
             await self._replica.generate(request)
         self._reporting = asyncio.ensure_future(self._report())
@@ -89,7 +89,7 @@ class ReplicaDeployment:
     async def _ensure_running(self) -> None:
         async with self._starting:
             if not self._replica.actors:
-                await self._replica.restart()
+                await self._replica.start()
 
     async def _report(self) -> None:
         """Report to :class:`Front` every second that all ranks live. Restart ranks that died while no request ran."""
@@ -125,19 +125,17 @@ class Front:
             self._handle = handle.options(method_name="generate", stream=True)
         try:
             async for kind, value in self._handle.remote([(job.id_, job.request) for job in batch]):
-                if kind == "done" or kind == "died":
-                    outcomes = [ReplicaDied(value)] * len(batch) if kind == "died" else value
-                    for job, outcome in zip(batch, outcomes, strict=True):
-                        job.first_rank = None
-                        job.finish(outcome)
-                    continue
-                for job in batch:
+                outcomes = [ReplicaDied(value)] * len(batch) if kind == "died" else value
+                for index, job in enumerate(batch):
                     if kind == "step":
                         job.progress(value)
-                        continue
-                    job.first_rank = value
-                    if job.cancelled:
-                        self.cancel(job)
+                    elif kind == "begin":
+                        job.first_rank = value
+                        if job.cancelled:
+                            self.cancel(job)
+                    else:
+                        job.first_rank = None
+                        job.finish(outcomes[index])
         except Exception as error:
             raise ReplicaDied(f"the replica's actor ended: {group.cause(error)}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import inspect
 import logging
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import diffusers
 import torch
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, batch_arguments
 from para_core.instance_patching import original_class
+from para_core.version import __version__
 
 _CALLBACK = "callback_on_step_end"
 
@@ -109,16 +110,8 @@ def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dic
         "cache": None if recipe.cache is None else str(cache_report(pipe)).splitlines(),
         "seconds": round(seconds, 3),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {name: _version(name) for name in ("para_core", "torch", "diffusers")},
+        "versions": {"para_core": __version__, "torch": torch.__version__, "diffusers": diffusers.__version__},
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        # para_core has no version if it runs from a checkout.
-        return "not installed"
 
 
 def step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> dict[str, Callable[..., Any]]:

@@ -31,71 +31,65 @@ _OPTIONAL: dict[str, Spec] = {
     "lora": ("STRING", {"default": "", "tooltip": "A name that the server knows, or name:scale."}),
     "more": ("STRING", {"default": "", "tooltip": 'Other fields as JSON: {"max_sequence_length": 256}.'}),
 }
+_STRENGTH: Spec = ("FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0})
 
 
 class _Node:
-    """Attributes that ComfyUI requires, equal for all nodes."""
+    """Base of the nodes, with the attributes that ComfyUI requires."""
 
     RETURN_TYPES = ("IMAGE",)
     FUNCTION = "run"
     CATEGORY = "para_core"
+    path: str
+    format_ = "png"
+
+    def run(self, server: str, image: Tensor | None = None, mask: Tensor | None = None, **inputs: Any) -> tuple[Tensor]:
+        """Return the image, or the frames of the video, ``[N, H, W, 3]`` from 0 to 1."""
+        fields = {**_fields(inputs), "output_format": self.format_}
+        if image is not None:
+            fields["image"] = _encode(image)
+        if mask is not None:
+            fields["mask_image"] = _encode(mask.reshape(1, *mask.shape[-2:], 1).expand(-1, -1, -1, 3))
+        return (_decode(generate(server, self.path, fields, _progress())),)
 
 
 class TextToImage(_Node):
     """Node that generates an image from text."""
 
+    path = "/v1/images/generations"
+
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
         return {"required": _COMMON, "optional": _OPTIONAL}
-
-    def run(self, server: str, **inputs: Any) -> tuple[Tensor]:
-        """Return the image, ``[1, H, W, 3]`` from 0 to 1."""
-        files = generate(server, "/v1/images/generations", {**_fields(inputs), "output_format": "png"}, _progress())
-        return (_decode(files),)
 
 
 class EditImage(_Node):
     """Node that edits an image. With a mask, only the white part of the mask is generated again."""
 
+    path = "/v1/images/edits"
+
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
-        optional = {"mask": ("MASK",), "strength": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0}), **_OPTIONAL}
+        optional = {"mask": ("MASK",), "strength": _STRENGTH, **_OPTIONAL}
         return {"required": {"image": ("IMAGE",), **_COMMON}, "optional": optional}
-
-    def run(
-        self, server: str, image: Tensor, mask: Tensor | None = None, strength: float = 0.0, **inputs: Any
-    ) -> tuple[Tensor]:
-        """Return the edited image, ``[1, H, W, 3]`` from 0 to 1."""
-        fields = {**_fields(inputs), "image": _encode(image), "output_format": "png"}
-        if mask is not None:
-            fields["mask_image"] = _encode(mask.reshape(1, *mask.shape[-2:], 1).expand(-1, -1, -1, 3))
-        if strength:
-            fields["strength"] = strength
-        return (_decode(generate(server, "/v1/images/edits", fields, _progress())),)
 
 
 class Video(_Node):
     """Node that generates a video from text, and from an image if the server's pipeline takes one."""
 
     RETURN_NAMES = ("frames",)
+    path, format_ = "/v1/videos/sync", "webp"
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, dict[str, Spec]]:
         frames = {"frames": ("INT", {"default": 81, "min": 1, "max": 10000})}
         return {"required": {**_COMMON, **frames}, "optional": {"image": ("IMAGE",), **_OPTIONAL}}
 
-    def run(self, server: str, image: Tensor | None = None, **inputs: Any) -> tuple[Tensor]:
-        """Return the frames, ``[F, H, W, 3]`` from 0 to 1."""
-        fields = {**_fields(inputs), "output_format": "webp"}
-        if image is not None:
-            fields["image"] = _encode(image)
-        return (_decode(generate(server, "/v1/videos/sync", fields, _progress())),)
-
 
 def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a request for the inputs of a node, without empty optional inputs. Changes ``inputs``."""
     width, height, more = inputs.pop("width"), inputs.pop("height"), inputs.pop("more", "")
-    fields = {name: value for name, value in inputs.items() if name not in _OPTIONAL or value}
+    fields = {name: value for name, value in inputs.items() if value or name not in (*_OPTIONAL, "strength")}
     return {**fields, "size": f"{width}x{height}", **(json.loads(more) if more.strip() else {})}
 
 
