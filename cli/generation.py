@@ -54,9 +54,9 @@ class GenerationTask:
 
     model: Model
     recipe: Recipe
-    lines: tuple[Line, ...]  # to generate
-    finished: tuple[Line, ...]  # whose results are already in the folder
-    problems: tuple[Problem, ...]  # lines that are invalid, or whose results would not fit on disk or in memory
+    lines: Sequence[Line]  # to generate
+    finished: Sequence[Line]  # whose results are already in the folder
+    problems: Sequence[Problem]  # lines that are invalid, or whose results would not fit on disk or in memory
     folder: Path
     format_: str
     bytes_: int  # upper bound on the size of all results on disk
@@ -74,7 +74,8 @@ def make_task(
     no file of prompts. Raise typer.BadParameter, ValueError or OSError if an option is invalid, or the results cannot
     be written.
     """
-    prompts, folder, ranks = files.prompts, files.out, count_ranks(group.ranks, group.replicas)
+    prompts, folder, replicas = files.prompts, files.out, group.replicas
+    ranks = count_ranks(group.ranks, replicas)
     chosen = choose_format(model, files.format_)
     require_name(files.name)
     mesh_of_recipe(recipe, ranks)  # raises if the mesh is too small
@@ -95,7 +96,7 @@ def make_task(
     lines = [replace(line, request=replace(line.request, delivery=delivery)) for line in lines]
     lines = [replace(line, digest=digest(line.request, recipe, model.kind)) for line in lines]
     left, finished = choose_names(folder, lines, files.name)
-    room = group.room or bytes_of_device(ranks * group.replicas)
+    room = group.room or bytes_of_device(ranks * replicas)
     reasons = _memory_problems(left, model, recipe, ranks, room)
     if reasons and prompts is None:
         raise ValueError(reasons[1])
@@ -105,8 +106,7 @@ def make_task(
     problems = sorted([*problems, *starmap(Problem, reasons.items())], key=lambda problem: problem.number)
     left = [line for line in left if line.number not in reasons]
     disk = require_room(folder, [line.request for line in left], model.kind)
-    done, bad = tuple(finished), tuple(problems)
-    return GenerationTask(model, recipe, tuple(left), done, bad, folder, chosen, disk, ranks, group.replicas, room)
+    return GenerationTask(model, recipe, left, finished, problems, folder, chosen, disk, ranks, replicas, room)
 
 
 def _memory_problems(lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float) -> dict[int, str]:
@@ -117,20 +117,22 @@ def _memory_problems(lines: Sequence[Line], model: Model, recipe: Recipe, ranks:
     pixels = {line.number: estimated_pixels(line.request, model.kind) for line in lines}
     if all(number <= USUAL_PIXELS[model.kind] for number in pixels.values()):
         return {}
-    memory = _predict_memory(model, recipe, ranks, room)
+    _, memory = _foresee(model, recipe, ranks, room)
     reasons = {} if memory is None else {number: memory.problem(pixels[number]) for number in pixels}
     return {number: reason for number, reason in reasons.items() if reason is not None}
 
 
-def _predict_memory(model: Model, recipe: Recipe, ranks: int, room: float) -> Memory | None:
+def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dict[str, int], Memory | None]:
+    """Return the mesh sizes that loading will choose, and the memory of a rank: ``({}, None)`` without a prediction."""
+    sizes = foresee_mesh(None, recipe, ranks) if recipe.mesh or ranks == 1 else {}
     try:
         pipe = without_weights(model, dtype_of(recipe))
-        mesh = foresee_mesh(pipe, recipe, ranks)
+        sizes = foresee_mesh(pipe, recipe, ranks)
+        return sizes, predict_memory(pipe, recipe, sizes, room)
     except Exception as error:
         # Reading another library's config may raise anything. The lines may fit nevertheless, so this is no error.
-        logger.debug("the memory of %s cannot be predicted: %s", model, error)
-        return None
-    return predict_memory(pipe, recipe, mesh, room)
+        logger.debug("mesh and memory of %s cannot be predicted: %s", model, error)
+        return sizes, None
 
 
 def _absolute(value: Any) -> Any:
@@ -208,11 +210,17 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
 def show_plan(task: GenerationTask) -> None:
     """Print the task as a table on stdout."""
     recipe = task.recipe
+    sizes, memory = _foresee(task.model, recipe, task.ranks, task.room)
+    mesh = " × ".join(f"{name} {size}" for name, size in sizes.items())
+    method = f", rotate_method {recipe.rotate_method}" if recipe.rotate_method else ""
+    unknown = "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
+    pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
+    needed = f"{memory.bytes_of(pixels) / 1e9:.3g} of {task.room / 1e9:.3g} GB on each rank" if memory else ""
     usual = "offload" if recipe.offload else "replicate" if recipe.weights == "replicate" else "fsdp"
     rows = {
         "model": f"{recipe.model} ({task.model.pipeline}, {task.model.kind}s)",
         "ranks": f"{task.replicas} × {task.ranks}" if task.replicas > 1 else str(task.ranks),
-        "mesh": _mesh(task),
+        "mesh": mesh + method if mesh else unknown,
         "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",
         "compile": recipe.compile,
         "weights": recipe.weights + (f", {recipe.quantize} (not exact)" if recipe.quantize else ""),
@@ -221,7 +229,7 @@ def show_plan(task: GenerationTask) -> None:
         "VAE": _vae(recipe),
         "dtype": recipe.dtype,
         "LoRA": ", ".join(recipe.lora) or "none",
-        "memory": _memory(task),
+        "memory": f"{needed}, predicted without the VAE" if needed and pixels else "not predicted",
         "to generate": f"{len(task.lines)}, {len(task.finished)} finished, {len(task.problems)} bad",
         "results": f"{task.folder}/*.{task.format_}, at most {task.bytes_ / 1e6:.1f} MB",
     }
@@ -234,32 +242,8 @@ def show_plan(task: GenerationTask) -> None:
         console.print(f"line {problem.number}: {problem.reason}", markup=False, soft_wrap=True)
 
 
-def _memory(task: GenerationTask) -> str:
-    """Return a phrase with the memory that a rank is predicted to need for the largest request."""
-    memory = _predict_memory(task.model, task.recipe, task.ranks, task.room)
-    pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
-    if memory is None or not pixels:
-        return "not predicted"
-    return f"{memory.bytes_of(pixels) / 1e9:.3g} of {task.room / 1e9:.3g} GB on each rank, predicted without the VAE"
-
-
 def _vae(recipe: Recipe) -> str:
     if recipe.vae_placement == "first":
         return "on the first rank, in host memory"
     where = "on all ranks" if recipe.vae else "on each rank"
     return f"{where}, in host memory" if recipe.vae_placement == "offload" else where
-
-
-def _mesh(task: GenerationTask) -> str:
-    """Return a phrase with the sizes of the mesh that loading will choose, or the rule if they cannot be predicted."""
-    try:
-        pipe = None if task.recipe.mesh else without_weights(task.model, dtype_of(task.recipe))
-        sizes = foresee_mesh(pipe, task.recipe, task.ranks)
-    except Exception as error:
-        # Reading another library's config may raise anything. A dry run should still show the other rows.
-        logger.debug("the mesh of %s cannot be predicted: %s", task.model, error)
-        return "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
-    method = task.recipe.rotate_method
-    return " × ".join(f"{name} {size}" for name, size in sizes.items()) + (
-        f", rotate_method {method}" if method else ""
-    )

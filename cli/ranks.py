@@ -11,7 +11,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -46,7 +46,7 @@ class RankJob:
     """Requests that one group of ranks generates one after another."""
 
     recipe: Recipe
-    lines: tuple[Line, ...]
+    lines: Sequence[Line]
     folder: Path  # of the results
     journal: Path  # to which ranks append events, such as the end of a line, as one JSON object per line
     debug: bool = False  # whether to show tracebacks and other libraries' log messages
@@ -115,7 +115,7 @@ def run_job(job: RankJob, ranks: int) -> list[Problem]:
         if not in_flight or any(event["event"] == "unwritten" for event in events):
             raise ended
         problems += [Problem(number, str(ended)) for number in in_flight]
-        remaining = tuple(line for line in remaining if line.number not in begun)
+        remaining = [line for line in remaining if line.number not in begun]
     return sorted(problems, key=lambda problem: problem.number)
 
 

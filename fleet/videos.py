@@ -158,7 +158,7 @@ class Videos:
             self._jobs.end(job)
             # Remove the files of a video that was deleted while they were being written.
             if job.id_ not in self._records:
-                self._remove_files(job.id_)
+                self._remove(job.id_)
 
     def _write_files(self, record: dict[str, Any], outputs: tuple[Output, ...]) -> None:
         for output in outputs:
@@ -187,9 +187,6 @@ class Videos:
                 self._remove(id_)
 
     def _remove(self, id_: str) -> None:
-        del self._records[id_]
-        self._remove_files(id_)
-
-    def _remove_files(self, id_: str) -> None:
+        self._records.pop(id_, None)
         for path in self._folder.glob(f"{id_}[.-]*"):
             path.unlink(missing_ok=True)

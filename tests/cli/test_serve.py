@@ -12,8 +12,8 @@ def started(monkeypatch):
     """Return the arguments of each call that would start the server."""
     calls = []
 
-    def start(model, recipe, shape, limits, options, replica_options, **rest):
-        calls.append({"recipe": recipe, "limits": limits, "options": options, "replicas": replica_options, **rest})
+    def start(model, recipe, options, replica_options, **rest):
+        calls.append({"recipe": recipe, "options": options, "replicas": replica_options, **rest})
         raise RuntimeError("stop here")
 
     monkeypatch.setattr(serving, "start", start)
@@ -27,7 +27,7 @@ def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, caps
     config.write_text(text)
     assert run(["serve", "--config", str(config), "--port", "8124", "--request-log", str(tmp_path / "log")]) == 1
     (call,) = started
-    assert (call["port"], call["limits"].steps, call["options"].max_batch) == (8124, 30, 4)
+    assert (call["port"], call["options"].steps, call["options"].max_batch) == (8124, 30, 4)
     assert (call["recipe"].weights, call["recipe"].timeout) == ("fsdp", 600)
     assert call["recipe"].backend == AttentionSchedule("triton-int8", first=1, last=2)
     assert call["options"].cors == ("https://a.example",)
