@@ -110,21 +110,15 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         if values is not None
     ]
     _print_table(["", "median", "min", "max"], rows, console)
-    _print_table(
-        ["rank", "device MB", "host MB", "launches per step", "MB sent per step", "MB sent"],
-        [
-            [
-                str(index),
-                _number(rank["device memory"], _MB),
-                _number(rank["host memory"], _MB),
-                _number(rank["launches per step"]),
-                _number(rank["bytes sent per step"], _MB),
-                _number(rank["bytes sent"], _MB),
-            ]
-            for index, rank in enumerate(figures["ranks"])
-        ],
-        console,
-    )
+    columns = {
+        "device MB": ("device memory", _MB),
+        "host MB": ("host memory", _MB),
+        "launches per step": ("launches per step", 1),
+        "MB sent per step": ("bytes sent per step", _MB),
+        "MB sent": ("bytes sent", _MB),
+    }
+    ranks = [[_number(rank[key], unit) for key, unit in columns.values()] for rank in figures["ranks"]]
+    _print_table(["rank", *columns], [[str(index), *cells] for index, cells in enumerate(ranks)], console)
     if figures["recipe"]["compile"] != "no":
         console.print("Launches are those of eager code, which a compiled graph has fewer of.", soft_wrap=True)
     if figures["check"] is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from importlib.util import find_spec
@@ -238,7 +238,7 @@ def model_and_recipe(name: str | None, options: LoadOptions) -> tuple[models.Mod
     ValueError or typer.BadParameter if an option is invalid, or the model cannot have it.
     """
     from para_core.attention.libraries import require_library
-    from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, refuse_options, require_loras
+    from para_core.fleet.recipe import Recipe, read_mesh_sizes, refuse_options
 
     model = models.find_model(name, trust_remote_code=options.trust_remote_code)
     values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
@@ -247,23 +247,13 @@ def model_and_recipe(name: str | None, options: LoadOptions) -> tuple[models.Mod
     for backend in (options.backend, options.cross_backend, *(schedule.backends if schedule else ())):
         require_library(backend)
     if isinstance(options, RunOptions):
-        if options.cache is not None and options.cache != "default":
-            try:
-                values["cache"] = float(options.cache)
-            except ValueError:
-                values["cache"] = math.nan
-            if not math.isfinite(values["cache"]):
-                raise typer.BadParameter(f"--cache {options.cache}: expected a threshold such as 0.08, or default.")
+        with suppress(ValueError):  # Recipe refuses other texts than "default".
+            values["cache"] = float(options.cache or "")
         values["lora"] = tuple(options.lora or ())
         if values["lora"] and find_spec("peft") is None:
             raise ModuleNotFoundError("--lora needs peft", name="peft")
-        for text in values["lora"]:
-            path, scale = read_lora(text)
-            if not path or not math.isfinite(scale):
-                raise typer.BadParameter(f"--lora {text!r}: expected a file or Hub name, and a finite scale if any.")
     recipe = Recipe(model.name, **values)
     refuse_options(model, recipe)
-    require_loras(recipe)
     return model, recipe
 
 

@@ -94,7 +94,7 @@ class Replica:
         return outcome
 
     async def generate_batch(
-        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] | None = None
+        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] = lambda event: None
     ) -> list[Result | RequestFailed | RequestCancelled]:
         """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
 
@@ -108,7 +108,7 @@ class Replica:
         return [answer.outcome for answer in answers if answer.outcome is not None]
 
     async def _run(
-        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] | None
+        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
     ) -> list[Answer]:
         """Run the batch on all ranks, and return the first rank's answer to each request.
 
@@ -117,20 +117,31 @@ class Replica:
         """
         if not self.actors:
             raise ReplicaDied("the replica is not running.")
-        sent: list[Output] = []
-        polling = asyncio.ensure_future(self._poll(batch[0], progress, sent)) if progress is not None else None
+        sent = 0
+
+        async def poll() -> None:
+            nonlocal sent
+            reported = 0
+            while True:
+                await asyncio.sleep(_POLL_SECONDS)
+                rank = self.actors[0].progress.options(concurrency_group=CONTROL)
+                done, previews = await rank.remote(batch[0][0], sent)
+                sent += len(previews)
+                for event in [*([done] if done > reported else []), *previews]:
+                    progress(event)
+                reported = done
+
+        polling = asyncio.ensure_future(poll())
         try:
             answers = (await _answers([actor.generate_batch.remote(batch) for actor in self.actors]))[0]
         except ReplicaDied:
             await self.stop()
             raise
         finally:
-            if polling is not None:
-                polling.cancel()
-        if progress is not None:
-            progress(answers[0].steps)
-            for preview in answers[0].previews[len(sent) :]:
-                progress(preview)
+            polling.cancel()
+        progress(answers[0].steps)
+        for preview in answers[0].previews[sent:]:
+            progress(preview)
         return answers
 
     async def alive(self) -> bool:
@@ -140,23 +151,6 @@ class Replica:
             return len(await asyncio.gather(*alive)) > 0
         except ray.exceptions.RayError:
             return False
-
-    async def _poll(
-        self, entry: tuple[str, Request], progress: Callable[[int | Output], None], sent: list[Output]
-    ) -> None:
-        """Pass the number of finished steps and new partial images to ``progress``, and append the images to ``sent``.
-
-        ``entry`` is the id and the request. This coroutine polls the first rank until it is cancelled.
-        """
-        id_, reported = entry[0], 0
-        while True:
-            await asyncio.sleep(_POLL_SECONDS)
-            rank = self.actors[0].progress.options(concurrency_group=CONTROL)
-            done, previews = await rank.remote(id_, len(sent))
-            sent += previews
-            for event in [*([done] if done > reported else []), *previews]:
-                progress(event)
-            reported = done
 
 
 def generate_lines(

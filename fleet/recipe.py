@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -52,14 +53,15 @@ class Recipe:
     trust_remote_code: bool = False  # whether code of a modular pipeline's repository may run
 
     def __post_init__(self) -> None:
-        for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
+        hints = get_type_hints(type(self))
+        for name in hints.keys() - {"cache"}:
+            value, hint = getattr(self, name), hints[name]
             literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
             allowed = [choice for literal in literals for choice in get_args(literal)]
             if allowed and isinstance(value, str) and value not in allowed:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
-        if isinstance(self.cache, float) and not self.cache >= 0:
-            raise ValueError(f"cache is {self.cache:g}; expected a threshold of at least 0, or 'default'.")
+        if self.cache not in (None, "default") and not (isinstance(self.cache, (int, float)) and 0 <= self.cache < inf):
+            raise ValueError(f"cache is {self.cache!r}; expected a threshold such as 0.08, or 'default'.")
         if not 0 < self.timeout < _LONGEST_TIMEOUT:
             raise ValueError(f"timeout is {self.timeout:g} s; expected a positive number of seconds, at most a year.")
         if self.weights == "tensor" and "tensor" not in dict(self.mesh):
@@ -163,25 +165,24 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
     return tuple(name for name, value in values.items() if value is not None)
 
 
-def require_loras(recipe: Recipe) -> None:
-    """Raise FileNotFoundError if a LoRA of the recipe is a path that does not exist.
+def refuse_options(model: Model, recipe: Recipe) -> None:
+    """Raise ValueError if the pipeline of ``model`` lacks a method that a LoRA or ``offload="model"`` needs.
 
-    A LoRA that may be a Hub repository, ``owner/name``, is not checked.
+    Raise FileNotFoundError if a LoRA of the recipe is a path that does not exist. One that may be a Hub repository,
+    ``owner/name``, is not checked.
     """
+    if recipe.lora and not model.takes_loras:
+        raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
     for text in recipe.lora:
-        name, _ = read_lora(text)
+        name, scale = read_lora(text)
+        if not name or not isfinite(scale):
+            raise ValueError(f"lora is {text!r}; expected a file or Hub name, and a finite scale if any.")
         path = Path(name)
         is_file = path.suffix in (".safetensors", ".bin", ".pt") or path.is_absolute() or len(path.parts) != 2
         if is_file and not path.exists():
             raise FileNotFoundError(
                 f"lora {name!r} does not exist here; expected a file, a folder, or owner/name of the Hub."
             )
-
-
-def refuse_options(model: Model, recipe: Recipe) -> None:
-    """Raise ValueError if the pipeline of ``model`` lacks a method that a LoRA or ``offload="model"`` needs."""
-    if recipe.lora and not model.takes_loras:
-        raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
     if recipe.offload == "model" and model.modular:
         raise ValueError(
             f"offload is 'model', but {model.pipeline} is a modular pipeline, and diffusers moves components as a "

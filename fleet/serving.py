@@ -18,6 +18,7 @@ from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import Job
 from para_core.fleet.models import Model
+from para_core.fleet.outputs import Output
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
@@ -31,8 +32,6 @@ _REPORT_SECONDS, _SILENT_SECONDS = 1.0, 4.0
 # Seconds to wait, after all replicas have loaded, until all of them have reported.
 _READY_SECONDS = 60.0
 logger = logging.getLogger(__name__)
-# Kind and value of what a replica reports about a batch; see ReplicaDeployment.generate.
-Event = tuple[str, Any]
 
 
 class ReplicaDeployment:
@@ -50,7 +49,7 @@ class ReplicaDeployment:
             await self._replica.generate(request)
         self._reporting = asyncio.ensure_future(self._report())
 
-    async def generate(self, batch: Sequence[tuple[str, Request]]) -> AsyncIterator[Event]:
+    async def generate(self, batch: Sequence[tuple[str, Request]]) -> AsyncIterator[tuple[str, Any]]:
         """Run a batch, and yield its events as pairs of kind and value.
 
         The first event is ``begin``, with the actor of the first rank (for :func:`group.cancel`). Each ``step`` has the
@@ -62,29 +61,23 @@ class ReplicaDeployment:
         try:
             await self._ensure_running()
             yield "begin", self._replica.actors[0]
-            events: asyncio.Queue[Event] = asyncio.Queue()
-            task = asyncio.ensure_future(self._answer(batch, events))
-            while True:
-                kind, value = await events.get()
-                yield kind, value
-                if kind == "died":
-                    # Restart the ranks before this generator ends, because the queue then sends the next batch.
-                    await self._ensure_running()
-                if kind != "step":
-                    break
+            events: asyncio.Queue[int | Output | None] = asyncio.Queue()
+            task = asyncio.ensure_future(self._replica.generate_batch(batch, events.put_nowait))
+            task.add_done_callback(lambda _: events.put_nowait(None))
+            while (event := await events.get()) is not None:
+                yield "step", event
+            try:
+                yield "done", await task
+            except ReplicaDied as error:
+                yield "died", str(error)
+                # Restart the ranks before this generator ends, because the queue then sends the next batch.
+                await self._ensure_running()
         finally:
             self._busy = False
             # Cancel the batch if the caller abandoned this generator.
             if task is not None and not task.done() and self._replica.actors:
                 for id_, _ in batch:
                     group.cancel(self._replica.actors[0], id_)
-
-    async def _answer(self, batch: Sequence[tuple[str, Request]], events: asyncio.Queue[Event]) -> None:
-        try:
-            outcomes = await self._replica.generate_batch(batch, lambda done: events.put_nowait(("step", done)))
-            events.put_nowait(("done", outcomes))
-        except ReplicaDied as error:
-            events.put_nowait(("died", str(error)))
 
     async def _ensure_running(self) -> None:
         async with self._starting:

@@ -18,7 +18,7 @@ from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weight
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.models import TINY_FLUX_FIELDS, find_model, find_tiny_flux
-from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, require_loras
+from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, refuse_options
 from para_core.fleet.request import Delivery, Lora, Request
 from para_core.fleet.work import Watch, generate, generate_batch
 from para_core.plans.region import region_of
@@ -132,10 +132,10 @@ def test_memory_is_weights_plus_share_of_pixels():
 
 def test_missing_lora_file_raises(tmp_path):
     (tmp_path / "style.safetensors").touch()
-    require_loras(Recipe("", lora=(f"{tmp_path}/style.safetensors:0.5", "owner/name")))
+    refuse_options(find_model(None), Recipe("", lora=(f"{tmp_path}/style.safetensors:0.5", "owner/name")))
     for name in (f"{tmp_path}/absent", "absent.safetensors:0.5", "owner/name.safetensors"):
         with pytest.raises(FileNotFoundError, match="owner/name"):
-            require_loras(Recipe("", lora=(name,)))
+            refuse_options(find_model(None), Recipe("", lora=(name,)))
 
 
 def test_a_lora_that_is_no_lora_is_named(tmp_path):
