@@ -181,27 +181,21 @@ def count_run(pipe: Any, request: Request) -> dict[str, Any]:
 
     The figures per step are means without the first step, in which ranks also exchange shapes.
     """
-    at_steps: list[tuple[int, ...]] = []
+    at_steps: list[dict[str, int]] = []
 
-    def note(step: int) -> None:
-        at_steps.append((counter.launches, counter.collectives, counter.bytes_sent))
+    def counts() -> dict[str, int]:
+        names = {"launches": counter.launches, "collectives": counter.collectives}
+        return {**names, "bytes sent": counter.bytes_sent}
 
-    options = step_callback(pipe, Watch(progress=note))
+    options = step_callback(pipe, Watch(progress=lambda step: at_steps.append(counts())))
     _wait_for_ranks()
     # RunCounter is a dispatch mode, inside which a module compiled in place (module.compile()) raises. So run it
     # uncompiled.
     with torch.compiler.set_stance("force_eager"), RunCounter() as counter:
         call_pipe(pipe, [request], **options)
-    in_all = (counter.launches, counter.collectives, counter.bytes_sent)
-    steps = len(at_steps) - 1
-    per_step: list[float | None] = [None] * 3
-    if steps > 0:
-        per_step = [(last - begin) / steps for begin, last in zip(at_steps[0], at_steps[-1], strict=True)]
-    names = ("launches", "collectives", "bytes sent")
-    return {
-        **dict(zip(names, in_all, strict=True)),
-        **{f"{a} per step": b for a, b in zip(names, per_step, strict=True)},
-    }
+    total, steps = counts(), len(at_steps) - 1
+    means = {name: (at_steps[-1][name] - at_steps[0][name]) / steps if steps > 0 else None for name in total}
+    return {**total, **{f"{name} per step": mean for name, mean in means.items()}}
 
 
 def _profile(pipe: Any, request: Request, folder: Path) -> None:

@@ -77,12 +77,11 @@ def serve(
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     _require_fit(recipe, max_batch, loras)
     require_file(request_log)
-    chosen = choose_format(pipeline, format_)
+    delivery = Delivery(choose_format(pipeline, format_), fps)
     server_options = ServerOptions(
         groups.replicas,
         api_key,
-        chosen,
-        fps,
+        delivery,
         videos=results.expanduser().absolute(),
         keep_hours=keep_hours,
         max_batch=max_batch,
@@ -101,7 +100,7 @@ def serve(
         groups.room,
         prompt_bytes=int(encoded_prompts * 1e9),
         loras=0 if loras is None else max_loras,
-        warmup=tuple(_warmup_request(pipeline, size, Delivery(chosen, fps)) for size in warmup or ()),
+        warmup=tuple(_warmup_request(pipeline, size, delivery) for size in warmup or ()),
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     # Ray prints messages on stdout, while this command uses stderr. docker stop and systemd send SIGTERM.

@@ -21,7 +21,7 @@ _HOST = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,
 class Access:
     """Access check of requests: by the API key, or if the server has none, by the headers Host and Origin.
 
-    The arguments are ``api_key`` and ``cors`` of :class:`~para_core.fleet.server.ServerOptions`.
+    The arguments are ``api_key`` and ``cors`` of :class:`~para_core.fleet.reading.ServerOptions`.
     """
 
     def __init__(self, api_key: str | None, origins: Sequence[str] = ()) -> None:

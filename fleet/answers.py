@@ -77,14 +77,8 @@ async def answer_events(
     if progress:
         yield _event({"type": "accepted", "id": job.id_})
     partials = 0
-    while not waiting.done() or not job.events.empty():
-        getting: asyncio.Future[int | Output] = asyncio.ensure_future(job.events.get())
-        either: set[asyncio.Future[Any]] = {getting, waiting}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not getting.done():
-            getting.cancel()
-            continue
-        event = getting.result()
+    waiting.add_done_callback(lambda _: job.events.put_nowait(None))
+    while (event := await job.events.get()) is not None:
         if isinstance(event, Output):
             common = _common(job, event, job.request.size)
             yield _event({"type": f"{kind}.partial_image", **common, "partial_image_index": partials})

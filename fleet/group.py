@@ -233,11 +233,8 @@ def connect(cpus: int, *, debug: bool) -> bool:
 
     A cluster that another program started for itself is not used, because it ends with that program. (Ray's
     ``address="auto"`` would use it.) Return whether this call connected; the process may have been connected before.
-    Raise RuntimeError if Ray does not start, or no cluster answers at ``RAY_ADDRESS``.
-
-    Args:
-        cpus: Least number of CPUs of a cluster that is started here.
-        debug: Whether to show Ray's log messages.
+    Raise RuntimeError if Ray does not start, or no cluster answers at ``RAY_ADDRESS``. ``cpus`` is the least number of
+    CPUs of a cluster that is started here, and ``debug`` shows Ray's log messages.
     """
     if ray.is_initialized():
         return False

@@ -48,7 +48,7 @@ class Job:
     task: asyncio.Future[Result] = field(init=False)  # of the result, after retries
     # Of the current try. Its exception is one of para_core.fleet.failures.
     answer: asyncio.Future[Result] = field(init=False)
-    events: asyncio.Queue[int | Output] = field(default_factory=asyncio.Queue)  # see progress
+    events: asyncio.Queue[int | Output | None] = field(default_factory=asyncio.Queue)  # see progress; None is the end
     steps_done: int = 0
     cancelled: bool = False
     first_rank: Any = None  # the Ray actor that runs the request and can cancel it, if any

@@ -25,9 +25,8 @@ from para_core.weights.pipefusion import PipeFusion
 def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     """Load the pipeline of ``recipe``, and apply its options. A collective call on the default process group, if any.
 
-    Args:
-        encode_first (`EncodeFirst`, *optional*): Attached to the pipeline if :meth:`EncodeFirst.fits` accepts the
-            recipe. Then this object decides when text encoders and transformers are on the device.
+    ``encode_first`` is attached to the pipeline if :meth:`EncodeFirst.fits` accepts the recipe, and then decides when
+    text encoders and transformers are on the device.
 
     Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
     """

@@ -182,22 +182,12 @@ def digest_of(folder: Path, name: str) -> str:
 
 def encode(samples: Sequence[Any], delivery: Delivery) -> list[Output]:
     """Encode each sample, a PIL image or a sequence of PIL frames, as one file. Equal pixels give equal bytes."""
-    files = [_encode_video(x, delivery) if isinstance(x, Sequence) else _encode_image(x, delivery) for x in samples]
+    files = [_encode(x if isinstance(x, Sequence) else [x], delivery) for x in samples]
     suffix = f".{delivery.format_}"
     return [Output(f"-{i}{suffix}" if len(files) > 1 else suffix, data) for i, data in enumerate(files)]
 
 
-def _encode_image(image: Any, delivery: Delivery) -> bytes:
-    buffer, format_ = io.BytesIO(), delivery.format_
-    defaults: dict[str, dict[str, Any]] = {"jpg": {"quality": 95}, "webp": {"lossless": True}}
-    options = defaults.get(format_, {})
-    if delivery.quality is not None:
-        options = {"quality": delivery.quality}  # PNG has none, and ignores it.
-    image.save(buffer, "JPEG" if format_ == "jpg" else format_.upper(), **options)
-    return buffer.getvalue()
-
-
-def _encode_video(frames: Sequence[Any], delivery: Delivery) -> bytes:
+def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
     if delivery.format_ == "mp4":
         from diffusers.utils import export_to_video
 
@@ -205,9 +195,15 @@ def _encode_video(frames: Sequence[Any], delivery: Delivery) -> bytes:
             path = Path(folder) / "video.mp4"
             export_to_video(list(frames), str(path), fps=delivery.fps)
             return path.read_bytes()
+    options: dict[str, Any] = {}
+    if len(frames) > 1:
+        options = {"save_all": True, "append_images": frames[1:], "duration": 1000 // delivery.fps, "loop": 0}
+    elif delivery.quality is not None:
+        options = {"quality": delivery.quality}  # PNG has none, and ignores it.
+    elif delivery.format_ in ("jpg", "webp"):
+        options = {"quality": 95} if delivery.format_ == "jpg" else {"lossless": True}
     buffer = io.BytesIO()
-    rest: dict[str, Any] = {"append_images": list(frames[1:]), "duration": 1000 // delivery.fps, "loop": 0}
-    frames[0].save(buffer, delivery.format_.upper(), save_all=True, **rest)
+    frames[0].save(buffer, "JPEG" if delivery.format_ == "jpg" else delivery.format_.upper(), **options)
     return buffer.getvalue()
 
 

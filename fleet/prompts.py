@@ -37,12 +37,9 @@ def read_prompts(
     """Read a prompt file. Return its valid lines, and a problem for each invalid line. Empty lines are skipped.
 
     Each line of a ``.txt`` file is a prompt. Each line of any other file is a JSON object with fields of a request.
-    Raise OSError if the file cannot be read, and ValueError if it is not UTF-8, is one JSON array, or has only empty
-    lines.
-
-    Args:
-        common (`Mapping[str, Any]`): Fields for every line that does not set them itself.
-        seed (`int`, defaults to `0`): Seed of line 1. Line n has ``seed + n - 1``, unless it sets its own.
+    ``common`` has fields for every line that does not set them itself. Line n has the seed ``seed + n - 1``, unless it
+    sets its own. Raise OSError if the file cannot be read, and ValueError if it is not UTF-8, is one JSON array, or has
+    only empty lines.
     """
     try:
         # Lines are split at "\n" below: splitlines() would also split at U+2028, which JSON strings may contain.

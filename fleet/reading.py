@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
-import json
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -53,8 +52,7 @@ class ServerOptions:
 
     replicas: int = 1
     api_key: str | None = None  # that requests must send; without one, only requests to a loopback name are accepted
-    format_: str = "png"  # of results for requests that state none
-    fps: int = 16  # of videos
+    delivery: Delivery = field(default_factory=Delivery)  # of results, as far as requests state none
     videos: Path | None = None  # folder for results of asynchronous videos; None disables their routes
     keep_hours: float = 24.0  # for which an asynchronous video is kept after it has ended
     max_batch: int = 1  # largest number of requests that are generated as one batch
@@ -157,13 +155,13 @@ def read_request(
         raise RequestError(400, code, describe_error(error, model, "body")) from None
     for name in _IGNORED:
         fields.pop(name, None)
-    format_ = fields.pop("output_format", options.format_)
+    format_ = fields.pop("output_format", options.delivery.format_)
     lora = fields.pop("lora", None if loras is None else loras.default)
-    delivery = Delivery(
-        _FORMAT_NAMES.get(format_, format_),
-        options.fps,
-        fields.pop("output_compression", None),
-        fields.pop("partial_images", 0),
+    delivery = replace(
+        options.delivery,
+        format_=_FORMAT_NAMES.get(format_, format_),
+        quality=fields.pop("output_compression", None),
+        partial_images=fields.pop("partial_images", 0),
         url=fields.pop("response_format", None) == "url",
         stream=fields.pop("stream", False),
         progress=fields.pop("progress", False),
@@ -175,15 +173,16 @@ def read_request(
         return data
 
     try:
-        _require_flat(fields)
         _require_short_texts(fields, model)
-        for name in set(fields) - set(model.images):
-            if isinstance(fields[name], str) and fields[name] in files:
+        for name, value in fields.items():
+            if _height(value) > _MAX_NESTING:
+                raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
+            if isinstance(value, str) and value in files and name not in model.images:
                 raise ValueError(f"field {name!r} is a file; expected a text or a number.")
         if "seconds" in fields:
             seconds = fields.pop("seconds")
             try:
-                fields["frames"] = max(1, round(float(seconds) * options.fps) + 1)
+                fields["frames"] = max(1, round(float(seconds) * delivery.fps) + 1)
             except (ValueError, OverflowError):
                 raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
         adapter = None if loras is None or lora in (None, "none") else loras.find(lora)
@@ -219,19 +218,10 @@ def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
             )
 
 
-def _require_flat(fields: dict[str, Any]) -> None:
-    """Raise ValueError if the value of a field is nested more than ``_MAX_NESTING`` levels deep."""
-    for name, value in fields.items():
-        level = [value]
-        for _ in range(_MAX_NESTING):
-            level = [
-                item
-                for parent in level
-                if isinstance(parent, (list, dict))
-                for item in (parent.values() if isinstance(parent, dict) else parent)
-            ]
-        if level:
-            raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
+def _height(value: Any) -> int:
+    """Return the number of levels of a JSON value: 1 for a scalar or an empty list."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(_height, items), default=0)
 
 
 def _require_size(request: Request, model: Model, options: ServerOptions) -> None:
@@ -303,8 +293,8 @@ async def _read_form(
 
 def _json_or_text(text: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return from_json(text)
+    except ValueError:
         return text
 
 

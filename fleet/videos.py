@@ -18,7 +18,7 @@ from starlette.responses import FileResponse
 
 from para_core.fleet.failures import RequestError
 from para_core.fleet.jobs import Job, Jobs
-from para_core.fleet.outputs import Output, write_atomically
+from para_core.fleet.outputs import write_atomically
 from para_core.fleet.reading import ServerOptions
 from para_core.fleet.request import Request
 
@@ -32,13 +32,8 @@ class Videos:
     """Asynchronous videos of one server. Each has a JSON record and its files in a folder, which survive a restart.
 
     A video that was not finished when an earlier server ended gets the status ``failed``. The public methods are the
-    routes below ``/v1/videos``. They return records in the form of OpenAI's API.
-
-    Args:
-        jobs (`Jobs`): Runs the requests.
-        read (`Callable`): Reads and validates the body of an HTTP request.
-        options (`ServerOptions`): Its folder ``videos`` is created if it does not exist.
-        model (`str`): Name of the model in records.
+    routes below ``/v1/videos``. They return records in the form of OpenAI's API. ``read`` reads and validates the body
+    of an HTTP request. The folder ``options.videos`` is created if it does not exist.
     """
 
     def __init__(
@@ -77,7 +72,7 @@ class Videos:
             "progress": 0,
             "model": self._model,
             "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt),
-            "seconds": f"{frames / self._options.fps:g}",
+            "seconds": f"{frames / self._options.delivery.fps:g}",
             "size": request.size,
             "completed_at": None,
             "expires_at": None,
@@ -146,7 +141,9 @@ class Videos:
         try:
             result = await self._jobs.wait(job)
             if job.id_ in self._records:
-                await asyncio.to_thread(self._write_files, record, result.outputs)
+                record["files"] = [f"{job.id_}{output.suffix}" for output in result.outputs]
+                for name, output in zip(record["files"], result.outputs, strict=True):
+                    await asyncio.to_thread(write_atomically, self._folder / name, output.data)
                 record |= {"size": result.metadata.get("size", record["size"])}
                 self._end(record, status="completed", progress=100)
         except RequestError as error:
@@ -159,11 +156,6 @@ class Videos:
             # Remove the files of a video that was deleted while they were being written.
             if job.id_ not in self._records:
                 self._remove(job.id_)
-
-    def _write_files(self, record: dict[str, Any], outputs: tuple[Output, ...]) -> None:
-        for output in outputs:
-            write_atomically(self._folder / f"{record['id']}{output.suffix}", output.data)
-        record["files"] = [f"{record['id']}{output.suffix}" for output in outputs]
 
     def _fail(self, record: dict[str, Any], code: str, message: str) -> None:
         self._end(record, status="failed", error={"code": code, "message": message})

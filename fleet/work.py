@@ -145,11 +145,8 @@ logger = logging.getLogger(__name__)
 class Previews:
     """Sender of the previews of one request, evenly spaced over its steps.
 
-    Nothing is sent if the latents are not those of a plain image VAE, as in video pipelines.
-
-    Args:
-        send (`Callable[[Output], None]`): Called with each preview.
-        decodes (`bool`): Whether this rank decodes previews. All ranks must if the VAE runs on several ranks.
+    Nothing is sent if the latents are not those of a plain image VAE, as in video pipelines. ``decodes`` says whether
+    this rank decodes previews; all ranks must if the VAE runs on several ranks.
     """
 
     def __init__(self, request: Request, send: Callable[[Output], None], *, decodes: bool) -> None:

@@ -137,13 +137,9 @@ def generate(
     """Send a request to the server, wait for the result, and return the contents of its files.
 
     The API key is read from the environment variable ``PARA_CORE_API_KEY``, because a workflow file that is shared
-    should not contain it. Raise RuntimeError if the server cannot be reached or refuses the request.
-
-    Args:
-        path (`str`): Path of the API, such as ``"/v1/images/generations"``.
-        fields (`dict[str, Any]`): Fields of the request.
-        progress (`Callable`): Called with the number of finished steps, and the number of all steps or None. If it
-            raises, the server cancels the request.
+    should not contain it. ``progress`` is called with the number of finished steps, and the number of all steps or
+    None; if it raises, the server cancels the request. Raise RuntimeError if the server cannot be reached or refuses
+    the request.
     """
     body = json.dumps({**fields, "stream": True, "progress": True}).encode()
     key = os.environ.get("PARA_CORE_API_KEY")
@@ -185,11 +181,7 @@ def _message(error: urllib.error.HTTPError) -> str:
         return f"the server answered {error.code} {error.reason}."
 
 
-NODE_CLASS_MAPPINGS = {
-    "ParaCoreTextToImage": TextToImage,
-    "ParaCoreEditImage": EditImage,
-    "ParaCoreVideo": Video,
-}
+NODE_CLASS_MAPPINGS = {"ParaCoreTextToImage": TextToImage, "ParaCoreEditImage": EditImage, "ParaCoreVideo": Video}
 NODE_DISPLAY_NAME_MAPPINGS = {
     "ParaCoreTextToImage": "Text to image (para_core server)",
     "ParaCoreEditImage": "Edit image (para_core server)",

@@ -14,6 +14,7 @@ from diffusers import FluxInpaintPipeline, FluxPipeline, WanPipeline
 from PIL import Image
 
 from para_core.fleet.outputs import Output, Result, encode
+from para_core.fleet.request import Delivery
 from tests.fleet.test_server import StandIn, serving
 
 FOLDER = Path(__file__).parents[2] / "fleet" / "comfyui"
@@ -117,7 +118,7 @@ def test_edit_sends_image_and_mask(nodes):
 
 
 def test_video_is_frames(nodes):
-    with serving(Painter(), pipeline=WanPipeline, format_="webp", pixels=64 * 32 * 9) as (port, _):
+    with serving(Painter(), pipeline=WanPipeline, delivery=Delivery("webp"), pixels=64 * 32 * 9) as (port, _):
         frames = run(nodes["ParaCoreVideo"], port, **COMMON, frames=5)
         assert frames.shape == (5, 32, 64, 3)
 

@@ -22,6 +22,7 @@ from para_core.fleet.foresee import Memory
 from para_core.fleet.models import describe
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.reading import ServerOptions
+from para_core.fleet.request import Delivery
 from para_core.fleet.server import Server
 
 PATH = "/v1/images/generations"
@@ -132,7 +133,7 @@ def test_an_image_comes_as_base64_or_by_its_url():
 
 
 def test_video_pipeline_answers_at_videos_route():
-    with serving(pipeline=WanPipeline, format_="mp4", pixels=64 * 32 * 17) as (port, backend):
+    with serving(pipeline=WanPipeline, delivery=Delivery("mp4"), pixels=64 * 32 * 17) as (port, backend):
         fields = {"prompt": "a", "size": "64x32", "frames": 17, "response_format": "url"}
         status, _, body = ask(port, fields, path="/v1/videos/sync", X_Request_Id="mine")
         assert status == 200

@@ -10,6 +10,7 @@ from diffusers import WanImageToVideoPipeline, WanPipeline
 from openai.types import Video, VideoDeleteResponse
 
 from para_core.fleet import videos as videos_module
+from para_core.fleet.request import Delivery
 from tests.fleet.test_openai import client, picture, strict
 from tests.fleet.test_server import StandIn, ask, serving
 
@@ -21,7 +22,7 @@ PIXELS = 1280 * 720 * 129
 
 
 def videos(folder, backend=None, pipeline=WanPipeline, **options):
-    options = {"pipeline": pipeline, "format_": "mp4", "pixels": PIXELS, "videos": folder, **options}
+    options = {"pipeline": pipeline, "delivery": Delivery("mp4"), "pixels": PIXELS, "videos": folder, **options}
     return serving(backend or StandIn(), **options)
 
 
