@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +25,18 @@ _RESULTS = Path("~/.cache/para_core/videos")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
+@dataclass(frozen=True)
+class LimitOptions:
+    """Options that are fields of ServerOptions. Each field is an option."""
+
+    waiting: Annotated[int, option("Requests that may wait.", "N", LIMITS, "--queue", min=0)] = 8
+    steps: Annotated[int, option(None, "N", LIMITS, "--max-steps", min=1)] = 200
+    seconds: Annotated[float, option("Waiting included.", "S", LIMITS, "--request-seconds")] = 600
+    retries: Annotated[int, option("Tries after a replica died.", "N", LIMITS, min=0)] = 0
+    keep_hours: Annotated[float, option("How long asynchronous videos are kept.", "H", LIMITS, min=0)] = 24
+    max_batch: Annotated[int, option("Requests of one size generated at once.", "N", LIMITS, min=1)] = 1
+
+
 def serve(
     *,
     model: options.Model = None,
@@ -36,14 +48,10 @@ def serve(
     run: options.RunOptions,
     groups: options.GroupOptions,
     spread: Annotated[bool, flag("--spread", "Place a replica on several nodes.", RANKS)] = False,
-    queue: Annotated[int, option("Requests that may wait.", "N", LIMITS)] = 8,
+    limits: LimitOptions,
     max_size: Annotated[str | None, option("Default: 2048x2048, videos 1280x720x129.", "WxH", LIMITS)] = None,
-    max_steps: Annotated[int, option(None, "N", LIMITS)] = 200,
-    request_seconds: Annotated[float, option("Waiting included.", "S", LIMITS)] = 600,
     results: Annotated[Path, option("Folder of asynchronous videos.", "DIR", INPUT)] = _RESULTS,
-    keep_hours: Annotated[float, option("How long these videos are kept.", "H", LIMITS, min=0)] = 24,
     encoded_prompts: Annotated[float, option("For encoded prompts, in host memory.", "GB", LIMITS, min=0)] = 1,
-    max_batch: Annotated[int, option("Requests of one size generated at once.", "N", LIMITS, min=1)] = 1,
     loras: Annotated[Path | None, option("Folder of LoRAs that requests may name.", "DIR", PIPELINE)] = None,
     max_loras: Annotated[int, option("LoRAs of requests that stay loaded.", "N", LIMITS, min=1)] = 4,
     warmup: Annotated[list[str] | None, option("Generate this size before serving.", "WxH", INPUT)] = None,
@@ -53,7 +61,6 @@ def serve(
     config: Annotated[
         Path | None, option("YAML with the names of options.", "FILE", INPUT, is_eager=True, callback=_read_config)
     ] = None,
-    retries: Annotated[int, option("Tries after a replica died.", "N", LIMITS)] = 0,
     debug: options.Debug = False,
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
@@ -68,14 +75,11 @@ def serve(
     from para_core.fleet.reading import ServerOptions
 
     pipeline, recipe = options.model_and_recipe(model, run)
-    if queue < 0 or retries < 0:
-        raise typer.BadParameter(f"--queue {queue} and --retries {retries}: expected at least 0 of each.")
-    if max_steps < 1 or not request_seconds > 0:
-        values = f"--max-steps {max_steps} and --request-seconds {request_seconds:g}"
-        raise typer.BadParameter(f"{values}: expected more than 0 of each.")
+    if not limits.seconds > 0:
+        raise typer.BadParameter(f"--request-seconds {limits.seconds:g}: expected more than 0.")
     if loras is not None and not pipeline.takes_loras:
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
-    _require_fit(recipe, max_batch, loras)
+    _require_fit(recipe, limits.max_batch, loras)
     require_file(request_log)
     delivery = Delivery(choose_format(pipeline, format_), fps)
     server_options = ServerOptions(
@@ -83,16 +87,11 @@ def serve(
         api_key,
         delivery,
         videos=results.expanduser().absolute(),
-        keep_hours=keep_hours,
-        max_batch=max_batch,
         loras=None if loras is None else loras.absolute(),
         cors=tuple(cors or ()),
         request_log=None if request_log is None else request_log.absolute(),
-        waiting=queue,
         pixels=_pixels(max_size, pipeline.kind),
-        steps=max_steps,
-        seconds=request_seconds,
-        retries=retries,
+        **vars(limits),
     )
     replica_options = ReplicaOptions(
         count_ranks(groups.ranks, groups.replicas),

@@ -131,22 +131,16 @@ class _Weights:
         parameters = (x for module in modules for x in uncompiled(module).parameters())
         self._parameters = list(dict.fromkeys(parameters))
         self._kept: dict[nn.Parameter, Tensor] = {}
-        self._is_parked = False
 
     def park(self, device: torch.device, *, keep: bool) -> None:
         """Free the device memory of the parameters. Without ``keep`` their data is lost, else it moves to the host."""
-        if self._is_parked:
-            return
-        for x in self._parameters:
-            if keep:
-                self._kept[x] = x.data.cpu()
-            x.data = torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
-        self._is_parked = True
+        for x in () if self._kept else self._parameters:
+            parked = torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
+            self._kept[x] = x.data.cpu() if keep else parked
+            x.data = parked
 
     def restore(self, device: torch.device) -> None:
         """Move the kept data of parked parameters to ``device``."""
-        if not self._is_parked:
-            return
-        for x in self._parameters:
-            x.data = self._kept.pop(x).to(device)
-        self._is_parked = False
+        for x, data in self._kept.items():
+            x.data = data.to(device)
+        self._kept.clear()

@@ -139,17 +139,15 @@ def _component(dtype: torch.dtype, model: str, name: str, library: str | None, c
     import diffusers
     import transformers
 
-    if library == "diffusers" and cls is not None:
-        component = getattr(diffusers, cls)
-        config = component.load_config(model, subfolder=name)
-        with on_meta(dtype):
-            return component.from_config(config)
-    if library == "transformers" and cls is not None and issubclass(getattr(transformers, cls), torch.nn.Module):
-        component = getattr(transformers, cls)
-        config = component.config_class.from_pretrained(model, subfolder=name)
-        with on_meta(dtype):
-            return component(config)
-    return None
+    kind: Any = getattr({"diffusers": diffusers, "transformers": transformers}.get(library or ""), cls or "", None)
+    if library == "diffusers" and kind is not None:
+        config, make = kind.load_config(model, subfolder=name), kind.from_config
+    elif kind is not None and issubclass(kind, torch.nn.Module):
+        config, make = kind.config_class.from_pretrained(model, subfolder=name), kind
+    else:
+        return None
+    with on_meta(dtype):
+        return make(config)
 
 
 def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
