@@ -6,7 +6,7 @@ import gc
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,9 +131,8 @@ def _rounded_differently(pipe: Any) -> Iterator[None]:
                 x.mul_(1 + torch.finfo(x.dtype).eps * signs)
 
     parts: list[Any] = [*transformers_of(pipe).values(), getattr(pipe, "unet", None)]
-    handles = [part.register_forward_hook(change) for part in parts if isinstance(part, nn.Module)]
-    try:
+    with ExitStack() as stack:
+        for part in parts:
+            if isinstance(part, nn.Module):
+                stack.enter_context(part.register_forward_hook(change))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

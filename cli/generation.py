@@ -16,9 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from para_core.cli.bars import Bars
 from para_core.cli.options import FileOptions, GroupOptions
-from para_core.cli.ranks import RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
+from para_core.cli.ranks import Bars, RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from para_core.cli.bars import Bars
 from para_core.cli.comparison import Reference, compare, make_reference
-from para_core.cli.ranks import ending_on_error, gather, is_first_rank, process_group, quiet
+from para_core.cli.ranks import Bars, ending_on_error, gather, is_first_rank, process_group, quiet
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request

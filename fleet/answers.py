@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -17,33 +16,10 @@ from para_core.fleet.outputs import Output, Result
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "webp": "image/webp", "gif": "image/gif", "mp4": "video/mp4"}
 # Formats whose names in OpenAI's API differ from the suffix of their files.
 _API_FORMATS = {"jpg": "jpeg"}
-# Size limit of :class:`StoredResults` in bytes. The latest result is kept even if it is larger.
-_STORED_BYTES = 256 * 2**20
 _NO_USAGE = {
     **dict.fromkeys(("input_tokens", "output_tokens", "total_tokens"), 0),
     "input_tokens_details": {"image_tokens": 0, "text_tokens": 0},
 }
-
-
-class StoredResults:
-    """In-memory store of the latest results whose requests asked for a URL instead of the data."""
-
-    def __init__(self) -> None:
-        self._results: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
-
-    def add(self, id_: str, outputs: tuple[Output, ...]) -> None:
-        """Store the files of request ``id_``, and drop the oldest results if the store exceeds its size limit."""
-        self._results[id_] = outputs
-        self._results.move_to_end(id_)
-        while len(self._results) > 1 and sum(len(x.data) for o in self._results.values() for x in o) > _STORED_BYTES:
-            self._results.popitem(last=False)
-
-    def get(self, id_: str, index: str) -> Output:
-        """Return one file of a result. Raise RequestError (404) if it was never stored, or has been dropped."""
-        outputs = {str(i): output for i, output in enumerate(self._results.get(id_, ()))}
-        if index not in outputs:
-            raise RequestError(404, "not_found", f"result {id_[:64]!r}, {index[:64]!r} is not stored (any more).")
-        return outputs[index]
 
 
 def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any]:

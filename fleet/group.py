@@ -7,8 +7,7 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -243,32 +242,25 @@ def connect(cpus: int, *, debug: bool) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {} if debug else {"logging_level": "ERROR", "log_to_driver": False}
     here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
-    with _kept_sigterm_handler():
-        try:
-            _start(**here)
-        except ValueError:  # Ray found a running cluster, and refuses num_cpus for it.
-            try:
-                ray.init(**options)
-            except ConnectionError as error:
-                address = os.environ.get("RAY_ADDRESS")
-                if address:
-                    raise RuntimeError(f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there.") from error
-                # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
-                _start(address="local", **here)
-    return True
-
-
-@contextmanager
-def _kept_sigterm_handler() -> Iterator[None]:
-    """Restore the handler of SIGTERM, which Ray replaces in this context: with Ray's, Serve outlives the process."""
+    # Ray replaces the handler of SIGTERM. With Ray's, Serve outlives the process.
     before = signal.getsignal(signal.SIGTERM)
     try:
-        yield
+        _start(**here)
+    except ValueError:  # Ray found a running cluster, and refuses num_cpus for it.
+        try:
+            ray.init(**options)
+        except ConnectionError as error:
+            address = os.environ.get("RAY_ADDRESS")
+            if address:
+                raise RuntimeError(f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there.") from error
+            # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
+            _start(address="local", **here)
     finally:
         # Python lets only the main thread set signal handlers. In another thread Ray has not replaced the handler
         # either.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+    return True
 
 
 def _start(**options: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,16 +26,19 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from para_core.fleet.access import Access
-from para_core.fleet.answers import MEDIA_TYPES, StoredResults, answer_body, answer_events
+from para_core.fleet.answers import MEDIA_TYPES, answer_body, answer_events
 from para_core.fleet.failures import RequestError
 from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import Job, Jobs, Replicas
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
-from para_core.fleet.outputs import Result
+from para_core.fleet.outputs import Output, Result
 from para_core.fleet.reading import ServerOptions, body_schema, read_content, read_request
 from para_core.fleet.request import Request, estimated_pixels
 from para_core.fleet.videos import Videos
+
+# Size limit of the stored results in bytes. The latest result is kept even if it is larger.
+_STORED_BYTES = 256 * 2**20
 
 
 class RequestLog:
@@ -89,7 +93,8 @@ class Server:
     def __init__(self, replicas: Replicas, model: Model, options: ServerOptions) -> None:
         self._replicas, self._model, self._options = replicas, model, options
         self._jobs = Jobs(replicas, options, self._fits)
-        self._stored = StoredResults()
+        # The latest results whose requests asked for a URL instead of the data.
+        self._stored: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
         # If the model is a local folder, show only the last part of the path, because clients must not learn paths of
         # this machine.
         name = Path(model.name).name if Path(model.name).is_dir() else model.name
@@ -198,8 +203,11 @@ class Server:
 
     async def _file(self, request_id: str, index: str) -> Response:
         """Fetch a file of a result that was requested with ``"response_format": "url"``."""
-        output = self._stored.get(request_id, index)
-        return Response(output.data, media_type=MEDIA_TYPES[output.format_])
+        outputs = {str(i): output for i, output in enumerate(self._stored.get(request_id, ()))}
+        if index not in outputs:
+            message = f"result {request_id[:64]!r}, {index[:64]!r} is not stored (any more)."
+            raise RequestError(404, "not_found", message)
+        return Response(outputs[index].data, media_type=MEDIA_TYPES[outputs[index].format_])
 
     async def _read(self, http: HttpRequest) -> Request:
         if self.loading:
@@ -232,7 +240,11 @@ class Server:
     async def _wait(self, job: Job, http: HttpRequest, base_url: str | None) -> Result:
         result = await self._jobs.wait(job, http.is_disconnected, self._options.seconds)
         if base_url is not None:
-            self._stored.add(job.id_, result.outputs)
+            stored = self._stored
+            stored[job.id_] = result.outputs
+            stored.move_to_end(job.id_)
+            while len(stored) > 1 and sum(len(x.data) for outputs in stored.values() for x in outputs) > _STORED_BYTES:
+                stored.popitem(last=False)
         return result
 
     async def _events(self, job: Job, http: HttpRequest, base_url: str | None) -> Any:
