@@ -122,8 +122,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
     if figures["recipe"]["compile"] != "no":
         console.print("Launches are those of eager code, which a compiled graph has fewer of.", soft_wrap=True)
     if figures["check"] is not None:
-        for line in describe_check(figures["check"]):
-            console.print(line, markup=False, soft_wrap=True)
+        console.print("\n".join(describe_check(figures["check"])), markup=False, soft_wrap=True)
 
 
 def _title(figures: dict[str, Any]) -> str:

@@ -78,7 +78,6 @@ def make_task(
     chosen = choose_format(model, files.format_)
     require_name(files.name)
     mesh_of_recipe(recipe, ranks)  # raises if the mesh is too small
-    problems: list[Problem] = []
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
     if prompts is None and "prompt" in model.fields and "prompt" not in common:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
@@ -88,7 +87,7 @@ def make_task(
     # With a prompt file this validates the options alone, so that an invalid option is reported once and not for every
     # line.
     request = make_request(fields, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
-    lines = [Line(1, request)]
+    lines, problems = [Line(1, request)], list[Problem]()
     if prompts is not None:
         lines, problems = read_prompts(prompts, model, common, seed=seed)
     delivery = Delivery(chosen, files.fps)
@@ -100,8 +99,7 @@ def make_task(
     if reasons and prompts is None:
         raise ValueError(reasons[1])
     if prompts is not None:
-        sizes = {line.number: too_large(folder, line.request, model.kind) for line in left}
-        reasons |= {number: reason for number, reason in sizes.items() if reason is not None}
+        reasons |= {line.number: reason for line in left if (reason := too_large(folder, line.request, model.kind))}
     problems = sorted([*problems, *starmap(Problem, reasons.items())], key=lambda problem: problem.number)
     left = [line for line in left if line.number not in reasons]
     disk = require_room(folder, [line.request for line in left], model.kind)
@@ -117,8 +115,7 @@ def _memory_problems(lines: Sequence[Line], model: Model, recipe: Recipe, ranks:
     if all(number <= USUAL_PIXELS[model.kind] for number in pixels.values()):
         return {}
     _, memory = _foresee(model, recipe, ranks, room)
-    reasons = {} if memory is None else {number: memory.problem(pixels[number]) for number in pixels}
-    return {number: reason for number, reason in reasons.items() if reason is not None}
+    return {number: reason for number, size in pixels.items() if memory and (reason := memory.problem(size))}
 
 
 def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dict[str, int], Memory | None]:

@@ -64,8 +64,7 @@ def measure_rank(job: MeasurementJob) -> dict[str, Any] | None:
 def _measure(job: MeasurementJob, reference: Reference | None) -> dict[str, Any] | None:
     first = is_first_rank()
     pipe = build(job.recipe)
-    extra = 1 + (job.profile is not None) + 2 * job.check
-    total = job.warmup_runs + job.runs + extra
+    total = job.warmup_runs + job.runs + 1 + (job.profile is not None) + 2 * job.check
     with Bars(total, shown=first, steps=False, unit="runs") as bars:
         for _ in range(job.warmup_runs):
             call_pipe(pipe, [job.request])

@@ -121,14 +121,14 @@ def _command(
     row = plan.best
     if not plan.runs(row):
         return None
-    sizes = {name[len("max_") : -len("_dim_size")]: size for name, size in row.mesh_options.items()}
+    sizes = [f"{name[len('max_') : -len('_dim_size')]}={size}" for name, size in row.mesh_options.items()]
     options = {
         "model": PUBLISHED[model].repository or f"'{model}'",
         "size": size,
         "frames": frames,
         "steps": steps,
         "compile": "blocks" if compiled and (row.shape.fsdp or row.placement.resident is not None) else None,
-        "mesh": ",".join(f"{name}={size}" for name, size in sizes.items()) if row.shape.ranks > 1 else None,
+        "mesh": ",".join(sizes) if row.shape.ranks > 1 else None,
         **row.options,
         "quantize": row.placement.quantize,
     }

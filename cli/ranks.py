@@ -129,8 +129,7 @@ def run_job(job: RankJob, ranks: int) -> list[Problem]:
     If the processes end early during a line, this line has failed, and new processes generate the remaining lines.
     Raise RankEndedError if they end early while no line is running, or if a result cannot be written.
     """
-    problems: list[Problem] = []
-    remaining = job.lines
+    problems, remaining = list[Problem](), job.lines
     while remaining:
         ended = None
         job.journal.write_bytes(b"")
@@ -366,9 +365,6 @@ def _append(path: Path, line: str) -> None:
         file.write(f"{line}\n".encode())
 
 
-_INTERRUPTED, _TERMINATED = 130, 143
-
-
 class _Terminated(KeyboardInterrupt):
     """Raised on SIGTERM. Like Ctrl-C it ends the command, and does not count as an error of the current request."""
 
@@ -407,4 +403,4 @@ def terminable() -> Iterator[None]:
 def describe_signal(end: BaseException) -> tuple[str, int]:
     """Return the message and the exit code for ``end``, a KeyboardInterrupt or torchrun's SignalException."""
     by_ctrl_c = type(end) is KeyboardInterrupt or getattr(end, "sigval", None) == signal.SIGINT
-    return ("interrupted", _INTERRUPTED) if by_ctrl_c else ("ended by SIGTERM", _TERMINATED)
+    return ("interrupted", 130) if by_ctrl_c else ("ended by SIGTERM", 143)

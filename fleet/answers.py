@@ -34,8 +34,7 @@ def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any
     names = ("seconds", "size", "mesh", "versions")
     metadata = {name: result.metadata[name] for name in names if name in result.metadata}
     body = {"id": job.id_, "created": int(time.time()), "data": data, "para_core": metadata}
-    if "size" in metadata:
-        body["size"] = metadata["size"]
+    body |= {"size": metadata["size"]} if "size" in metadata else {}
     return {**body, "output_format": _API_FORMATS.get(result.outputs[0].format_, result.outputs[0].format_)}
 
 
@@ -60,8 +59,7 @@ async def answer_events(
             yield _event({"type": f"{kind}.partial_image", **common, "partial_image_index": partials})
             partials += 1
         elif progress:
-            steps = job.request.fields.get("num_inference_steps")
-            yield _event({"type": "progress", "step": event, "steps": steps})
+            yield _event({"type": "progress", "step": event, "steps": job.request.fields.get("num_inference_steps")})
     try:
         result = await waiting
     except RequestError as refusal:

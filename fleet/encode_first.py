@@ -54,8 +54,7 @@ class EncodeFirst:
         encoders, denoisers = text_encoders_of(pipe), {**transformers_of(pipe), **unets_of(pipe)}
         if not encoders or not denoisers:
             return
-        self._pipe, self._device = pipe, torch.device(device)
-        self._names = list(denoisers)
+        self._pipe, self._device, self._names = pipe, torch.device(device), list(denoisers)
         self._encoders = _Weights(encoders.values())
         self._denoisers = _Weights(denoisers.values() if park else ())
         self._denoisers.park(self._device, keep=True)

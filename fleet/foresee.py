@@ -126,12 +126,11 @@ def without_weights(model: Model, dtype: torch.dtype) -> Any:
                 pipe.register_components(**{part: component})
         return pipe
     index = diffusers.DiffusionPipeline.load_config(model.name)
-    components: dict[str, Any] = {}
-    for name, value in index.items():
-        if isinstance(value, list) and len(value) == 2:
-            components[name] = _component(dtype, model.name, name, *value)
-        elif not name.startswith("_"):
-            components[name] = value
+    components = {
+        name: _component(dtype, model.name, name, *value) if isinstance(value, list) and len(value) == 2 else value
+        for name, value in index.items()
+        if not name.startswith("_")
+    }
     return getattr(diffusers, model.pipeline)(**components)
 
 

@@ -46,21 +46,20 @@ class Replica:
         Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading fails.
         """
         await self.stop()
-        bundle = _bundle()
+        bundle, ranks = _bundle(), self._options.ranks
         strategy = "PACK" if self._options.spread else "STRICT_PACK"
-        self._placement = placement_group([bundle] * self._options.ranks, strategy=strategy)
+        self._placement = placement_group([bundle] * ranks, strategy=strategy)
         seconds = self._recipe.timeout
         try:
             await asyncio.wait_for(self._placement.ready(), seconds)
         except TimeoutError:
             await self.stop()
             raise RuntimeError(
-                f"a replica of {self._options.ranks} ranks got no resources within {seconds:g} s: the Ray cluster is "
-                "busy."
+                f"a replica of {ranks} ranks got no resources within {seconds:g} s: the Ray cluster is busy."
             ) from None
         actor = ray.remote(concurrency_groups={CONTROL: 4})(Rank)
         resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
-        for rank in range(self._options.ranks):
+        for rank in range(ranks):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)
             placed = actor.options(scheduling_strategy=strategy, **resources)
             self.actors.append(placed.remote(self._recipe, rank, self._options))
@@ -166,22 +165,10 @@ def generate_lines(
     ``write`` is called in this process with each line and its result. A replica that dies is restarted, and tries its
     current line once more.
     """
-    connected = connect(options.ranks * replicas, debug=debug)
-    try:
-        require_cluster(options, replicas)
-        fleet = [Replica(recipe, options) for _ in range(min(replicas, len(lines)))]
-        return asyncio.run(_generate_all(lines, fleet, write))
-    finally:
-        if connected:
-            ray.shutdown()
-
-
-async def _generate_all(
-    lines: Sequence[Line], replicas: Sequence[Replica], write: Callable[[Line, Result], None]
-) -> list[Problem]:
     queue, problems = iter(lines), list[Problem]()
 
-    async def generate_queued(replica: Replica) -> None:
+    async def generate_queued() -> None:
+        replica = Replica(recipe, options)
         await replica.start()
         for line in queue:
             try:
@@ -197,7 +184,16 @@ async def _generate_all(
                     await replica.start()
         await replica.stop()
 
-    await asyncio.gather(*map(generate_queued, replicas))
+    async def generate_all() -> None:
+        await asyncio.gather(*[generate_queued() for _ in range(min(replicas, len(lines)))])
+
+    connected = connect(options.ranks * replicas, debug=debug)
+    try:
+        require_cluster(options, replicas)
+        asyncio.run(generate_all())
+    finally:
+        if connected:
+            ray.shutdown()
     return sorted(problems, key=lambda problem: problem.number)
 
 
@@ -290,8 +286,7 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
     Raise ReplicaDied if a rank died, or did not answer in time.
     """
     tasks: list[asyncio.Task[list[Answer]]] = [asyncio.ensure_future(ref) for ref in refs]
-    pending = set(tasks)
-    errors: list[Exception] = []
+    pending, errors = set(tasks), list[Exception]()
     try:
         while pending:
             grace = _GRACE_SECONDS if errors else None

@@ -90,9 +90,7 @@ class LoraFolder:
     def names(self) -> list[str]:
         """Return the names of all LoRAs in the folder, sorted, without the suffix ``.safetensors``."""
         paths = self._folder.iterdir() if self._folder.is_dir() else ()
-        return sorted(
-            path.stem if path.suffix == ".safetensors" else path.name for path in paths if self._is_lora(path)
-        )
+        return sorted(path.name.removesuffix(".safetensors") for path in paths if self._is_lora(path))
 
     def find(self, text: str) -> Lora:
         """Return the LoRA for a name with an optional scale, such as ``"style:0.8"``.

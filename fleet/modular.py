@@ -162,8 +162,7 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     scales = {guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None}
     # An input of the blocks without an argument gets its default from diffusers.
     fields = {name: value for name, value in arguments.items() if name in inputs}
-    callback = arguments.get("callback_on_step_end")
-    with ExitStack() as stack, _errors_raised_only(), _calling_back(pipe, callback):
+    with ExitStack() as stack, _errors_raised_only(), _calling_back(pipe, arguments.get("callback_on_step_end")):
         for name, scale in scales.items():
             guider = getattr(pipe, name)
             stack.callback(setattr, guider, "guidance_scale", guider.guidance_scale)

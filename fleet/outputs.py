@@ -157,8 +157,7 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     results: dict[str, list[int]] = {}
     for number in sorted(taken, reverse=True):
         results.setdefault(digest_of(folder, f"{prefix}{number:05d}"), []).append(number)
-    left: list[Line] = []
-    finished: list[Line] = []
+    left, finished = list[Line](), list[Line]()
     for line in lines:
         numbers = results.get(line.digest)
         if numbers:

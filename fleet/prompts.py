@@ -63,8 +63,7 @@ def read_prompts(
         return (path.parent / name).read_bytes()
 
     schema = request_schema(model)
-    requests: list[Line] = []
-    problems: list[Problem] = []
+    requests, problems = list[Line](), list[Problem]()
     for number, text in enumerate(lines, start=1):
         if not text.strip():
             continue

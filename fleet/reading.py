@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 
 from para_core.fleet.failures import RequestError
 from para_core.fleet.foresee import Memory
@@ -95,7 +96,7 @@ def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
     return extended
 
 
-async def read_content(http: Any, options: ServerOptions) -> tuple[Any, dict[str, bytes]]:
+async def read_content(http: HttpRequest, options: ServerOptions) -> tuple[Any, dict[str, bytes]]:
     """Receive the body of the HTTP request ``http``, but not more bytes than its limit.
 
     Return the unvalidated JSON value and no files, or the fields of a form and its files. A field that is a file has a

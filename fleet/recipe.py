@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -68,7 +69,6 @@ class Recipe:
             raise ValueError(
                 "weights are 'tensor', but the mesh has no tensor dim; expected a size, such as --mesh tensor=2."
             )
-
         if self.pipefusion is not None and self.pipefusion < 1:
             raise ValueError(f"pipefusion is {self.pipefusion}; expected a number of patches.")
         if self.pipefusion is not None and self.schedule is not None:
@@ -139,11 +139,9 @@ def read_lora(text: str) -> tuple[str, float]:
     """
     name, colon, scale = text.rpartition(":")
     if colon:
-        try:
+        # If the text after the colon is not a number, the colon belongs to the name.
+        with suppress(ValueError):
             return name, float(scale)
-        except ValueError:
-            # The text after the colon is not a number, so the colon belongs to the name.
-            pass
     return text, 1.0
 
 

@@ -78,9 +78,8 @@ class Request:
         """Number of images or videos that the request generates."""
         prompt = self.fields.get("prompt")
         prompts = len(prompt) if isinstance(prompt, list) else 1
-        return int(
-            prompts * (self.fields.get("num_images_per_prompt") or self.fields.get("num_videos_per_prompt") or 1)
-        )
+        each = self.fields.get("num_images_per_prompt") or self.fields.get("num_videos_per_prompt") or 1
+        return int(prompts * each)
 
     @property
     def size(self) -> str:

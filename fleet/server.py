@@ -9,7 +9,7 @@ import asyncio
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -247,10 +247,9 @@ class Server:
                 stored.popitem(last=False)
         return result
 
-    async def _events(self, job: Job, http: HttpRequest, base_url: str | None) -> Any:
+    async def _events(self, job: Job, http: HttpRequest, base_url: str | None) -> AsyncIterator[bytes]:
         waiting = asyncio.ensure_future(self._wait(job, http, base_url))
-        kind = "video_generation" if self._model.kind == "video" else "image_generation"
-        kind = "image_edit" if http.url.path.endswith("/edits") else kind
+        kind = "image_edit" if http.url.path.endswith("/edits") else f"{self._model.kind}_generation"
         try:
             async for event in answer_events(job, waiting, kind, base_url):
                 yield event

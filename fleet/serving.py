@@ -114,8 +114,9 @@ class Front:
     async def run(self, batch: Sequence[Job]) -> None:
         """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free again."""
         if self._handle is None:
-            handle = serve.get_deployment_handle("Replicas", REPLICAS)
-            self._handle = handle.options(method_name="generate", stream=True)
+            self._handle = serve.get_deployment_handle("Replicas", REPLICAS).options(
+                method_name="generate", stream=True
+            )
         try:
             async for kind, value in self._handle.remote([(job.id_, job.request) for job in batch]):
                 outcomes = [ReplicaDied(value)] * len(batch) if kind == "died" else value
@@ -144,8 +145,7 @@ class Front:
 
     async def replica_lives(self, id_: str, memory: Memory | None) -> None:
         """Note that all ranks of replica ``id_`` are running. ``memory`` is the predicted memory of a rank."""
-        now = self._reports[id_] = time.monotonic()
-        self._reports = {name: last for name, last in self._reports.items() if now - last < _SILENT_SECONDS}
+        self._reports[id_] = time.monotonic()
         self._server.set_memory(memory)
         self._server.loading = False
 
