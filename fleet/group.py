@@ -125,7 +125,7 @@ class Replica:
                 rank = self.actors[0].progress.options(concurrency_group=CONTROL)
                 done, previews = await rank.remote(batch[0][0], sent)
                 sent += len(previews)
-                for event in [*([done] if done > reported else []), *previews]:
+                for event in (done, *previews) if done > reported else previews:
                     progress(event)
                 reported = done
 

@@ -62,7 +62,9 @@ class Recipe:
             if allowed and isinstance(value, str) and value not in allowed:
                 raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
         if self.cache not in (None, "default") and not (isinstance(self.cache, (int, float)) and 0 <= self.cache < inf):
-            raise ValueError(f"cache is {self.cache!r}; expected a threshold such as 0.08, or 'default'.")
+            raise ValueError(
+                f"cache is {self.cache!r}; expected a threshold of at least 0, such as 0.08, or 'default'."
+            )
         if not 0 < self.timeout < _LONGEST_TIMEOUT:
             raise ValueError(f"timeout is {self.timeout:g} s; expected a positive number of seconds, at most a year.")
         if self.weights == "tensor" and "tensor" not in dict(self.mesh):

@@ -100,3 +100,33 @@ def test_requests_that_differ_in_prompt_and_seed_are_one_batch():
         ]
 
     asyncio.run(run())
+
+
+def test_retried_request_can_be_cancelled_when_its_first_replica_is_back():
+    class Dying(Replicas):
+        def __init__(self):
+            super().__init__()
+            self.restarted = asyncio.Event()
+
+        async def run(self, batch):
+            if not self.ran:
+                self.ran.append("died")
+                batch[0].finish(ReplicaDied("gone"))
+                await self.restarted.wait()
+            else:
+                await super().run(batch)
+
+    async def run():
+        replicas = Dying()
+        jobs = Jobs(replicas, ServerOptions(2, retries=1))
+        answer = ask(jobs, "a")
+        await asyncio.sleep(0.01)
+        replicas.restarted.set()
+        await asyncio.sleep(0.01)
+        assert replicas.ran == ["died", "a"]
+        jobs.cancel("a")
+        assert replicas.cancelled == ["a"]
+        replicas.open.set()
+        assert (await answer).metadata["id"] == "a"
+
+    asyncio.run(run())
