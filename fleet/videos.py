@@ -25,7 +25,6 @@ from para_core.fleet.request import Request
 logger = logging.getLogger(__name__)
 _ID = re.compile(r"video_[0-9a-f]{32}")
 _RUNNING = ("queued", "in_progress")
-_PAGE = 100
 
 
 class Videos:
@@ -114,7 +113,7 @@ class Videos:
             if after not in ids:
                 raise RequestError(404, "not_found", f"no video {after[:64]!r} exists (any more).")
             ids = ids[ids.index(after) + 1 :]
-        page = ids[: max(1, min(limit, _PAGE))]
+        page = ids[: max(1, min(limit, 100))]
         ends = {"first_id": page[0] if page else None, "last_id": page[-1] if page else None}
         return {"object": "list", "data": [self._get(id_) for id_ in page], "has_more": len(ids) > len(page), **ends}
 
