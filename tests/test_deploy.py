@@ -47,7 +47,7 @@ def test_command_of_the_container_starts_a_server(monkeypatch):
     options.pop("--model")  # is on the Hub
     assert command.pop(0) == "para_core"
     assert run([*command, *[word for pair in options.items() for word in pair]]) == 1
-    ((_, _, _, _, server, _), rest) = started[0]
+    ((_, _, server, _), rest) = started[0]
     assert (rest["host"], rest["port"], server.api_key, str(server.videos)) == ("0.0.0.0", 8000, "secret", "/results")
 
 
