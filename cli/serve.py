@@ -29,10 +29,10 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class LimitOptions:
     """Options that are fields of ServerOptions. Each field is an option."""
 
-    waiting: Annotated[int, option("Requests that may wait.", "N", LIMITS, "--queue", min=0)] = 8
-    steps: Annotated[int, option(None, "N", LIMITS, "--max-steps", min=1)] = 200
+    waiting: Annotated[int, option("Requests that may wait.", "N", LIMITS, "--queue")] = 8
+    steps: Annotated[int, option(None, "N", LIMITS, "--max-steps")] = 200
     seconds: Annotated[float, option("Waiting included.", "S", LIMITS, "--request-seconds")] = 600
-    retries: Annotated[int, option("Tries after a replica died.", "N", LIMITS, min=0)] = 0
+    retries: Annotated[int, option("Tries after a replica died.", "N", LIMITS)] = 0
     keep_hours: Annotated[float, option("How long asynchronous videos are kept.", "H", LIMITS, min=0)] = 24
     max_batch: Annotated[int, option("Requests of one size generated at once.", "N", LIMITS, min=1)] = 1
 
@@ -75,8 +75,13 @@ def serve(
     from para_core.fleet.reading import ServerOptions
 
     pipeline, recipe = options.model_and_recipe(model, run)
-    if not limits.seconds > 0:
-        raise typer.BadParameter(f"--request-seconds {limits.seconds:g}: expected more than 0.")
+    if limits.waiting < 0 or limits.retries < 0:
+        raise typer.BadParameter(
+            f"--queue {limits.waiting} and --retries {limits.retries}: expected at least 0 of each."
+        )
+    if limits.steps < 1 or not limits.seconds > 0:
+        values = f"--max-steps {limits.steps} and --request-seconds {limits.seconds:g}"
+        raise typer.BadParameter(f"{values}: expected more than 0 of each.")
     if loras is not None and not pipeline.takes_loras:
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     _require_fit(recipe, limits.max_batch, loras)

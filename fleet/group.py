@@ -246,8 +246,7 @@ def connect(cpus: int, *, debug: bool) -> bool:
         try:
             ray.init(**options)
         except ConnectionError as error:
-            address = os.environ.get("RAY_ADDRESS")
-            if address:
+            if address := os.environ.get("RAY_ADDRESS"):
                 raise RuntimeError(f"RAY_ADDRESS is {address!r}, but no Ray cluster answers there.") from error
             # Ray found a cluster by the address file of ray start, but that cluster ended without ray stop.
             _start(address="local", **here)

@@ -50,7 +50,6 @@ def read_prompts(
         raise OSError(f"{path} cannot be read: {error.strerror}.") from error
 
     is_plain = path.suffix.lower() == ".txt"
-    lines = text.split("\n")
     if not text.strip():
         raise ValueError(f"{path} is empty; expected one request per line.")
     if not is_plain and _is_array(text):
@@ -64,7 +63,7 @@ def read_prompts(
 
     schema = request_schema(model)
     requests, problems = list[Line](), list[Problem]()
-    for number, text in enumerate(lines, start=1):
+    for number, text in enumerate(text.split("\n"), start=1):
         if not text.strip():
             continue
         try:

@@ -54,17 +54,16 @@ class Recipe:
     trust_remote_code: bool = False  # whether code of a modular pipeline's repository may run
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for name in hints.keys() - {"cache"}:
-            value, hint = getattr(self, name), hints[name]
-            literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-            allowed = [choice for literal in literals for choice in get_args(literal)]
-            if allowed and isinstance(value, str) and value not in allowed:
-                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
         if self.cache not in (None, "default") and not (isinstance(self.cache, (int, float)) and 0 <= self.cache < inf):
             raise ValueError(
                 f"cache is {self.cache!r}; expected a threshold of at least 0, such as 0.08, or 'default'."
             )
+        for name, hint in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+            allowed = [choice for literal in literals for choice in get_args(literal)]
+            if allowed and isinstance(value, str) and value not in allowed:
+                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
         if not 0 < self.timeout < _LONGEST_TIMEOUT:
             raise ValueError(f"timeout is {self.timeout:g} s; expected a positive number of seconds, at most a year.")
         if self.weights == "tensor" and "tensor" not in dict(self.mesh):
