@@ -43,16 +43,16 @@ def read_prompts(
     """
     try:
         # Lines are split at "\n" below: splitlines() would also split at U+2028, which JSON strings may contain.
-        text = path.read_text(encoding="utf-8-sig")
+        contents = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
     except OSError as error:
         raise OSError(f"{path} cannot be read: {error.strerror}.") from error
 
     is_plain = path.suffix.lower() == ".txt"
-    if not text.strip():
+    if not contents.strip():
         raise ValueError(f"{path} is empty; expected one request per line.")
-    if not is_plain and _is_array(text):
+    if not is_plain and _is_array(contents):
         raise ValueError(
             f'{path} is one JSON array; expected one object per line, such as {{"prompt": "a red circle"}}, without '
             "brackets and commas around them."
@@ -63,7 +63,7 @@ def read_prompts(
 
     schema = request_schema(model)
     requests, problems = list[Line](), list[Problem]()
-    for number, text in enumerate(text.split("\n"), start=1):
+    for number, text in enumerate(contents.split("\n"), start=1):
         if not text.strip():
             continue
         try:

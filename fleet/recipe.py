@@ -55,9 +55,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.cache not in (None, "default") and not (isinstance(self.cache, (int, float)) and 0 <= self.cache < inf):
-            raise ValueError(
-                f"cache is {self.cache!r}; expected a threshold of at least 0, such as 0.08, or 'default'."
-            )
+            raise ValueError(f"cache is {self.cache!r}; expected a threshold of at least 0, or 'default'.")
         for name, hint in get_type_hints(type(self)).items():
             value = getattr(self, name)
             literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
