@@ -238,9 +238,10 @@ def model_and_recipe(name: str | None, options: LoadOptions) -> tuple[models.Mod
     ValueError or typer.BadParameter if an option is invalid, or the model cannot have it.
     """
     from para_core.attention.libraries import require_library
+    from para_core.fleet.loading import find_model
     from para_core.fleet.recipe import Recipe, read_mesh_sizes, refuse_options
 
-    model = models.find_model(name, trust_remote_code=options.trust_remote_code)
+    model = find_model(name, trust_remote_code=options.trust_remote_code)
     values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
     schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
     values |= {"backend": schedule or options.backend, "mesh": read_mesh_sizes(options.mesh)}

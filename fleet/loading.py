@@ -1,4 +1,4 @@
-"""Loading of the pipeline of a recipe, and its parallelization on the ranks of a group."""
+"""Lookup of a model by its name, loading of the pipeline of a recipe, and its parallelization on ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,38 @@ from para_core.adapters.weights.quantize import loading_config, quantize_transfo
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.encode_first import EncodeFirst
-from para_core.fleet.modular import has_modular_index, is_modular, load_modular
+from para_core.fleet.models import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
+from para_core.fleet.modular import describe_modular, has_modular_index, is_modular, load_modular, open_modular
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.instance_patching import original_class
 from para_core.weights.pipefusion import PipeFusion
+
+
+def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
+    """Return the description of a model without loading its weights.
+
+    ``name`` is a folder or Hub repository of a classical or modular pipeline, None for the tiny FLUX. Raise
+    FileNotFoundError if there is none, and ValueError if this diffusers lacks the pipeline's class, the model generates
+    neither images nor videos, or its repository contains code that is not trusted.
+    """
+    import diffusers
+
+    defaults = TINY_FLUX_FIELDS if name is None else {}
+    name = str(find_tiny_flux()) if name is None else name
+    try:
+        index = diffusers.DiffusionPipeline.load_config(name)
+    except (OSError, ValueError) as error:
+        if has_modular_index(name):
+            return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
+        raise FileNotFoundError(
+            f"model {name!r} has no readable model_index.json or modular_model_index.json; expected a folder written "
+            f"by save_pretrained, or a diffusers repository on the Hub ({str(error).splitlines()[0]})"
+        ) from error
+    pipeline = str(index.get("_class_name"))
+    cls = getattr(diffusers, pipeline, None)
+    if cls is None:
+        raise ValueError(f"model {name!r} is for {pipeline}, which diffusers {diffusers.__version__} does not have.")
+    return describe(name, cls, defaults)
 
 
 def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:

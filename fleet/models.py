@@ -1,4 +1,4 @@
-"""Models without their weights: lookup by name, the pipeline's class, and the fields of a request from its call."""
+"""Descriptions of models without their weights: the pipeline, and the fields of a request, which its call has."""
 
 from __future__ import annotations
 
@@ -76,36 +76,6 @@ def find_tiny_flux() -> Path:
         f"no model was given, and the default, the tiny FLUX, is part of the repository ({TINY_FLUX}), not of the "
         "installed package. Name a model (--model black-forest-labs/FLUX.1-dev, or a folder), or start in a checkout."
     )
-
-
-def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
-    """Return the description of a model without loading its weights.
-
-    ``name`` is a folder or Hub repository of a classical or modular pipeline, None for the tiny FLUX. Raise
-    FileNotFoundError if there is none, and ValueError if this diffusers lacks the pipeline's class, the model generates
-    neither images nor videos, or its repository contains code that is not trusted.
-    """
-    defaults: Mapping[str, Any] = {}
-    if name is None:
-        name, defaults = str(find_tiny_flux()), TINY_FLUX_FIELDS
-    import diffusers
-
-    try:
-        index = diffusers.DiffusionPipeline.load_config(name)
-    except (OSError, ValueError) as error:
-        from para_core.fleet.modular import describe_modular, has_modular_index, open_modular
-
-        if has_modular_index(name):
-            return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
-        raise FileNotFoundError(
-            f"model {name!r} has no readable model_index.json or modular_model_index.json; expected a folder written "
-            f"by save_pretrained, or a diffusers repository on the Hub ({str(error).splitlines()[0]})"
-        ) from error
-    pipeline = str(index.get("_class_name"))
-    cls = getattr(diffusers, pipeline, None)
-    if cls is None:
-        raise ValueError(f"model {name!r} is for {pipeline}, which diffusers {diffusers.__version__} does not have.")
-    return describe(name, cls, defaults)
 
 
 def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:

@@ -15,8 +15,8 @@ import para_core.cli.ranks
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
 from para_core.cli.ranks import RankJob, _run_lines
-from para_core.fleet.loading import build
-from para_core.fleet.models import find_model, find_tiny_flux
+from para_core.fleet.loading import build, find_model
+from para_core.fleet.models import find_tiny_flux
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request

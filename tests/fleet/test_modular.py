@@ -20,8 +20,7 @@ from para_core.adapters import cache_report
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
-from para_core.fleet.loading import build
-from para_core.fleet.models import find_model
+from para_core.fleet.loading import build, find_model
 from para_core.fleet.modular import call_modular, load_modular, open_modular
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe, refuse_options

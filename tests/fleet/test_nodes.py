@@ -12,8 +12,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from para_core.fleet import group
-from para_core.fleet.loading import build
-from para_core.fleet.models import find_model
+from para_core.fleet.loading import build, find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe

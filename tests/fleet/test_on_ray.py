@@ -23,8 +23,7 @@ import ray
 import ray.serve
 
 from para_core.fleet import group, serving
-from para_core.fleet.loading import build
-from para_core.fleet.models import find_model
+from para_core.fleet.loading import build, find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.reading import ServerOptions

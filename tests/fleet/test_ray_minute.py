@@ -32,7 +32,8 @@ import ray.serve
 
 from para_core.cli.app import run
 from para_core.fleet import group, serving
-from para_core.fleet.models import find_model, find_tiny_flux
+from para_core.fleet.loading import find_model
+from para_core.fleet.models import find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
