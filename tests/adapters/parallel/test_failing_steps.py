@@ -142,7 +142,7 @@ UNPARALLELIZE = (
     f"{PARALLEL}.model.remove_plan",
     "para_core.adapters.rows.vae.unwrap",
     f"{PARALLEL}.call.release_pipe",
-    f"{WEIGHTS}.shard.unshard_weights",
+    f"{WEIGHTS}.shard.unwrap",
     f"{WEIGHTS}.shard.gather_component",
     "para_core.weights.fsdp._whole",
     "para_core.distributed.timeouts.set_group_timeout",
