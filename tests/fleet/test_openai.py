@@ -15,8 +15,7 @@ from PIL import Image
 from para_core.fleet.outputs import Output
 from tests.fleet.test_server import StandIn, serving
 
-# The client's sockets are closed when it is collected.
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 class Previewer(StandIn):
@@ -26,10 +25,6 @@ class Previewer(StandIn):
         for index in range(request.delivery.partial_images):
             progress(Output(".png", b"partial %d" % index))
         return await super().generate(id_, request, progress)
-
-
-def client(port, key="none"):
-    return openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0)
 
 
 def strict(model, value):
@@ -43,7 +38,7 @@ def picture(mode="RGB", color="red", size=(16, 8)):
     return ("picture.png", buffer.getvalue(), "image/png")
 
 
-def test_images_generate():
+def test_images_generate(client):
     with serving(pipeline=FluxPipeline) as (port, backend):
         answer = client(port).images.generate(
             model="any", prompt="a", size="64x32", n=1, output_format="jpeg", output_compression=40, quality="high"
@@ -58,7 +53,7 @@ def test_images_generate():
         assert url.startswith(f"http://127.0.0.1:{port}/v1/files/")
 
 
-def test_images_generate_stream():
+def test_images_generate_stream(client):
     with serving(Previewer(), pipeline=FluxPipeline) as (port, _):
         stream = client(port).images.generate(prompt="a", size="64x32", stream=True, partial_images=2)
         *partials, last = list(stream)
@@ -70,14 +65,14 @@ def test_images_generate_stream():
         assert base64.b64decode(last.b64_json) == b"a 0"
 
 
-def test_stream_that_fails_raises_in_the_client():
+def test_stream_that_fails_raises_in_the_client(client):
     with serving(pipeline=FluxPipeline) as (port, _):
         stream = client(port).images.generate(prompt="refused", stream=True)
         with pytest.raises(openai.APIError, match="the pipeline says no"):
             list(stream)
 
 
-def test_images_edit_with_files():
+def test_images_edit_with_files(client):
     with serving(pipeline=FluxImg2ImgPipeline) as (port, backend):
         answer = client(port).images.edit(image=[picture(), picture(color="blue")], prompt="a", n=1, size="64x32")
         strict(ImagesResponse, answer)
@@ -90,7 +85,7 @@ def test_images_edit_with_files():
             client(port).images.edit(image=[], prompt="a")
 
 
-def test_transparent_part_of_a_mask_is_generated():
+def test_transparent_part_of_a_mask_is_generated(client):
     with serving(pipeline=FluxInpaintPipeline) as (port, backend):
         mask = picture("RGBA", (0, 0, 0, 0))
         client(port).images.edit(image=picture(), mask=mask, prompt="a")
@@ -98,13 +93,13 @@ def test_transparent_part_of_a_mask_is_generated():
         assert Image.open(io.BytesIO(data)).convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_an_edit_is_refused_by_a_pipeline_without_images():
+def test_an_edit_is_refused_by_a_pipeline_without_images(client):
     refused = pytest.raises(openai.BadRequestError, match="no field 'image'")
     with serving(pipeline=FluxPipeline) as (port, _), refused:
         client(port).images.edit(image=picture(), prompt="a")
 
 
-def test_models():
+def test_models(client):
     with serving() as (port, _):
         models = client(port).models.list().data
         strict(Model, models[0])
@@ -113,14 +108,14 @@ def test_models():
             client(port).models.retrieve("sora/2")
 
 
-def test_key():
+def test_key(client):
     with serving(api_key="secret") as (port, _):
         assert len(client(port, "secret").models.list().data) == 1
         with pytest.raises(openai.AuthenticationError):
             client(port, "wrong").models.list()
 
 
-def test_busy_server_raises_the_rate_limit_error():
+def test_busy_server_raises_the_rate_limit_error(client):
     with serving(StandIn(0.5), waiting=0) as (port, _), ThreadPoolExecutor(1) as threads:
         first = threads.submit(client(port).images.generate, prompt="a")
         time.sleep(0.3)

@@ -11,12 +11,12 @@ from openai.types import Video, VideoDeleteResponse
 
 from para_core.fleet import videos as videos_module
 from para_core.fleet.request import Delivery
-from tests.fleet.test_openai import client, picture, strict
+from tests.fleet.test_openai import picture, strict
 from tests.fleet.test_server import StandIn, ask, serving
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 PIXELS = 1280 * 720 * 129
 
@@ -26,19 +26,19 @@ def videos(folder, backend=None, pipeline=WanPipeline, **options):
     return serving(backend or StandIn(), **options)
 
 
-def ended(port, id_):
+def ended(client, id_):
     deadline = time.monotonic() + 20
-    while (video := client(port).videos.retrieve(id_)).status in ("queued", "in_progress"):
+    while (video := client.videos.retrieve(id_)).status in ("queued", "in_progress"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return video
 
 
-def test_video_is_made_and_survives_a_restart(tmp_path):
+def test_video_is_made_and_survives_a_restart(tmp_path, client):
     with videos(tmp_path) as (port, backend):
         started = client(port).videos.create(prompt="a", size="1280x720", seconds="4")
         assert started.status == "queued"
-        done = ended(port, started.id)
+        done = ended(client(port), started.id)
         for video in (started, done):
             strict(Video, video)
         assert (done.status, done.progress, done.prompt) == ("completed", 100, "a")
@@ -54,14 +54,14 @@ def test_video_is_made_and_survives_a_restart(tmp_path):
             client(port).videos.retrieve(started.id)
 
 
-def test_input_reference_is_the_image(tmp_path):
+def test_input_reference_is_the_image(tmp_path, client):
     with videos(tmp_path, pipeline=WanImageToVideoPipeline) as (port, backend):
         started = client(port).videos.create(prompt="a", size="64x32", input_reference=picture())
-        assert ended(port, started.id).status == "completed"
+        assert ended(client(port), started.id).status == "completed"
         assert len(backend.ran[0][1].images["image"]) == 1
 
 
-def test_running_video_shows_progress_and_is_cancelled_by_delete(tmp_path):
+def test_running_video_shows_progress_and_is_cancelled_by_delete(tmp_path, client):
     with videos(tmp_path, StandIn(0.1)) as (port, backend):
         id_ = ask(port, {"prompt": "a", "size": "64x32", "frames": 17, "steps": 50}, path="/v1/videos")[2]["id"]
         time.sleep(0.5)
@@ -77,20 +77,20 @@ def test_running_video_shows_progress_and_is_cancelled_by_delete(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-def test_no_time_limit_and_no_client(tmp_path):
+def test_no_time_limit_and_no_client(tmp_path, client):
     with videos(tmp_path, StandIn(0.1), seconds=0.2) as (port, _):
         id_ = client(port).videos.create(prompt="a", size="64x32", seconds="1", extra_body={"steps": 6}).id
-        assert ended(port, id_).status == "completed"
+        assert ended(client(port), id_).status == "completed"
 
 
-def test_failed_video_has_its_reason(tmp_path):
+def test_failed_video_has_its_reason(tmp_path, client):
     with videos(tmp_path) as (port, _):
-        video = ended(port, client(port).videos.create(prompt="refused", size="64x32", seconds="1").id)
+        video = ended(client(port), client(port).videos.create(prompt="refused", size="64x32", seconds="1").id)
         assert video.status == "failed"
         assert video.error.message == "the pipeline says no."
 
 
-def test_videos_are_listed_in_pages(tmp_path):
+def test_videos_are_listed_in_pages(tmp_path, client):
     with videos(tmp_path) as (port, _):
         ids = {client(port).videos.create(prompt="a", size="64x32", seconds="1").id for _ in range(5)}
         assert {video.id for video in client(port).videos.list(limit=2)} == ids
@@ -114,7 +114,7 @@ def test_records_of_an_earlier_server(tmp_path, change, status):
         assert (tmp_path / f"{id_}.json").exists() == (status is not None)
 
 
-def test_full_disk_is_told(tmp_path, monkeypatch):
+def test_full_disk_is_told(tmp_path, monkeypatch, client):
     def full(path, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -126,7 +126,7 @@ def test_full_disk_is_told(tmp_path, monkeypatch):
         monkeypatch.undo()
         started = ask(port, {**fields, "steps": 3}, path="/v1/videos")[2]
         monkeypatch.setattr(videos_module, "write_atomically", full)
-        assert ended(port, started["id"]).status in ("failed", "completed")
+        assert ended(client(port), started["id"]).status in ("failed", "completed")
 
 
 @pytest.mark.parametrize("query", ["?limit=many", "?limit=-1", "?limit=99999999999999999999", "?order=%00"])
