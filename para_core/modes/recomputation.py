@@ -81,8 +81,10 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
     backward recomputes the whole function. A function that is already bound to ``owner`` is not bound again.
     """
     innermost = top_saved_tensors_hooks(True)
+    if innermost is None:
+        return
     frame = _frame_of(innermost)
-    if innermost is None or (frame is not None and getattr(frame.recompute_fn, "bound_to", None) is owner):
+    if frame is not None and getattr(frame.recompute_fn, "bound_to", None) is owner:
         # If the innermost checkpoint is already bound to this mode, the call that bound it has bound the outer
         # checkpoints too. Hooks of others, such as save_on_cpu, may be entered inside a checkpoint.
         return
@@ -96,7 +98,7 @@ def bind_checkpoint(owner: object, bind: Bind) -> None:
 
 def _frame_of(hooks: Any) -> Any:
     """Return torch's ``_CheckpointFrame`` of the checkpoint that registered ``hooks`` on saved tensors, else None."""
-    cells = () if hooks is None else getattr(hooks[0], "__closure__", None) or ()
+    cells = getattr(hooks[0], "__closure__", None) or ()
     contents = [cell.cell_contents for cell in cells]
     return next((frame for frame in contents if isinstance(frame, CheckpointFrame)), None)
 
