@@ -34,7 +34,7 @@ def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> 
     if isinstance(plan, str):
         raise TypeError(
             f"PipeFusion does not know patches of {name}: {plan}. docs/stages.md lists the models for which it does. "
-            "Leave pipefusion= out."
+            "Leave pipefusion= out; stages without it are exact."
         )
     if mesh.tensor.size > 1:
         raise ValueError(
