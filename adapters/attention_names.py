@@ -8,6 +8,7 @@ with its own equivalent of the chosen backend. Written for diffusers 0.42.1, ``m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -123,6 +124,9 @@ def attention_by_name(module: nn.Module) -> dict[str, str]:
     if region.mesh.ranks > 1:
         names = sorted({backend.name for backend in processor_backends(module)})
         options["diffusers' attention backend"] = ", ".join(names) or "native"
+        options["changes of code inside"] = str(region.check.new_code())
+        kinds = Counter([type(processor).__qualname__ for processor in processors_of(module)])
+        options["attention processors"] = ", ".join([f"{number} × {kind}" for kind, number in sorted(kinds.items())])
     return options
 
 

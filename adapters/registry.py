@@ -81,6 +81,16 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
     return next((candidate for name in names for candidate in candidates if candidate.transformer == name), None)
 
 
+def planned_class(module: nn.Module, adapter: Adapter | None = None) -> type:
+    """Return the class whose code the plan of ``module`` describes: that of the adapter, or the one that publishes a
+    plan; the class of ``module`` itself if there is neither.
+    """
+    adapter, classes = adapter_for(module, adapter), original_class(module).__mro__
+    if adapter is not None and adapter.plan is not None:
+        return next(cls for cls in classes if cls.__name__ == adapter.transformer)
+    return next((cls for cls in classes if "_cp_plan" in vars(cls)), classes[0])
+
+
 def require_adapter(module: nn.Module, adapter: Adapter | None = None) -> Adapter:
     """Return the adapter of :func:`adapter_for`. Raise ``TypeError`` if there is none."""
     adapter = adapter_for(module, adapter)

@@ -39,7 +39,7 @@ from para_core.plans.plan import (
     Split,
     SplitMask,
 )
-from para_core.user_warnings import CacheWarning, ParaCoreWarning, ParallelWarning
+from para_core.user_warnings import CacheWarning, ForeignCodeWarning, ParaCoreWarning, ParallelWarning
 from para_core.verify.check import CheckedCase, ParallelCheck, check_parallel
 from para_core.verify.first_difference import Difference
 from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
@@ -60,6 +60,7 @@ __all__ = [
     "Difference",
     "FirstTokens",
     "Forecast",
+    "ForeignCodeWarning",
     "Gather",
     "Halo",
     "LastTokens",

@@ -43,6 +43,8 @@ class WrapperPriority(IntEnum):
     PARALLEL = auto()
     # CFG parallelism runs outside the cache, so that the cache sees only the CFG branches that this rank computes.
     GUIDANCE = auto()
+    # A rank verifies the CFG branches that it computes, with everything inside that may change their result.
+    VERIFIED = auto()
     # The cache identifies CFG branches from unsharded arguments, so it runs outside the plan.
     CACHE = auto()
     # Pipeline stages exchange gathered tensors, so they run outside the plan.
@@ -120,9 +122,10 @@ def is_wrapped(instance: Any, key: str) -> bool:
     return any(name[0] == key for name in _wrappers(instance))
 
 
-def only_wrapped_by(instance: Any, key: str) -> bool:
-    """Whether ``instance`` has wrappers, all of them with ``key``."""
-    return {name[0] for name in _wrappers(instance)} == {key}
+def only_wrapped_by(instance: Any, *keys: str) -> bool:
+    """Whether ``instance`` has wrappers, all of them with one of ``keys``."""
+    wrapped_by = {name[0] for name in _wrappers(instance)}
+    return bool(wrapped_by) and wrapped_by <= {*keys}
 
 
 def wrapper(instance: Any, method: str, key: str) -> Around | None:
@@ -183,6 +186,24 @@ def unwrapped(instances: Iterable[Any]) -> Iterator[None]:
         yield
     finally:
         for instance, wrappers in wrappers_of:
+            _set_wrappers(instance, wrappers)
+
+
+@contextmanager
+def with_wrappers(instances: Iterable[Any], keep: Callable[[str, WrapperPriority], bool]) -> Iterator[None]:
+    """Remove the wrappers of ``instances`` inside the ``with`` block, except those that ``keep(key, position)`` names,
+    and add them again afterwards.
+    """
+    # The list refers to the private classes, because restoring wrappers gives the same classes only while these exist.
+    before = [(instance, type(instance), _wrappers(instance)) for instance in instances]
+    try:
+        for instance, _, wrappers in before:
+            kept = {name: entry for name, entry in wrappers.items() if keep(name[0], entry[0])}
+            if len(kept) < len(wrappers):
+                _set_wrappers(instance, kept)
+        yield
+    finally:
+        for instance, _, wrappers in before:
             _set_wrappers(instance, wrappers)
 
 

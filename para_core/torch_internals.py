@@ -275,6 +275,10 @@ FUSED_ATTENTION_FUNCTIONS = (
     torch._scaled_dot_product_efficient_attention,
     torch._scaled_dot_product_cudnn_attention,
 )
+# torch's own scaled_dot_product_attention, also if F.scaled_dot_product_attention was replaced.
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention
+# Spellings of softmax that torch.nn.functional and Tensor do not export.
+NORMALIZING_FUNCTIONS = (torch._softmax, torch._log_softmax, torch._safe_softmax, torch._masked_softmax)
 # Returns the number of the backend (SDPBackend) that scaled_dot_product_attention would choose.
 fused_sdp_choice = torch._fused_sdp_choice
 # Return whether sdpa_kernel(...) and torch.backends.cuda.enable_*_sdp(...) allow a backend. Unlike the public functions
@@ -403,6 +407,9 @@ def compile_context(compiled: Any) -> Any:
 # forward; Module.__call__ and Module.compile look it up by name.
 SUBMODULES = "_modules"
 CALL_WITH_HOOKS = "_call_impl"
+# The attributes of a module that hold its forward hooks.
+FORWARD_PRE_HOOKS = "_forward_pre_hooks"
+FORWARD_HOOKS = "_forward_hooks"
 # This function parses the arguments of Module.to, and returns the device, dtype, non_blocking and memory format.
 parse_to = torch._C._nn._parse_to
 

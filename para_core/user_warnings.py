@@ -21,6 +21,10 @@ class ParallelWarning(ParaCoreWarning):
     """A warning that some ranks do nothing useful, or that attention was not computed over all ranks."""
 
 
+class ForeignCodeWarning(ParallelWarning):
+    """A warning that code of the user's own runs inside a parallel model, and sees the tokens of one rank only."""
+
+
 class CacheWarning(ParaCoreWarning):
     """A warning that a cache skips nothing, skips everything, or cannot tell CFG branches apart."""
 

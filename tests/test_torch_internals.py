@@ -497,6 +497,30 @@ def test_fused_attention_functions_are_called_without_sdpa():
     assert internals.FUSED_ATTENTION_FUNCTIONS[0] in watch.functions
 
 
+def test_own_sdpa_is_known_if_it_was_replaced(monkeypatch):
+    """Without it a model whose SDPA a user has replaced would run on each rank's own tokens, without an error."""
+    own = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args: None)
+    assert internals.scaled_dot_product_attention is own
+
+
+@pytest.mark.parametrize("function", internals.NORMALIZING_FUNCTIONS, ids=lambda function: function.__name__)
+def test_private_softmax_functions_are_seen_by_modes(function):
+    """Without them attention by hand with one of these functions would be computed without a warning."""
+    arguments = {"_masked_softmax": (torch.zeros(2, 3, dtype=torch.bool), 1), "_safe_softmax": (-1,)}
+    with Watch() as watch:
+        function(torch.zeros(2, 3), *arguments.get(function.__name__, (-1, False)))
+    assert function in watch.functions
+
+
+def test_modules_keep_their_hooks_under_these_names():
+    """Without them hooks of the user's own inside a parallel model are not found, and nothing says what they see."""
+    layer = nn.Linear(1, 1)
+    hooks = layer.register_forward_pre_hook(print), layer.register_forward_hook(print)
+    assert list(vars(layer)[internals.FORWARD_PRE_HOOKS]) == [hooks[0].id]
+    assert list(vars(layer)[internals.FORWARD_HOOKS]) == [hooks[1].id]
+
+
 def test_fused_sdp_choice_names_the_backend():
     """Without it the backend that torch would choose is not known, and another one gives other numbers."""
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -17,7 +17,6 @@ from torch import nn
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.attention_names import (
     processor_backends,
-    processors_of,
     refuse_attention_named_twice,
     refuse_mixed_attention,
     refuse_unseen_attention,
@@ -65,6 +64,7 @@ from para_core.cache.attachment import foreign_cache
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import has_compiled_parts, original_class, submodules_of
+from para_core.modes.interceptor import refuse_replaced_attention
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,7 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
             refuse_unseen_attention(backends, name, mesh.sequence.ranks)
             refuse_mixed_attention(backends, name)
             refuse_attention_named_twice(backends, module, name)
-            # UNets need no check of processors: matrix products of sharded rows are intercepted too.
-            if not model.is_unet:
-                refuse_scores_of_processor(module, name, mesh.sequence.ranks)
+            refuse_replaced_attention(mesh.sequence.ranks)
         if mesh.ranks > 1:
             refuse_cache_of_diffusers(module, name)
             refuse_hooks_of_diffusers(module, name, mesh.sequence.ranks)
@@ -238,34 +236,7 @@ def require_same_call_of_model(module: Any, mesh: GuidedMesh, inputs: Mapping[st
         )
 
 
-# -- The checks of features of diffusers: processors that compute scores, hooks, guiders, caches, parallelism.
-
-# Functions by which a processor computes attention scores without SDPA, as in diffusers before PyTorch 2.
-_OWN_SCORES = {"get_attention_scores", "memory_efficient_attention", "baddbmm", "bmm"}
-_SDPA = {"scaled_dot_product_attention", "dispatch_attention_fn"}
-
-
-def refuse_scores_of_processor(module: nn.Module, name: str, sequence_ranks: int) -> None:
-    """Refuse an attention processor that computes scores itself."""
-    # Check all processors, because one that computes scores may stand among others that call SDPA.
-    refused = {cls for cls in set(map(type, processors_of(module))) if _computes_scores(cls)}
-    if not refused:
-        return
-    processors = ((path, type(getattr(part, "processor", None))) for path, part in module.named_modules())
-    path, cls = next((path, cls) for path, cls in processors if cls in refused)
-    raise RuntimeError(
-        f"{name} attends with the processor {cls.__name__} in {path!r}, which does not call "
-        f"scaled_dot_product_attention: each of {sequence_ranks} ranks would attend to its own tokens only. "
-        f"Set one that does: {name}.set_attn_processor(AttnProcessor2_0()), from "
-        "diffusers.models.attention_processor."
-    )
-
-
-def _computes_scores(processor: type) -> bool:
-    """Return whether a class of processors computes attention scores itself, by the names that its code uses."""
-    call = next((vars(base)["__call__"] for base in processor.__mro__ if "__call__" in vars(base)), None)
-    names = set(getattr(getattr(call, "__code__", None), "co_names", ()))
-    return bool(names & _OWN_SCORES) and not names & _SDPA
+# -- The checks of features of diffusers: hooks, guiders, caches, parallelism.
 
 
 def refuse_cache_of_diffusers(module: nn.Module, name: str) -> None:

@@ -6,6 +6,7 @@ the same process.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks.harness import largest_over_ranks, markdown_table, read_results, relative_error, true_on_all_ranks
 from benchmarks.pipelines.latents import TWO_RANKS, device_meshes
+from para_core import ForeignCodeWarning
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
 from para_core.adapters.registry import transformers_of, unets_of
 from zoo.tiny.pipelines.modular import MODULAR, TinyModular
@@ -76,7 +78,10 @@ def counted(pipe: Any, generate: Callable[[Any], Tensor]) -> tuple[Tensor, int]:
 
     layers = [layer for module in denoisers(pipe) for layer in module.modules() if isinstance(layer, _LAYERS)]
     hooks = [layer.register_forward_pre_hook(count) for layer in layers]
-    out = generate(pipe)
+    with warnings.catch_warnings():
+        # The hooks only count.
+        warnings.simplefilter("ignore", ForeignCodeWarning)
+        out = generate(pipe)
     for hook in hooks:
         hook.remove()
     return out, elements[0]

@@ -280,6 +280,8 @@ class BlockCache:
                 outputs = role.checked_outputs(block, inputs, output)
                 self._decide(outputs[role.streams.index(role.measured)] - self._before)
                 self._before = None
+                if self._skip is True:
+                    attention_is_skipped(self.module)
             return output
         if role.enters:
             self._entries[role.group] = inputs

@@ -26,6 +26,7 @@ from para_core.modes.flash_attention import (
     is_called_by_a_graph,
     refuse_operator,
 )
+from para_core.modes.handwritten import may_be_scores
 from para_core.torch_internals import (
     FUSED_ATTENTION_FUNCTIONS,
     DisableTorchFunction,
@@ -35,16 +36,16 @@ from para_core.torch_internals import (
     TracingContext,
     flex_attention_operator,
     no_frame_of_its_own,
+    scaled_dot_product_attention,
     set_grad_enabled,
     without_side_effect_checks,
 )
 
-SDPA = F.scaled_dot_product_attention
+SDPA = scaled_dot_product_attention
 # The same function when a model calls the operator by its name in torch.ops.
 SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _UNFLATTEN = Tensor.unflatten
 _MULTI_HEAD = F.multi_head_attention_forward
-_SOFTMAX = frozenset({torch.softmax, torch.special.softmax, F.softmax, Tensor.softmax})
 # Operators whose arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
@@ -116,12 +117,18 @@ def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) ->
     return func(*args, **kwargs)
 
 
-def is_softmax(func: Callable[..., Any]) -> bool:
-    """Whether ``func`` is ``torch.softmax``, ``torch.special.softmax``, ``F.softmax`` or ``Tensor.softmax``."""
-    try:
-        return func in _SOFTMAX
-    except TypeError:  # Some callables are not hashable.
-        return False
+def refuse_replaced_attention(ranks: int) -> None:
+    """Refuse a function that has replaced torch's own scaled_dot_product_attention."""
+    function: Any = F.scaled_dot_product_attention
+    if function is SDPA:
+        return
+    kind = type(function)
+    name = f"{getattr(function, '__module__', kind.__module__)}.{getattr(function, '__qualname__', kind.__qualname__)}"
+    raise RuntimeError(
+        f"torch.nn.functional.scaled_dot_product_attention was replaced by {name}. Calls that this function computes "
+        f"itself cannot be intercepted: each of {ranks} ranks would attend to its own tokens only. Restore torch's "
+        "function, and compute local attention by the other one: attn_func=. For SageAttention that is backend='sage'."
+    )
 
 
 class Disabled(TorchFunctionMode):
@@ -152,7 +159,7 @@ class Disabled(TorchFunctionMode):
         # itself, and it would report a softmax as attention that was computed by hand.
         hidden = func is _MULTI_HEAD or func in FUSED_ATTENTION_FUNCTIONS or isinstance(func, HigherOrderOperator)
         if not torch.compiler.is_compiling():
-            hidden = hidden or func is set_grad_enabled or is_softmax(func)
+            hidden = hidden or func is set_grad_enabled or may_be_scores(func)
         if hidden or (type(func) in OPERATOR_TYPES and attention_kind(func) is not None):
             with DisableTorchFunction():
                 return func(*args, **kwargs)

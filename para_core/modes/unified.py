@@ -24,13 +24,14 @@ from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
 from para_core.modes import fused_encoder
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
+from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import (
     SDPA,
     THREAD_STATE,
     Disabled,
     call_original,
     intercept,
-    is_softmax,
+    refuse_replaced_attention,
     unintercepted,
 )
 from para_core.modes.layout_mode import LayoutMode
@@ -126,8 +127,8 @@ class UnifiedAttnMode(LayoutMode):
         # Whether this mode leaves attention unchanged, so that calls go straight to SDPA.
         self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
         self.intercepted = self._warned = False
-        # Whether the model computed attention over this rank's tokens by hand (matmul, softmax, matmul).
-        self._computed_by_hand = False
+        # What the model computed by hand over this rank's tokens (matmul, softmax, matmul).
+        self._by_hand = HandwrittenAttention()
         # Whether a wrapper made by bound() is running after the mode was left, with the layouts that it has stored.
         self._is_resumed = False
 
@@ -144,7 +145,10 @@ class UnifiedAttnMode(LayoutMode):
             self._attention.reviews.trust(x)
 
     def _begin(self) -> None:
-        self.intercepted = self._computed_by_hand = False
+        if not (self._is_sdpa or torch.compiler.is_compiling()):
+            refuse_replaced_attention(self._mesh.ranks)
+        self.intercepted = False
+        self._by_hand.clear()
         fused_encoder.disable()
 
     def _end(self) -> None:
@@ -164,14 +168,15 @@ class UnifiedAttnMode(LayoutMode):
         """Raise or warn if attention was computed by hand inside the mode. Warn if no attention was intercepted."""
         if self._is_sdpa:
             return
-        by_hand, self._computed_by_hand = self._computed_by_hand, False
-        if by_hand:
+        if self._by_hand.places:
             message = (
-                f"{type(self).__name__} on {self._mesh.ranks} ranks: a softmax over the scores of this rank's queries "
-                "and keys was computed, which is attention to this rank's tokens only. Use "
-                "F.scaled_dot_product_attention (in transformers attn_implementation='sdpa'); where a rank's tokens "
-                "shall attend to themselves, UnifiedAttnMode.disable()."
+                f"{type(self).__name__} on {self._mesh.ranks} ranks: scores over this rank's tokens were normalized by "
+                f"hand, in {self._by_hand.described(None)}. That is attention to this rank's tokens only. Use "
+                "F.scaled_dot_product_attention (in transformers attn_implementation='sdpa'; an attention sink is "
+                "one more key, with a float attn_mask for its score); where a rank's tokens shall attend to "
+                "themselves, UnifiedAttnMode.disable()."
             )
+            self._by_hand.clear()
             if not self.intercepted:
                 raise RuntimeError(message)
             warn_user(message, ParallelWarning)
@@ -217,7 +222,8 @@ class UnifiedAttnMode(LayoutMode):
                     self._set_known(sequences)
                     output = function(*args, **kwargs)
                     # Keep _check_use from warning or raising when this internal use of the mode ends.
-                    self.intercepted, self._computed_by_hand = True, False
+                    self.intercepted = True
+                    self._by_hand.clear()
                     return output
             finally:
                 sequences, self._explicit, self._is_resumed, intercepted = before
@@ -240,28 +246,20 @@ class UnifiedAttnMode(LayoutMode):
             # A compiled graph is running. It contains an operator of this package in place of the SDPA call, so only
             # here can the mode notice attention inside a checkpoint.
             bind_checkpoint(self, self.bound)
-        if not torch.compiler.is_compiling() and is_softmax(func):
-            self._note_softmax(args, kwargs or {})
         fail = self._attention.raise_everywhere
-        return intercept(
+        output = intercept(
             self, self.attend, self._mesh.ranks, func, args, kwargs or {}, flex=self._flex_attention, fail=fail
         )
+        if not torch.compiler.is_compiling() and may_be_scores(func):
+            self._by_hand.note(func, args, kwargs or {}, output, self._numbers_of_tokens())
+        return output
 
-    def _note_softmax(self, args: Sequence[Any], kwargs: Any) -> None:
-        """Note a softmax over scores ``[..., S_local, S_local]``, with which a model computes attention by hand.
-
-        ``S_local`` is the number of tokens that this rank holds of one sharded segment, or of all segments.
-        """
-        scores = args[0] if args else kwargs.get("input")
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        if not isinstance(scores, Tensor) or scores.ndim < 3 or dim not in (-1, scores.ndim - 1):
-            return
-        rows, columns = scores.shape[-2:]
+    def _numbers_of_tokens(self) -> set[int]:
+        """Return how many tokens this rank holds of each sharded sequence, and of all sequences together."""
         segments = segments_of(self._known)
         sizes = [segment.size(self._mesh.rank, self._mesh.ranks) for segment in segments]
-        sharded = [size for segment, size in zip(segments, sizes, strict=True) if not segment.replicated]
-        if sharded and rows == columns and rows in (*sharded, sum(sizes)):
-            self._computed_by_hand = True
+        sharded = {size for segment, size in zip(segments, sizes, strict=True) if not segment.replicated}
+        return sharded | {sum(sizes)} if sharded else set()
 
     def _flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
         self.intercepted = True

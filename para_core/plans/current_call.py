@@ -46,7 +46,7 @@ def attention_is_skipped(module: nn.Module) -> None:
     A cache that skips all blocks calls no attention, and PipeFusion computes the attention of patches itself.
     """
     if (interception := interception_of(module)) is not None:
-        interception.planned.intercepted[0] = True
+        interception.planned.intercepted[0] = interception.planned.skipped[0] = True
     for mode in function_mode_stack():
         if isinstance(mode, UnifiedAttnMode):
             mode.intercepted = True

@@ -21,6 +21,7 @@ from para_core.distributed.collectives import gather_tokens
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
+from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import at_the_dispatcher, call_original, intercept, not_at_the_dispatcher
 from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of, to_trace_safe
@@ -70,6 +71,8 @@ class PlannedAttention:
         # cache uses) and again after it.
         self.active = [False]
         self.intercepted = [False]
+        # Whether other code of this package computes or skips attention, so that calls may be missing.
+        self.skipped = [False]
         self._calls = 0
         # Results of _find for the current segments, by the id of the plan entry, which is cheaper than hashing it.
         self._found: dict[int, MeshAttention | None] = {}
@@ -83,7 +86,19 @@ class PlannedAttention:
         """Return a copy that uses the plan entries ``attending``, one per attention call, and counts calls from 0."""
         inner = PlannedAttention(self.prepared, attending, self.bind)
         inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
+        inner.intercepted, inner.skipped = self.intercepted, self.skipped
         return inner
+
+    def needs_other_ranks(self) -> bool:
+        """Whether an attention call that is made now would attend to keys that other ranks hold."""
+        return self.active[0] and any(map(self._has_sharded_keys, self.attending))
+
+    def numbers_of_tokens(self) -> set[int]:
+        """Return how many tokens this rank holds of each sharded segment, and of those that attention joins."""
+        sizes = {segment.name: segment.size(self.mesh.rank, self.mesh.ranks) for segment in segments_of(self.segments)}
+        sharded = {name for name, _, replicated, *_ in self.segments if not replicated}
+        joined = {sum([sizes.get(name, 0) for name in attention.queries]) for attention in self.attending}
+        return {sizes[name] for name in sharded} | (joined if sharded else set())
 
     def bind_checkpoint(self) -> None:
         """Make all ``torch.utils.checkpoint`` calls whose forward is running recompute with this attention.
@@ -219,11 +234,14 @@ def layout_of_segments(
 
 
 class PlannedAttnMode(TorchFunctionMode):
-    """Mode that passes attention calls to a :class:`PlannedAttention`, also in compiled graphs and with gradients."""
+    """Mode that passes attention calls to a :class:`PlannedAttention`, also in compiled graphs and with gradients.
 
-    def __init__(self, planned: PlannedAttention) -> None:
+    ``by_hand`` records attention that the model computes by hand; None to look for none.
+    """
+
+    def __init__(self, planned: PlannedAttention, by_hand: HandwrittenAttention | None = None) -> None:
         super().__init__()
-        self.planned = planned
+        self.planned, self.by_hand = planned, by_hand
 
     @no_frame_of_its_own
     def __torch_function__(
@@ -234,8 +252,16 @@ class PlannedAttnMode(TorchFunctionMode):
             bind_reentrant_checkpoint(partial(self.planned.bind, self.planned))
         if not self.planned.active[0]:
             return call_original(func, args, kwargs or {})
-        planned = self.planned
-        return intercept(self, planned, planned.mesh.ranks, func, args, kwargs or {}, flex=planned.flex_attention)
+        planned, by_hand = self.planned, self.by_hand
+        run = partial(intercept, self, planned, planned.mesh.ranks, func, args, kwargs or {})
+        if by_hand is None or torch.compiler.is_compiling():
+            return run(flex=planned.flex_attention)
+        # Another mode of this plan may be around this one. It must not take our own attention for the model's.
+        with by_hand.paused():
+            output = run(flex=planned.flex_attention)
+        if may_be_scores(func):
+            by_hand.note(func, args, kwargs or {}, output, planned.numbers_of_tokens())
+        return output
 
 
 class Interception:
@@ -243,11 +269,18 @@ class Interception:
     by :func:`~para_core.modes.interceptor.at_the_dispatcher`, which adds no host time to other operators.
     """
 
-    def __init__(self, planned: PlannedAttention, *, at_dispatcher: bool) -> None:
-        self.planned = planned
-        self.mode = None if at_dispatcher else PlannedAttnMode(planned)
-        # At the dispatcher: the attention functions of the nested attending_to contexts, the innermost last.
+    def __init__(
+        self, planned: PlannedAttention, *, at_dispatcher: bool, by_hand: HandwrittenAttention | None = None
+    ) -> None:
+        self.planned, self.by_hand = planned, by_hand
+        self.mode = None if at_dispatcher else PlannedAttnMode(planned, by_hand)
+        # The attention functions of the nested attending_to contexts, the innermost last; in a graph only the first.
         self._attending = [planned]
+
+    @property
+    def current(self) -> PlannedAttention:
+        """The attention function of the module that is running."""
+        return self._attending[-1]
 
     def entered(self) -> AbstractContextManager[Any]:
         """Return a context manager that intercepts attention calls."""
@@ -271,19 +304,21 @@ class Interception:
         return planned(call) if planned.active[0] else call.on_one_device()
 
     @contextmanager
-    def attending_to(self, attending: tuple[Attention, ...]) -> Iterator[None]:
-        """Use the segments ``attending`` for the first, second, … attention call inside the ``with`` block."""
+    def attending_to(self, attending: tuple[Attention, ...]) -> Iterator[PlannedAttention]:
+        """Use the segments ``attending`` for the first, second, … attention call inside the ``with`` block.
+
+        Yield the attention function of these calls.
+        """
         planned = self.planned.within(attending)
-        if self.mode is None:
-            self._attending.append(planned)
-            try:
-                yield
-            finally:
-                self._attending.pop()
-        else:
-            # Enter a second mode instead of changing the outer one, because a branch of torch.cond must not change
-            # outside state.
+        if torch.compiler.is_compiling():
+            # Enter a second mode instead of changing the list, because a branch of torch.cond must not change outside
+            # state.
             with PlannedAttnMode(planned):
-                yield
-        if planned.intercepted[0]:
-            self.planned.intercepted[0] = True
+                yield planned
+            return
+        self._attending.append(planned)
+        try:
+            with nullcontext() if self.mode is None else PlannedAttnMode(planned, self.by_hand):
+                yield planned
+        finally:
+            self._attending.pop()

@@ -7,8 +7,8 @@ The module and its submodules are wrapped by :mod:`para_core.instance_patching`,
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -29,6 +29,7 @@ from para_core.instance_patching import (
     WrapperPriority,
     is_entry,
     only_wrapped_by,
+    original_class,
     unwrap,
     wrap_method,
     wrapper,
@@ -36,9 +37,11 @@ from para_core.instance_patching import (
 from para_core.modes import fused_encoder
 from para_core.modes.flash_attention import has_other_builds
 from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
+from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import dispatcher_is_available, unintercepted
 from para_core.modes.recomputation import is_in_backward, recomputed_under, refuse_checkpointing
 from para_core.plans.apply_rules import RuleExecutor
+from para_core.plans.attention_check import CHECK, AttentionCheck
 from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange, SumsOverRanks, add_halo, drop_halo
 from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
@@ -59,6 +62,7 @@ from para_core.torch_internals import CALL_WITH_HOOKS, COMPILED_CALL, ORIGINAL_C
 from para_core.user_warnings import WarningLog
 
 _KEY = "parallel"
+KEYS_OF_PLANS = (_KEY, CHECK)
 # Regions of removed plans, by model, at most as many as Dynamo compiles graphs of one function by default. The next
 # plan with equal settings uses the region again, because a graph is valid only for the region and the classes that it
 # was compiled with.
@@ -79,6 +83,7 @@ class Region:
     attn_func: AttnFunc | None
     cross_backend: Backend | None
     around: Callable[[], AbstractContextManager[None]]
+    written_for: type | None = None
 
     def __post_init__(self, module: nn.Module) -> None:
         self.attn_func = unintercepted(self.attn_func)
@@ -115,6 +120,11 @@ class Region:
         # call, because Dynamo 2.13 loses the new value of an attribute that is set before flex_attention and after it.
         self.heads: dict[nn.Module, tuple[str, int]] = {}
         self._tree: ModuleTree | None = None
+        # Names of the modules whose attention the plan describes.
+        self._named_attention: set[str] = set()
+        self.check = AttentionCheck(
+            self.mesh.ranks, self.written_for or original_class(module), self._current_attention, self.remember
+        )
         # Submodules of equal rules share a wrapper, and so their graphs.
         self._hook_of = cache(self._submodule_hook)
         # The wrappers of the module, by method. Each access of self.run makes another bound method, and the module gets
@@ -172,6 +182,7 @@ class Region:
                 if self.require_equal is not None:
                     arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
                     self.require_equal({name: x for name, x in arguments.items() if name not in self._caches_by_heads})
+                self.check_new_code(module)
         with around():
             compiled = self._compiled_before
             if compiled is None or getattr(module, COMPILED_CALL) is not compiled:
@@ -196,7 +207,10 @@ class Region:
         if self._mixes_over_ranks:
             refuse_checkpointing(module)
         planned = PlannedAttention(self._prepared, (Attention(self.plan.joint_order),), self._bound)
-        interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module))
+        # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
+        is_checked = not torch.compiler.is_compiling() and self.check.due
+        by_hand = HandwrittenAttention() if is_checked else None
+        interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module), by_hand=by_hand)
         self._interceptions.append(interception)
         try:
             samples = None
@@ -217,12 +231,9 @@ class Region:
                     caches.gather(inputs, output, self.segments, self.mesh)
                 # A graph sets `intercepted`, too: it replays the attributes that were set while it was traced.
                 sharded = any(not segment.replicated for segment in self.segments)
-                if self.mesh.ranks > 1 and sharded and not planned.intercepted[0]:
-                    raise RuntimeError(
-                        f"{type(module).__name__} ran on {self.mesh.ranks} ranks and called no "
-                        "scaled_dot_product_attention, so each rank attended to its own tokens only. Switch its "
-                        "attention to a native backend: transformer.set_attention_backend('native')."
-                    )
+                if self.mesh.ranks > 1 and sharded and (by_hand is not None or not planned.intercepted[0]):
+                    has_graphs = self._tree is not None and self._tree.has_compiled_parts()
+                    self.check.conclude(module, planned, by_hand, has_graphs=has_graphs)
             rule = self.plan.outputs.get("")
             if rule is not None:
                 output = self._executor.outputs(output, as_tuple(rule))
@@ -235,6 +246,17 @@ class Region:
             self._interceptions.clear()
             self.sharing_samples.clear()
             self._executor.segments.clear()
+
+    def _current_attention(self) -> PlannedAttention | None:
+        interception = self.interception
+        return None if interception is None else interception.current
+
+    def check_new_code(self, module: nn.Module) -> None:
+        """Check attention in the next eager call if code inside the model has changed, and warn of code that sees this
+        rank's tokens only: :meth:`AttentionCheck.begin`.
+        """
+        planned = {name: part for name, part in self.submodules.items() if name in self._named_attention}
+        self.check.begin(module, planned)
 
     def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a wrapper of ``function`` that, if a backward calls it, restores the segments and attention of now."""
@@ -259,6 +281,9 @@ class Region:
     def may_use_dispatcher(self, module: nn.Module) -> bool:
         """Whether the next call of ``module`` can be intercepted at the dispatcher, which is cheaper than a mode."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self._must_use_mode or has_other_builds():
+            return False
+        # Attention by hand is seen by a mode only.
+        if self.check.due:
             return False
         # An active function mode sees calls before the dispatcher does, and could hide them from the dispatcher.
         if function_mode_stack() or self._tree is None or self._tree.has_compiled_parts():
@@ -301,7 +326,22 @@ class Region:
                 # Wrap __call__, so that the wrapper stays outside of the graph of a compiled submodule.
                 hook = self._hook_of(rules, parameters_of(submodule), heads)
                 wrap_method(submodule, "__call__", _KEY, hook, order=WrapperPriority.PLAN)
+            self._named_attention = {name for name, (_, rules) in matches.items() if rules.attention}
+        if self._tree is not None:
+            self.check.reset()
         self._tree = ModuleTree(module)
+
+    @contextmanager
+    def all_heads(self) -> Iterator[None]:
+        """Give modules of an :class:`AttentionByHeads` the number of heads of all ranks inside the ``with`` block."""
+        before = [(part, attribute, getattr(part, attribute)) for part, (attribute, _) in self.heads.items()]
+        for part, (attribute, heads) in self.heads.items():
+            setattr(part, attribute, heads)
+        try:
+            yield
+        finally:
+            for part, attribute, heads in before:
+                setattr(part, attribute, heads)
 
     def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
         """Return the wrapper of a submodule with ``rules``.
@@ -321,8 +361,10 @@ class Region:
                 return call(module, *args, **kwargs)
             interception.planned.bind_checkpoint()
             if isinstance(attention, (tuple, OneForEach)):
-                with interception.attending_to(attention_calls(attention, parameters, args, kwargs)):
-                    return call(module, *args, **kwargs)
+                with interception.attending_to(attention_calls(attention, parameters, args, kwargs)) as planned:
+                    if not (torch.compiler.is_compiling() or self.check.due):
+                        return call(module, *args, **kwargs)
+                    return self.check.run(planned, call, module, args, kwargs)
             if not self._is_sharded(attention.segment):
                 return call(module, *args, **kwargs)
             if isinstance(attention, LinearAttention):
@@ -372,7 +414,7 @@ class Region:
 
         Leaves out classes with wrappers of others, such as a cache, which may refer to the model and keep it alive.
         """
-        classes = [type(instance) for instance in instances if only_wrapped_by(instance, _KEY)]
+        classes = [type(instance) for instance in instances if only_wrapped_by(instance, *KEYS_OF_PLANS)]
         self._classes |= {id(cls): cls for cls in classes}
 
     def release(self, module: nn.Module) -> Callable[[], None]:
@@ -406,6 +448,8 @@ class Region:
             return self
         _REMOVED[module].remove(region)
         region.require_equal, region.around = self.require_equal, self.around
+        region.check.written_for = self.check.written_for
+        region.check.warnings.clear()
         region._compiled_before = self._compiled_before
         region.use(self.options, self.cross_backend)
         region._warnings.clear()
@@ -434,6 +478,7 @@ def apply_plan(
     cross_backend: Backend | None = None,
     on_one_rank: bool = False,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    written_for: type | None = None,
 ) -> None:
     """Change ``module`` in place so that its calls run over ``mesh``, with sharded inputs, attention over all ranks and
     gathered outputs. A plan that was applied before is replaced.
@@ -450,6 +495,8 @@ def apply_plan(
         options, cross_backend: As in :meth:`Region.use`.
         on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other options later.
         around: Returns a context manager in which each eager call runs, entered after ``require_equal``.
+        written_for: The class of ``module``, or a base class of it, whose code the plan describes. Defaults to the
+            class of ``module``. Other code inside ``module`` gets a :class:`ForeignCodeWarning`.
 
     Raises:
         ValueError: The plan names a module that does not exist.
@@ -458,12 +505,13 @@ def apply_plan(
     if not isinstance(plan, Plan):
         plan = published_plan(plan)
     options = options or AttnOptions()
-    region = Region(module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around)
+    region = Region(module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around, written_for)
     is_default_attention = options.backend is None and cross_backend is None and attn_func is None
     if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
         return
     region = region.or_removed(module)
     region.attach(module)
+    region.check_new_code(module)
     for method, around in region.wrappers.items():
         wrap_method(module, method, _KEY, around, order=WrapperPriority.PLAN)
     region.remember([module, *region.submodules.values()])
@@ -480,6 +528,7 @@ def remove_plan(module: nn.Module) -> Callable[[], None]:
         wrapped.update(region.submodules.values())
         for submodule, (attribute, heads) in region.heads.items():
             setattr(submodule, attribute, heads)
+        region.check.release()
         region.remember(wrapped)
     for submodule in wrapped:
         unwrap(submodule, _KEY)

@@ -75,6 +75,7 @@ def parallel_flux(has_key):
     # A mode that intercepts by torch function sees other functions too, and so tells which way is taken.
     with mock.patch.object(interceptor, "_DISPATCH_KEY", key), torch.no_grad():
         parallelize_transformer(model, mesh=cpu_mesh(1, 2))
+        model(**inputs)  # The first call checks the model's attention, and for that a mode is needed.
         with (
             mock.patch.object(interceptor, "intercept", wraps=interceptor.intercept),
             mock.patch("para_core.plans.planned_attention.intercept", wraps=interceptor.intercept) as intercept,

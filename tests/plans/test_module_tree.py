@@ -21,6 +21,7 @@ def test_python_calls_do_not_grow_with_modules():
 
         counts = []
         with inputs_verified([region_of(transformer)]):
+            call()  # Checks the model's attention, through a mode.
             for _ in range(2):
                 call()
                 counts.append(calls_in_python(call))

@@ -196,6 +196,7 @@ def leave_in_the_middle():
     return pipe(**flux_call()).images
 
 
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
 def test_an_exception_on_all_ranks_leaves_the_pipe_usable(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     for out in rank_pool.run(leave_in_the_middle, 2):
@@ -224,6 +225,7 @@ def leave_on_one_rank(how):
 @pytest.mark.parametrize(
     "how", ["of the group", *[pytest.param(how, marks=pytest.mark.long) for how in ("seconds", "timedelta")]]
 )
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
 def test_exception_on_one_rank_ends_others_with_reason(rank_pool, how):
     first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, how)
     assert isinstance(second, ValueError)
@@ -251,6 +253,7 @@ def die_on_one_rank(where):
 
 
 @pytest.mark.parametrize("where", ["in a block", "in a callback"])
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
 def test_dying_rank_is_named_in_time(rank_pool, where):
     with pytest.raises(
         RankPoolError,
@@ -336,6 +339,7 @@ def call_from_two_threads():
     return errors, out, transformer(**inputs).sample
 
 
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
 def test_second_thread_in_transformer_raises(rank_pool):
     expected = flux_transformer()(**flux_inputs(10, 3)).sample
     for errors, *outs in rank_pool.run(call_from_two_threads, 2):

@@ -1,0 +1,154 @@
+"""Detect attention that a model computes by hand, over the tokens of this rank only.
+
+Attention by hand normalizes scores over keys: a softmax along a dim of tokens. On several ranks such a dim has the
+tokens of this rank, or these and a few more entries, such as an attention sink. A kernel that calls no function of
+torch cannot be seen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from para_core.torch_internals import NORMALIZING_FUNCTIONS, OpOverload, OpOverloadPacket
+
+# Functions that normalize along a dim, by which a model spells a softmax.
+_SOFTMAX = frozenset(
+    {
+        *(torch.softmax, torch.special.softmax, F.softmax, Tensor.softmax, F.softmin),
+        *(torch.log_softmax, torch.special.log_softmax, F.log_softmax, Tensor.log_softmax),
+        *(torch.logsumexp, torch.special.logsumexp, Tensor.logsumexp),
+        *NORMALIZING_FUNCTIONS,
+    }
+)
+# Functions of each score, from which a model builds a softmax of its own: exp(scores) / sum(exp(scores)).
+_EXP = frozenset(
+    {
+        *(torch.exp, torch.special.expit, torch.sigmoid, torch.exp2, torch.special.exp2),
+        *(Tensor.exp, Tensor.exp_, Tensor.exp2, Tensor.exp2_, Tensor.sigmoid, Tensor.sigmoid_, F.sigmoid),
+        *(torch.exp_, torch.exp2_, torch.sigmoid_),
+    }
+)
+# Functions that add entries to a dim of tokens: the column of a sink, or keys that every query sees.
+_EXTEND = frozenset({torch.cat, torch.concat, torch.concatenate, F.pad})
+_WATCHED = _SOFTMAX | _EXP | _EXTEND
+_EXP_OPERATORS = frozenset({"exp", "exp_", "exp2", "exp2_", "sigmoid", "sigmoid_"})
+# Scores have at least these dims: samples or heads, queries, keys. A router of experts has two.
+_DIMS_OF_SCORES = 3
+
+
+def may_be_scores(func: Callable[..., Any]) -> bool:
+    """Whether :class:`HandwrittenAttention` looks at calls of ``func``."""
+    if type(func) is OpOverload or type(func) is OpOverloadPacket:
+        name = _operator_name(func)
+        return "softmax" in name or name == "logsumexp" or name in _EXP_OPERATORS
+    try:
+        return func in _WATCHED
+    except TypeError:  # Some callables are not hashable.
+        return False
+
+
+def _operator_name(func: Any) -> str:
+    """Return the name of an operator of ``torch.ops`` without namespace and overload: ``aten._softmax.default``."""
+    return str(func).split(".")[1]
+
+
+class HandwrittenAttention:
+    """A record of attention by hand that was seen during one call of a model.
+
+    Attributes:
+        places: For each module that computed scores over this rank's tokens, its class and the shape of the scores.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[int, tuple[nn.Module | None, tuple[int, ...]]] = {}
+        # Sizes of dims that were made from the tokens of this rank and other entries.
+        self._extended: set[int] = set()
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignore calls inside the ``with`` block."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def clear(self) -> None:
+        """Forget everything that was seen."""
+        self.places.clear()
+        self._extended.clear()
+
+    def note(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Any, output: Any, sizes: Collection[int]
+    ) -> None:
+        """Note a call of ``func`` that normalizes scores over tokens of this rank.
+
+        Args:
+            func: A function for which :func:`may_be_scores` is true, with ``args``, ``kwargs`` and ``output``.
+            sizes: Numbers of tokens that this rank holds of a sharded sequence. A size of 1 is left out, because dims
+                of size 1 have many meanings.
+        """
+        tokens = {size for size in sizes if size > 1}
+        if not tokens or self._is_paused:
+            return
+        if func in _EXTEND:
+            self._note_extended(args, kwargs, output, tokens)
+            return
+        scores = args[0] if args else kwargs.get("input")
+        if not isinstance(scores, Tensor) or scores.ndim < _DIMS_OF_SCORES:
+            return
+        dims_of_tokens = [dim for dim, size in enumerate(scores.shape) if size in tokens | self._extended]
+        if self._is_normalized(func, args, kwargs, scores, dims_of_tokens):
+            module = _innermost_module()
+            self.places.setdefault(id(module), (module, tuple(scores.shape)))
+
+    @staticmethod
+    def _is_normalized(
+        func: Callable[..., Any], args: Sequence[Any], kwargs: Any, scores: Tensor, dims_of_tokens: Sequence[int]
+    ) -> bool:
+        """Whether ``func`` normalizes ``scores`` along a dim of tokens, or is a step of that."""
+        is_operator = type(func) is OpOverload or type(func) is OpOverloadPacket
+        if func in _EXP if not is_operator else _operator_name(func) in _EXP_OPERATORS:
+            # A function of each entry says nothing about dims, so queries and keys must both be recognized.
+            return {scores.ndim - 2, scores.ndim - 1} <= set(dims_of_tokens)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        return any(isinstance(dim, int) and dim % scores.ndim in dims_of_tokens for dim in dims)
+
+    def _note_extended(self, args: Sequence[Any], kwargs: Any, output: Any, tokens: set[int]) -> None:
+        parts = args[0] if args else kwargs.get("tensors", kwargs.get("input"))
+        parts = parts if isinstance(parts, (tuple, list)) else [parts]
+        for part in parts:
+            if isinstance(part, Tensor) and isinstance(output, Tensor) and part.ndim == output.ndim:
+                grown = zip(part.shape, output.shape, strict=True)
+                self._extended |= {after for before, after in grown if before in tokens and after > before}
+
+    def described(self, root: nn.Module | None) -> str:
+        """Return the modules that computed scores by hand, named as in ``root``, with the shapes of the scores."""
+        names = {} if root is None else {id(module): name for name, module in root.named_modules()}
+        texts = []
+        for module, shape in self.places.values():
+            kind = "code outside of modules" if module is None else type(module).__name__
+            name = names.get(id(module), "")
+            texts.append(f"{f'{name} ({kind})' if name else kind}, scores {list(shape)}")
+        return "; ".join(texts)
+
+
+def _innermost_module() -> nn.Module | None:
+    """Return the module whose code is running: ``self`` or ``attn`` of the innermost frame that has one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        for name in ("self", "attn", "module"):
+            value = frame.f_locals.get(name)
+            if isinstance(value, nn.Module):
+                return value
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

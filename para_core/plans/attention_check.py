@@ -1,0 +1,269 @@
+"""Check that each attention module of a planned model makes attention calls that can be intercepted.
+
+Attention modules are those that a plan names, and those with a ``processor``, as in diffusers. If one computes
+attention in another way, each rank attends to its own tokens only, and the result is wrong without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from torch import nn
+
+from para_core.instance_patching import Around, WrapperPriority, original_class, submodules_of, unwrap, wrap_method
+from para_core.modes.handwritten import HandwrittenAttention
+from para_core.modes.interceptor import refuse_replaced_attention
+from para_core.plans.foreign_code import foreign_code, processor_of
+from para_core.plans.planned_attention import PlannedAttention
+from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
+from para_core.user_warnings import ForeignCodeWarning, ParallelWarning, WarningLog
+
+# The key of the wrappers that check attention modules.
+CHECK = "attention check"
+
+# Hooks of diffusers that replace attention by values on purpose, for guidance by a perturbed model: its output is made
+# of a rank's own tokens. The hooks of a module are in this attribute.
+_HOOKS_OF_DIFFUSERS = "_diffusers_hook"
+_PERTURBING_HOOKS = ("AttentionProcessorSkipHook", "TransformerBlockSkipHook")
+
+
+def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules inside ``module`` that have an attention processor, by name."""
+    return {name: part for name, part in module.named_modules() if name and processor_of(part) is not None}
+
+
+def _has_hooks_of_diffusers(module: nn.Module) -> bool:
+    """Whether diffusers has registered hooks of its own on ``module``. Dynamo can trace this function."""
+    return getattr(module, _HOOKS_OF_DIFFUSERS, None) is not None
+
+
+def _is_perturbed(module: nn.Module) -> bool:
+    """Whether a hook of diffusers replaces the attention of ``module`` on purpose."""
+    registry = module.__dict__.get(_HOOKS_OF_DIFFUSERS)
+    hooks = () if registry is None else registry.hooks.values()
+    return any(type(hook).__name__ in _PERTURBING_HOOKS for hook in hooks)
+
+
+class ModelCode:
+    """A snapshot of code that users exchange inside a model: processors, hooks and replaced ``forward`` functions.
+
+    A model has over a thousand modules, so the comparison is made of loops in C, without a Python call per module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = submodules_of(module)
+        self._parts = self._now()
+
+    def _now(self) -> list[Any]:
+        states = [module.__dict__ for module in self.modules]
+        hooks = [map(dict.get, states, repeat(name)) for name in (FORWARD_PRE_HOOKS, FORWARD_HOOKS)]
+        return [
+            *map(dict.get, states, repeat("processor")),
+            *map(dict.get, states, repeat("forward")),
+            *chain.from_iterable([of_module.values() for of_module in chain(*hooks) if of_module]),
+        ]
+
+    def is_unchanged(self) -> bool:
+        """Whether processors, hooks and replaced ``forward`` functions are the same objects as in the snapshot."""
+        now = self._now()
+        # Compare identities, because some processors define equality by their settings.
+        return len(now) == len(self._parts) and all(
+            before is after for before, after in zip(self._parts, now, strict=True)
+        )
+
+
+class AttentionCheck:
+    """The check of one planned model: due at its first eager call, and again after code inside it has changed.
+
+    While it is due, attention modules that the plan does not name have a wrapper. A call that passes removes the
+    wrappers, so later calls cost nothing more. A graph that was traced with them keeps them.
+
+    Args:
+        ranks: Number of ranks that share a sequence. Nothing is checked on one.
+        written_for: The class whose code the plan describes.
+        current: Returns the attention function of the module that is running; None outside of a call.
+        remember: Keeps the classes of modules alive, because graphs may be valid for them only.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        written_for: type,
+        current: Callable[[], PlannedAttention | None],
+        remember: Callable[[list[nn.Module]], None],
+    ) -> None:
+        self.written_for = written_for
+        # Counts the changes of the model's code. Ranks compare it, and calls are verified anew when it changes.
+        self.version = 0
+        self.warnings = WarningLog()
+        self._ranks, self._current, self._remember = ranks, current, remember
+        # Whether the next eager call is checked. A graph must not read it, or it would be a guard.
+        self.due = ranks > 1
+        self._code: ModelCode | None = None
+        # The attention modules that the plan describes, whose hooks check them, and those with a wrapper, by name.
+        self._planned: Mapping[str, nn.Module] = {}
+        self._wrapped: dict[str, nn.Module] = {}
+        # Stored, because each access of a method creates another object, and modules share a class by its identity.
+        self._around: Around = self._run
+        # Whether a graph holds the wrappers. In a list, because Dynamo 2.13 loses an attribute that is set before
+        # torch.cond (which a cache adds) and again after it.
+        self._is_traced = [False]
+
+    def new_code(self) -> int:
+        """Return how often the code inside the model has changed: submodules, processors, hooks, ``forward``."""
+        if self._code is not None and not self._code.is_unchanged():
+            self.reset()
+        return self.version
+
+    def reset(self) -> None:
+        """Make the check due, because code inside the model has changed."""
+        self._code, self.due = None, self._ranks > 1
+        self.version += 1
+
+    def begin(self, module: nn.Module, planned: Mapping[str, nn.Module]) -> None:
+        """Prepare the check of the next call, if code has changed, and warn of code that the plan does not cover.
+
+        Args:
+            module: The model.
+            planned: The modules whose attention the plan describes, by name.
+
+        Raises:
+            RuntimeError: ``F.scaled_dot_product_attention`` was replaced, so calls of it may go unseen.
+        """
+        if self._ranks == 1:
+            return
+        refuse_replaced_attention(self._ranks)
+        self.new_code()
+        if self._code is not None:
+            return
+        for code in foreign_code(module, self.written_for):
+            self.warnings.warn(
+                code,
+                f"{code} sees only this rank's tokens; compare with verify=True. What counts or indexes tokens, or "
+                "looks at all of them, is wrong there. If it treats each token alone, silence this: "
+                "warnings.filterwarnings('ignore', category=para_core.ForeignCodeWarning).",
+                ForeignCodeWarning,
+            )
+        self._planned = planned
+        described = [*planned.values()]
+        self._wrapped = {name: part for name, part in attention_modules(module).items() if part not in described}
+        for part in self._wrapped.values():
+            wrap_method(part, "__call__", CHECK, self._around, order=WrapperPriority.PLAN)
+        self._code = ModelCode(module)
+
+    def end(self) -> None:
+        """Remove the wrappers."""
+        self._remember([*self._wrapped.values()])
+        for part in self._wrapped.values():
+            unwrap(part, CHECK)
+        self._wrapped = {}
+
+    def release(self) -> None:
+        """Remove the wrappers, and forget the modules of the model."""
+        self.end()
+        self.reset()
+        self._planned = {}
+
+    def _run(self, call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            self._is_traced[0] = True
+        attention = self._current()
+        return call(module, *args, **kwargs) if attention is None else self.run(attention, call, module, args, kwargs)
+
+    def run(
+        self,
+        attention: PlannedAttention,
+        call: Around,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run an attention module whose calls ``attention`` computes. Raise ``RuntimeError`` if the module had to make
+        a call that could be intercepted, and made none.
+        """
+        if not attention.needs_other_ranks():
+            return call(module, *args, **kwargs)
+        attention.intercepted[0] = False
+        output = call(module, *args, **kwargs)
+        if attention.intercepted[0] or attention.skipped[0]:
+            return output
+        if torch.compiler.is_compiling() and not _has_hooks_of_diffusers(module):
+            # Dynamo can trace no more than this. It shows the message in an exception of its own.
+            raise RuntimeError(
+                f"{type(module).__name__} with the processor {type(getattr(module, 'processor', None)).__name__} was "
+                f"compiled to run on {self._ranks} ranks and calls no scaled_dot_product_attention, so each rank would "
+                "attend to its own tokens only. Let it call F.scaled_dot_product_attention; an uncompiled call says "
+                "which module it is."
+            )
+        if not torch.compiler.is_compiling() and not _is_perturbed(module):
+            raise self._bypassed(module)
+        attention.intercepted[0] = True
+        return output
+
+    def _bypassed(self, module: nn.Module) -> RuntimeError:
+        parts = {**self._planned, **self._wrapped}
+        name = next((name for name, part in parts.items() if part is module), "an attention module")
+        processor = processor_of(module)
+        kind = original_class(module).__name__
+        by = kind if processor is None else f"{kind} with the processor {type(processor).__name__}"
+        return RuntimeError(
+            f"{name} ({by}) ran on {self._ranks} ranks and called no scaled_dot_product_attention, so each rank "
+            "attended to its own tokens only. Let it call F.scaled_dot_product_attention, and compute local attention "
+            "in your own way by attn_func= or backend= ('sage' for SageAttention); in diffusers "
+            "set_attn_processor(AttnProcessor2_0()) or set_attention_backend('native') sets a processor that does."
+        )
+
+    def conclude(
+        self,
+        module: nn.Module,
+        attention: PlannedAttention,
+        by_hand: HandwrittenAttention | None,
+        *,
+        has_graphs: bool,
+    ) -> None:
+        """Raise ``RuntimeError`` if no attention of a finished call of ``module`` was intercepted.
+
+        Args:
+            module: The model, whose tokens were sharded.
+            attention: Its attention function.
+            by_hand: What was seen of attention by hand; None if the call was not checked.
+            has_graphs: Whether parts of the model are compiled, whose graphs hold the wrappers.
+        """
+        name = type(module).__name__
+        found = "" if by_hand is None or not by_hand.places else by_hand.described(module)
+        if attention.intercepted[0]:
+            if found:
+                self.warnings.warn(
+                    found,
+                    f"{name} on {self._ranks} ranks normalized scores over this rank's tokens by hand, in {found}: "
+                    "that is attention to this rank's tokens only. Let it call F.scaled_dot_product_attention, and "
+                    "compare with one device: verify=True.",
+                    ParallelWarning,
+                )
+            if by_hand is not None:
+                self.due = False
+                if not (has_graphs or self._is_traced[0]):
+                    self.end()
+            return
+        if found:
+            raise RuntimeError(
+                f"{name} ran on {self._ranks} ranks, called no scaled_dot_product_attention, and normalized scores by "
+                f"hand, in {found}: each rank attended to its own tokens only. Let the model call "
+                "F.scaled_dot_product_attention, and compute local attention in your own way by attn_func=."
+            )
+        if attention_modules(module):
+            # A module that runs and goes past SDPA has raised, so none has run.
+            raise RuntimeError(
+                f"{name} ran on {self._ranks} ranks and none of its attention modules did: the blocks were skipped, as "
+                "by a step cache in the model's forward (TeaCache). Ranks would decide apart about the next step, and "
+                "wait for each other. apply_cache_on_pipe(pipe, residual_diff_threshold=...) decides for all ranks; "
+                "remove the other cache."
+            )
+        raise RuntimeError(
+            f"{name} ran on {self._ranks} ranks and called no scaled_dot_product_attention, so each rank attended to "
+            "its own tokens only. Let its attention call F.scaled_dot_product_attention; for a kernel of your own "
+            "there is attn_func=, and for SageAttention backend='sage'."
+        )

@@ -1,0 +1,105 @@
+"""Find code of the user's own that runs inside a planned model, where it sees the tokens of one rank only.
+
+A plan knows what the code of one class does with tokens. A subclass with another ``forward``, a replaced submodule, an
+attention processor or a hook may look at the whole sequence, count tokens or index them, and would be wrong without an
+error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from para_core.instance_patching import original_class, submodules_of
+from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
+
+# Packages whose modules, processors and hooks are covered by plans, or treat each token alone: layers of adapters and
+# of quantized weights, and hooks that move weights.
+_KNOWN_PACKAGES = frozenset(
+    {"torch", "diffusers", "transformers", "peft", "torchao", "para_core", "accelerate", "bitsandbytes", "optimum"}
+)
+
+
+def processor_of(module: nn.Module) -> Any:
+    """Return the attention processor of ``module``; None if it has none."""
+    processor = module.__dict__.get("processor")
+    return module._modules.get("processor") if processor is None else processor
+
+
+def foreign_code(module: nn.Module, written_for: type) -> list[str]:
+    """Return a phrase for each piece of code inside ``module`` that its plan does not cover, each kind once.
+
+    Args:
+        module: A model with a plan.
+        written_for: The class that the plan was written for, ``type(module)`` or one of its base classes. Code of its
+            package is covered.
+    """
+    known = _KNOWN_PACKAGES | {_package(written_for.__module__)}
+    cls = original_class(module)
+    phrases: dict[str, None] = {}
+    if cls.forward is not written_for.forward:  # type: ignore[attr-defined]
+        phrases[f"the forward of {_name(cls)}, which overrides that of {written_for.__qualname__},"] = None
+    names: dict[int, str] = {}
+    for part in submodules_of(module):
+        for phrase in _foreign_parts(part, known, is_root=part is module):
+            names = names or {id(submodule): name for name, submodule in module.named_modules()}
+            # The first place stands for all places of the same code.
+            place = names.get(id(part), "")
+            if not any(other.startswith(f"{phrase} ") for other in phrases):
+                phrases[f"{phrase} {f'at {place!r}' if place else 'at the model itself'}"] = None
+    return list(phrases)
+
+
+def _foreign_parts(part: nn.Module, known: frozenset[str], *, is_root: bool) -> Iterator[str]:
+    """Yield a phrase for each piece of code of one module that comes from none of the ``known`` packages."""
+    cls, state = original_class(part), part.__dict__
+    if not is_root and not _is_known(cls, known):
+        yield f"the module {_name(cls)}"
+    elif not is_root and not _is_known(cls.forward, known):  # type: ignore[attr-defined]
+        yield f"the method {_name(cls.forward)} of {cls.__qualname__}"  # type: ignore[attr-defined]
+    if "forward" in state and not _is_known(state["forward"], known):
+        yield f"the method forward, replaced by {_name(state['forward'])},"
+    processor = processor_of(part)
+    # A processor that is a module is found among the modules.
+    kind = type(None if isinstance(processor, nn.Module) else processor)
+    if kind is not type(None) and not (_is_known(kind, known) and _is_known(kind.__call__, known)):
+        yield f"the processor {_name(kind)}"
+    for hooks in (FORWARD_PRE_HOOKS, FORWARD_HOOKS):
+        for hook in state.get(hooks, {}).values():
+            if not _is_known(hook, known):
+                yield f"the hook {_name(hook)}"
+
+
+def _is_known(code: Any, known: frozenset[str]) -> bool:
+    return _package(_module_of(code)) in known
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _module_of(code: Any) -> str:
+    """Return the name of the Python module that defines a class, a function or a callable object."""
+    code = _unbound(code)
+    if isinstance(code, type):
+        return code.__module__
+    # functools.wraps copies __module__ from the wrapped function, but not __globals__.
+    scope = getattr(code, "__globals__", None)
+    if scope is not None:
+        return str(scope.get("__name__", ""))
+    return str(getattr(code, "__module__", None) or type(code).__module__)
+
+
+def _unbound(code: Any) -> Any:
+    while isinstance(code, functools.partial) or hasattr(code, "__func__"):
+        code = code.func if isinstance(code, functools.partial) else code.__func__
+    return code
+
+
+def _name(code: Any) -> str:
+    code = _unbound(code)
+    named = code if hasattr(code, "__qualname__") else type(code)
+    return f"{_module_of(named)}.{named.__qualname__}"
