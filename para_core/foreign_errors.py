@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+import torch
 import torch.distributed as dist
 
 from para_core.torch_internals import TorchDynamoException
@@ -26,6 +27,13 @@ def is_lost_connection(error: BaseException) -> bool:
     if isinstance(error, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
     return isinstance(error, RuntimeError) and _says(error, _LOST)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on the device or on the host."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _says(
+        error, ("not enough memory", "can't allocate")
+    )
 
 
 def is_closed_connection(error: BaseException) -> bool:

@@ -45,6 +45,7 @@ from para_core.instance_patching import (
 )
 from para_core.plans.region import region_of
 from para_core.user_warnings import ParallelWarning, warn_user
+from para_core.verify.verification import VERIFIED, Verification
 from para_core.weights.pipefusion import PipeFusion
 from para_core.weights.stages import stages_of
 
@@ -63,6 +64,7 @@ class ParallelCall:
         sequential_cfg: Whether to distribute calls, one per CFG branch, over the ``batch`` dim of the mesh.
         assume_equal: Whether to skip the comparison of arguments between ranks.
         session: The session that attached this wrapper; :func:`unparallelize_pipe` stops it.
+        verify: Whether to compare calls of the transformers with the unmodified ones.
     """
 
     def __init__(
@@ -74,8 +76,13 @@ class ParallelCall:
         sequential_cfg: bool,
         assume_equal: bool,
         session: ParallelSession,
+        verify: bool = False,
     ) -> None:
         self.mesh, self.session = mesh, session
+        # By component name. Without verify=True there are none.
+        self._verifications = {name: Verification() for name in transformers} if verify else {}
+        # The components, compiled or not, whose calls are verified.
+        self._verified: WeakSet[nn.Module] = WeakSet()
         self.fused: FusedPipe | None = None
         self.scheduled: ScheduledAttention | None = None
         self._transformers, self._unets = transformers, unets
@@ -123,6 +130,11 @@ class ParallelCall:
             if wrapper(component, "__call__", _GUIDANCE) == self._run_branch:
                 unwrap(component, _GUIDANCE)
 
+    def unverify(self) -> None:
+        """Remove the wrappers that verify calls, also from components that were replaced since."""
+        for component in self._verified:
+            unwrap(component, VERIFIED)
+
     def wrap(self, pipe: Any) -> None:
         """Wrap ``__call__`` of ``pipe``, for the first time or again after a failed undo. Records no meshes."""
         wrap_method(pipe, "__call__", PARALLEL_PIPE, self._run, order=WrapperPriority.PARALLEL)
@@ -153,10 +165,17 @@ class ParallelCall:
                 if region is not None:
                     # Attach the plan's hooks again, because loading a LoRA may have replaced submodules.
                     region.attach(module)
+                    region.check_new_code(module)
                 if stages is not None:
                     stages.links.begin()
                 stack.enter_context(inputs_verified([region, stages]))
                 stack.enter_context(translated_attention(module))
+                if name in self._verifications:
+                    # Wrap a compiled component itself, for the reason given below.
+                    component, verification = getattr(pipe, name), self._verifications[name]
+                    self._verified.add(component)
+                    order = WrapperPriority.VERIFIED
+                    stack.enter_context(wrapped_during(component, "__call__", VERIFIED, verification.run, order=order))
                 if self._guidance is not None:
                     # Wrap a compiled component itself and not the module inside it: its graph holds the call of one CFG
                     # branch, and the branches are distributed outside the graph. A callback of another pipeline that
@@ -274,6 +293,7 @@ def remove_parallel_call(pipe: Any) -> None:
     call = parallel_call(pipe)
     if call is not None:
         call.unguide()
+        call.unverify()
         if call.scheduled is not None:
             call.scheduled.remove()
     release_pipe(pipe)

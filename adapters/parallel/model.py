@@ -18,7 +18,7 @@ from para_core.adapters.components import TEXT_ENCODERS, VAE_PLACEMENTS, TextEnc
 from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
-from para_core.adapters.registry import require_kind, require_plan
+from para_core.adapters.registry import planned_class, require_kind, require_plan
 from para_core.adapters.rows.unet import UnetRun
 from para_core.adapters.weights.sharded_component import METHODS, Method
 from para_core.adapters.weights.staged_transformer import (
@@ -29,17 +29,25 @@ from para_core.adapters.weights.staged_transformer import (
     suspend_stage,
 )
 from para_core.attention.attention_options import AttentionSchedule, AttnOptions, RotateMethod
-from para_core.attention.backend_selection import BACKENDS, Backend
+from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
 from para_core.attention.libraries import require_library
 from para_core.attention.local import AttnFunc
 from para_core.cache.apply import cache_options
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import as_timedelta
-from para_core.instance_patching import original_class, restored_on_failure, uncompiled
+from para_core.instance_patching import (
+    WrapperPriority,
+    original_class,
+    restored_on_failure,
+    uncompiled,
+    unwrap,
+    wrap_method,
+)
 from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, remove_plan
+from para_core.verify.verification import VERIFIED, Verification
 from para_core.weights.pipefusion import PipeFusion
 
 Transformer = TypeVar("Transformer", bound=nn.Module)
@@ -58,6 +66,7 @@ def parallelize_transformer(
     cross_backend: Backend | None = None,
     comm_dtype: torch.dtype | None = None,
     attn_func: AttnFunc | None = None,
+    verify: bool = False,
 ) -> Transformer:
     """Run one transformer on all ranks of a mesh: each rank passes the same inputs and gets the full output.
 
@@ -68,7 +77,7 @@ def parallelize_transformer(
 
     Args:
         transformer (`nn.Module`): A supported diffusers transformer, compiled or not.
-        mesh, text, adapter, rotate_method, backend, cross_backend, comm_dtype, attn_func: As in
+        mesh, text, adapter, rotate_method, backend, cross_backend, comm_dtype, attn_func, verify: As in
             :func:`parallelize_pipe`.
         assume_equal (`bool`, defaults to `False`): Whether to skip the comparison of inputs. The comparison costs a
             fingerprint on the device, 8 bytes per tensor copied to the host, and one small exchange.
@@ -90,6 +99,7 @@ def parallelize_transformer(
         cross_backend=cross_backend,
         comm_dtype=comm_dtype,
         attn_func=attn_func,
+        verify=verify,
     )
     module = uncompiled(transformer)
     model = CheckedModel(module, module, adapter=adapter)
@@ -107,7 +117,7 @@ def parallelize_transformer(
     guided = guided_mesh_for(mesh, module)
     with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
         check_parallelize([model], guided)
-        part = resolve_transformer(module, guided, options, options.attention(None))
+        part = resolve_transformer(module, guided, options, options.attention(None), called=transformer)
     replace_session(module, None, ParallelSession(guided, [part]))
     return transformer
 
@@ -118,6 +128,8 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
     With a ``pipe`` mesh dim this is a collective call: each rank receives the blocks that it does not hold.
     """
     require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
+    for module in (transformer, uncompiled(transformer)):
+        unwrap(module, VERIFIED)
     release_stage(uncompiled(transformer))
     remove_plan(uncompiled(transformer))
     return transformer
@@ -130,11 +142,18 @@ def resolve_transformer(
     attention: AttnOptions,
     *,
     batched: bool = True,
+    called: nn.Module | None = None,
 ) -> TransformerPart:
     """Return the session part that runs ``module``, which is not compiled, on ``mesh``. Changes nothing.
 
-    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh.
+    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh. ``called`` is ``module`` or the
+    compiled module around it, to verify its calls; None if the caller verifies them.
     """
+    if options.verify and mesh.pipe.size > 1:
+        raise ValueError(
+            f"verify=True on a mesh with {mesh.pipe.size} stages: no rank has the blocks of the unmodified model. "
+            "Verify on a mesh without 'pipe', then leave verify= out."
+        )
     plan = require_plan(module, module, options.adapter, options.text)
     if not batched:
         plan = replace(plan, batched={})
@@ -142,7 +161,7 @@ def resolve_transformer(
         match_modules(module, plan)
     if mesh.pipe.size > 1:
         require_stages_fit(module, mesh.pipe, options.adapter)
-    return TransformerPart(module, plan, mesh, options, attention)
+    return TransformerPart(module, plan, mesh, options, attention, called if options.verify else None)
 
 
 @dataclass(frozen=True)
@@ -154,6 +173,7 @@ class TransformerPart(Part):
     mesh: GuidedMesh
     options: ParallelOptions
     attention: AttnOptions
+    verified: nn.Module | None = None
     name = "the transformer"
 
     def apply(self) -> Undo:
@@ -170,10 +190,13 @@ class TransformerPart(Part):
             cross_backend=self.options.cross_backend,
             on_one_rank=self.options.schedule is not None,
             around=partial(translated_attention, self.module),
+            written_for=planned_class(self.module, self.options.adapter),
         )
         if in_stages:
             hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
-        return partial(unparallelize_transformer, self.module)
+        if self.verified is not None:
+            wrap_method(self.verified, "__call__", VERIFIED, Verification().run, order=WrapperPriority.VERIFIED)
+        return partial(unparallelize_transformer, self.module if self.verified is None else self.verified)
 
     def complete(self) -> None:
         free_other_stages(self.module)
@@ -277,6 +300,7 @@ class ParallelOptions:
     cross_backend: Backend | None = None
     comm_dtype: torch.dtype | None = None
     attn_func: AttnFunc | None = None
+    verify: bool = False
 
     def check(self) -> None:
         """Validate the options.
@@ -286,7 +310,7 @@ class ParallelOptions:
             TypeError: If an option has a wrong type.
             ValueError: If an option has an unknown value, or two options exclude each other.
         """
-        _require_bools({"assume_equal": self.assume_equal, "vae": self.vae})
+        _require_bools({"assume_equal": self.assume_equal, "vae": self.vae, "verify": self.verify})
         for name, values in (
             ("weights", (*METHODS, "replicate")),
             ("text_encoders", TEXT_ENCODERS),
@@ -332,6 +356,19 @@ class ParallelOptions:
                 "backend= is an AttentionSchedule, and with pipefusion= several steps are computed at the same time. "
                 "Name one backend for all steps, or leave pipefusion= out."
             )
+
+        if self.verify and self.approximations:
+            raise ValueError(
+                f"verify=True compares with exact results, and {', '.join(self.approximations)} approximates. Verify "
+                "without it, then leave verify= out."
+            )
+
+    @property
+    def approximations(self) -> list[str]:
+        """The options with which a transformer call differs from that of one device by more than rounding."""
+        names = [name for name in ("comm_dtype", "pipefusion") if vars(self)[name] is not None]
+        names += [name for name in ("backend", "cross_backend") if vars(self)[name] in EXACT_FORM]
+        return names + (["backend"] if self.schedule is not None and self.schedule.approximates else [])
 
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
         """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the schedule.

@@ -48,6 +48,7 @@ def parallelize_pipe(
     cross_backend: Backend | None = None,
     comm_dtype: torch.dtype | None = None,
     attn_func: AttnFunc | None = None,
+    verify: bool = False,
 ) -> Pipeline:
     """Run a diffusers pipeline on all ranks of a mesh. The result equals that of one device up to floating-point order.
 
@@ -113,6 +114,10 @@ def parallelize_pipe(
             exact.** Defaults to sending unrounded values.
         attn_func (`Callable`, *optional*): Computes local attention in place of SDPA, as in
             :class:`~para_core.UnifiedAttnMode`, for example ``flash_attention_3()``.
+        verify (`bool`, defaults to `False`): Whether to compare the transformers with the unmodified ones, which run on
+            the whole inputs: at the first call with each size, and again after code inside them has changed. It costs
+            one more call of the transformer, and its memory. If they differ by more than rounding, every rank raises
+            and names the first module that differs; if not, the error is logged at level INFO.
 
     Returns:
         ``pipe`` itself.
@@ -145,6 +150,7 @@ def parallelize_pipe(
         cross_backend=cross_backend,
         comm_dtype=comm_dtype,
         attn_func=attn_func,
+        verify=verify,
     )
     call = parallel_call(pipe)
     previous = None if call is None else call.session

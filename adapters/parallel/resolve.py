@@ -159,6 +159,7 @@ def _parts_of_pipe(
         sequential_cfg=mesh.batch.size > 1 and not batched,
         assume_equal=options.assume_equal,
         session=session,
+        verify=options.verify,
     )
     parts: list[Part] = [Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))]
     for vae in autoencoders:

@@ -203,6 +203,12 @@ def _hooks_of(block: nn.Module) -> BlockHooks | None:
     return hooks if isinstance(hooks, BlockHooks) else None
 
 
+def last_outcomes(module: nn.Module) -> list[Any]:
+    """Return the outcome of the last decision of each cache on ``module``."""
+    hooks = next((hooks for part in module.modules() if (hooks := _hooks_of(part)) is not None), None)
+    return [] if hooks is None else [cache.outcome for cache in hooks.host.owners]
+
+
 def foreign_cache(module: nn.Module) -> str | None:
     """Return the config or hook class name of diffusers' cache on ``module``; None if no such cache is enabled."""
     config: Any = getattr(module, "_cache_config", None)

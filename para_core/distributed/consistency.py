@@ -172,9 +172,15 @@ def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
     The exchange costs two all-gathers per mesh dim. To check that records are equal, use :func:`check_consistent`,
     which costs one all-gather.
     """
-    encoded = json.dumps(record).encode()
-    lengths = struct.iter_unpack("<q", _all_gather_rows(struct.pack("<q", len(encoded)), mesh))
-    return _all_gather_records(encoded, max(length for (length,) in lengths), mesh)
+    return [json.loads(data) for data in exchange_bytes(json.dumps(record).encode(), mesh)]
+
+
+def exchange_bytes(data: bytes, mesh: SequenceMesh | GuidedMesh) -> list[bytes]:
+    """Return the ``data`` of all ranks of ``mesh`` in rank order, which may differ in length."""
+    lengths = [length for (length,) in struct.iter_unpack("<q", _all_gather_rows(struct.pack("<q", len(data)), mesh))]
+    size = max(lengths)
+    gathered = _all_gather_rows(data.ljust(size), mesh)
+    return [gathered[rank * size :][:length] for rank, length in enumerate(lengths)]
 
 
 def _all_gather_records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMesh | HostGroups) -> list[Record]:

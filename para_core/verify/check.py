@@ -28,7 +28,8 @@ from para_core.verify.virtual_ranks import device_of, first_error
 _METHODS: tuple[Method, ...] = ("ring", "ulysses")
 # The default of ``tolerance``: the largest ‖out − ref‖ / ‖ref‖ that counts as exact, by the dtype of the model's
 # computation.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+# The largest relative error that rounding explains, by dtype.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 # Maximum number of characters of an error in a line of the report. The first difference contains the whole error.
 _WIDTH = 100
@@ -169,7 +170,7 @@ def check_parallel(
         weight = next((x for x in module.parameters() if x.is_floating_point()), torch.empty(0))
         autocast = torch.is_autocast_enabled(weight.device.type)
         dtype = torch.get_autocast_dtype(weight.device.type) if autocast else weight.dtype
-        tolerance = _TOLERANCE.get(dtype, 1e-4)
+        tolerance = TOLERANCES.get(dtype, 1e-4)
     model_inputs = ModelInputs(inputs, kwargs)
     if plan is not None:
         plan = plan if isinstance(plan, Plan) else published_plan(plan)

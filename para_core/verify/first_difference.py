@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -94,6 +94,16 @@ class Recording:
             self.at_each_event()
         digests = tuple(_digest(x) for x in tree_leaves(value) if isinstance(x, Tensor) and x.layout == torch.strided)
         self.events.append(Event(kind, module, digests, attention))
+
+    def on_cpu(self) -> Recording:
+        """Return a copy whose digests are on the CPU, so that it can be sent to another rank."""
+        events = [
+            replace(
+                event, digests=tuple([replace(x, rows=tuple([row.cpu() for row in x.rows])) for x in event.digests])
+            )
+            for event in self.events
+        ]
+        return Recording(events, [*self.running])
 
     @contextmanager
     def around(self, module: nn.Module) -> Iterator[None]:

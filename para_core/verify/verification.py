@@ -1,0 +1,220 @@
+"""``verify=True``: compare calls of a parallel model with the unmodified model, on the inputs of the user's own run."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from para_core.cache.attachment import last_outcomes
+from para_core.cache.decision import Verdict
+from para_core.distributed.consistency import exchange, exchange_bytes
+from para_core.distributed.mesh import SequenceMesh
+from para_core.foreign_errors import is_out_of_memory
+from para_core.instance_patching import WrapperPriority, instances_in, original_class, uncompiled, with_wrappers
+from para_core.plans.current_call import segments_under_way
+from para_core.plans.region import KEYS_OF_PLANS, Region, region_of
+from para_core.torch_internals import tree_leaves
+from para_core.user_warnings import ParallelWarning, warn_user
+from para_core.verify.check import TOLERANCES
+from para_core.verify.first_difference import Difference, Recording, first_difference
+from para_core.verify.parts import largest_error, tensors_in
+from para_core.verify.runs import ModelInputs
+from para_core.verify.virtual_ranks import device_of
+
+logger = logging.getLogger(__name__)
+
+# The key of the wrappers of verified calls.
+VERIFIED = "verified"
+# The error of outputs that cannot be compared, because their number or shapes differ. JSON has no infinity.
+_NOT_COMPARABLE = 1e30
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference between the outputs of one rank and those of the unmodified model.
+
+    Args:
+        error: The largest ``‖out − ref‖ / ‖ref‖`` of all output tensors.
+        same_bits: Whether all output tensors are equal bit for bit.
+        tolerance: The largest error that rounding explains.
+        lacked_memory: Whether the unmodified call ran out of memory, so that nothing was compared.
+    """
+
+    error: float = 0.0
+    same_bits: bool = False
+    tolerance: float = 0.0
+    lacked_memory: bool = False
+
+
+class Verification:
+    """Compares calls of one parallel model with the unmodified model: once for each size of inputs, and again if code
+    inside the model has changed.
+
+    A compared call costs one more call of the model, on every rank. Other calls cost a lookup.
+    """
+
+    def __init__(self) -> None:
+        # Sizes of inputs that were compared, with the version of the model's code.
+        self._verified: set[tuple[Any, ...]] = set()
+
+    def run(self, call: Callable[..., Any], called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Wrap ``__call__`` of a parallel model, or of the module that ``torch.compile`` made of it.
+
+        Raises:
+            RuntimeError: On every rank: the output differs from that of the unmodified model by more than rounding. Or
+                the model was compiled after it was parallelized, so that this wrapper would be in its graph.
+        """
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                "verify=True compares calls outside of a graph, and this model was compiled around that. Pass the "
+                "compiled model: parallelize_transformer(torch.compile(transformer), mesh=mesh, verify=True)."
+            )
+        module = uncompiled(called)
+        region = region_of(module)
+        if region is None or region.mesh.ranks == 1:
+            return call(called, *args, **kwargs)
+        # The call itself would notice new code too late.
+        region.attach(module)
+        key = (region.check.new_code(), *_sizes(args), *_sizes(sorted(kwargs.items())))
+        if key in self._verified:
+            return call(called, *args, **kwargs)
+        # The call may change its inputs in place, such as a cache of keys.
+        inputs = ModelInputs(args, kwargs).copied()
+        output = call(called, *args, **kwargs)
+        if any(Verdict(int(outcome.verdict)).skips for outcome in last_outcomes(module)):
+            # A cache skipped blocks, so the output is an approximation. A later call is compared.
+            return output
+        comparison = _compare(module, inputs, output)
+        self._conclude(module, region, inputs, comparison)
+        self._verified.add(key)
+        return output
+
+    def _conclude(self, module: nn.Module, region: Region, inputs: ModelInputs, comparison: Comparison) -> None:
+        """Exchange the comparisons of all ranks. Raise on every rank if one found a difference, else report."""
+        mesh, name = region.mesh, original_class(module).__name__
+        comparisons = [Comparison(**record) for record in exchange(vars(comparison), mesh)]
+        if any(of_rank.lacked_memory for of_rank in comparisons):
+            warn_user(
+                f"verify=True: {name} was not compared, because the unmodified model, which runs on the whole inputs, "
+                f"ran out of memory on {sum(of_rank.lacked_memory for of_rank in comparisons)} of {mesh.ranks} ranks. "
+                "Compare at a smaller size, or with offload='blocks', and leave verify= out at this one.",
+                ParallelWarning,
+            )
+            return
+        error = max(of_rank.error for of_rank in comparisons)
+        if error > comparison.tolerance:
+            difference = _first_difference(module, mesh, inputs, comparison.tolerance)
+            shown = "is of another size" if error >= _NOT_COMPARABLE else f"differs by {error:.1e}"
+            raise RuntimeError(
+                f"verify=True: the output of {name} on {mesh.ranks} ranks {shown} from that of the unmodified model; "
+                f"rounding explains {comparison.tolerance:.0e}. The first difference is in {difference}"
+            )
+        if mesh.rank == 0:
+            bits = "the same bits" if all(of_rank.same_bits for of_rank in comparisons) else "other bits"
+            logger.info(
+                "verify=True: %s on %d ranks equals the unmodified model: error %.1e, %s.",
+                name,
+                mesh.ranks,
+                error,
+                bits,
+            )
+
+
+def _sizes(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield the shape and dtype of each tensor in nested ``values``, and the type of each other value."""
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor):
+            yield tuple(value.shape), value.dtype
+        elif isinstance(value, (bool, str)):
+            yield value
+        else:
+            yield type(value)
+
+
+def _compare(module: nn.Module, inputs: ModelInputs, output: Any) -> Comparison:
+    """Return how far ``output`` is from that of the unmodified model, which is called here on copies of ``inputs``."""
+    got = tensors_in(output)
+    floating = next((x for x in got if x.is_floating_point()), None)
+    tolerance = TOLERANCES.get(torch.float32 if floating is None else floating.dtype, TOLERANCES[torch.float32])
+    autocast = torch.is_autocast_enabled(device_of(module).type)
+    if autocast:
+        tolerance = max(tolerance, TOLERANCES[torch.get_autocast_dtype(device_of(module).type)])
+    try:
+        expected = tensors_in(_call_unmodified(module, inputs))
+    except (RuntimeError, MemoryError) as failure:
+        if not is_out_of_memory(failure):
+            raise
+        return Comparison(lacked_memory=True)
+    if [x.shape for x in got] != [x.shape for x in expected]:
+        return Comparison(_NOT_COMPARABLE, tolerance=tolerance)
+    error = min(largest_error(got, expected), _NOT_COMPARABLE)
+    same_bits = all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    return Comparison(error, same_bits, tolerance)
+
+
+def _call_unmodified(module: nn.Module, inputs: ModelInputs, recording: Recording | None = None) -> Any:
+    """Return the output of ``module`` for a copy of ``inputs``, without plan, cache and compilation."""
+    return _call(module, inputs, recording, _is_of_weights)
+
+
+def _call_parallel(module: nn.Module, inputs: ModelInputs, recording: Recording) -> Any:
+    """Return the output of ``module`` under its plan, without cache and compilation."""
+    return _call(module, inputs, recording, lambda key, order: key in KEYS_OF_PLANS or _is_of_weights(key, order))
+
+
+def _is_of_weights(key: str, order: WrapperPriority) -> bool:
+    """Whether a wrapper moves or gathers weights, which the unmodified model needs too."""
+    return order == WrapperPriority.OFFLOADED_BLOCK or (order == WrapperPriority.PLAN and key not in KEYS_OF_PLANS)
+
+
+def _call(
+    module: nn.Module,
+    inputs: ModelInputs,
+    recording: Recording | None,
+    keep: Callable[[str, WrapperPriority], bool],
+) -> Any:
+    region = region_of(module)
+    device = device_of(module, inputs.leaves())
+    arguments = inputs.copied()
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.compiler.set_stance("force_eager"),
+        nullcontext() if region is None else region.all_heads(),
+        with_wrappers(instances_in(module), keep),
+        _recorded(module, recording),
+    ):
+        return module(*arguments.args, **arguments.kwargs)
+
+
+@contextmanager
+def _recorded(module: nn.Module, recording: Recording | None) -> Iterator[None]:
+    if recording is None:
+        yield
+        return
+    with recording.around(module):
+        yield
+
+
+def _first_difference(module: nn.Module, mesh: SequenceMesh, inputs: ModelInputs, tolerance: float) -> Difference:
+    """Call the unmodified and the parallel model once more, and return where they differ first. A collective call."""
+    alone, parallel = Recording(), Recording()
+    _call_unmodified(module, inputs, alone)
+    segments: dict[Any, None] = {}
+
+    def note_segments() -> None:
+        under_way = segments_under_way(module)
+        segments.update(dict.fromkeys(() if under_way is None else under_way[1]))
+
+    parallel.at_each_event = note_segments
+    _call_parallel(module, inputs, parallel)
+    parallel.at_each_event = None
+    of_ranks = [pickle.loads(data) for data in exchange_bytes(pickle.dumps(parallel.on_cpu()), mesh)]
+    return first_difference(module, alone.on_cpu(), of_ranks, list(segments), tolerance=tolerance)
