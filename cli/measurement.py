@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from para_core.cli.comparison import Reference, compare, make_reference
 from para_core.cli.ranks import Bars, ending_on_error, gather, is_first_rank, process_group, quiet
 from para_core.fleet.loading import build, dtype_of
-from para_core.fleet.recipe import Recipe
+from para_core.fleet.recipe import Recipe, can_verify
 from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, metadata, step_callback
 from para_core.planner.run_counter import RunCounter
@@ -63,10 +63,14 @@ def measure_rank(job: MeasurementJob) -> dict[str, Any] | None:
 
 def _measure(job: MeasurementJob, reference: Reference | None) -> dict[str, Any] | None:
     first = is_first_rank()
-    pipe = build(job.recipe)
-    total = job.warmup_runs + job.runs + 1 + (job.profile is not None) + 2 * job.check
+    # An exact transformer is compared call by call as well, which names the module if it differs. The comparison costs
+    # a call of the transformer, so it takes place in a run that is not timed.
+    verifies = job.check and dist.is_initialized() and dist.get_world_size() > 1 and can_verify(job.recipe)
+    pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
+    warmup_runs = max(job.warmup_runs, int(verifies))
+    total = warmup_runs + job.runs + 1 + (job.profile is not None) + 2 * job.check
     with Bars(total, shown=first, steps=False, unit="runs") as bars:
-        for _ in range(job.warmup_runs):
+        for _ in range(warmup_runs):
             call_pipe(pipe, [job.request])
             bars.end()
         _reset_memory()

@@ -122,6 +122,7 @@ class RunOptions(LoadOptions):
     comm_dtype: Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)] = None
     pipefusion: Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, min=1)] = None
     timeout: Annotated[float, option("Seconds that ranks wait.", "S", RANKS)] = 600
+    verify: Annotated[bool, flag("--verify", "Compare each new size with the unmodified model.", RANKS)] = False
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         comm_dtype=None if recipe.comm_dtype is None else getattr(torch, recipe.comm_dtype),
         rotate_method=recipe.rotate_method,
         timeout=recipe.timeout,
+        verify=recipe.verify,
     )
     if weights == "tensor" and recipe.quantize is not None:
         quantize_transformers(pipe, recipe.quantize)

@@ -51,6 +51,7 @@ class Recipe:
     vae_placement: VaePlacement | None = None
     lora: tuple[str, ...] = ()  # files or repositories, each with ":scale" if the scale is not 1
     timeout: float = 600.0
+    verify: bool = False
     trust_remote_code: bool = False  # whether code of a modular pipeline's repository may run
 
     def __post_init__(self) -> None:
@@ -89,6 +90,13 @@ class Recipe:
             )
         if self.offload is not None and self.weights != "replicate":
             raise ValueError(f"weights are {self.weights!r} with offload {self.offload!r}; expected 'replicate'.")
+        if self.verify:
+            obstacles = _obstacles_to_verify(self)
+            if obstacles:
+                raise ValueError(
+                    f"verify compares transformer calls with those of one rank, and {', '.join(obstacles)} leaves "
+                    "nothing equal to compare with. Verify without it."
+                )
 
     @property
     def schedule(self) -> AttentionSchedule | None:
@@ -160,6 +168,17 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
         "comm_dtype": recipe.comm_dtype,
     }
     return tuple(name for name, value in values.items() if value is not None)
+
+
+def can_verify(recipe: Recipe) -> bool:
+    """Whether ``verify`` can be set in ``recipe``: nothing in it changes transformer calls by more than rounding."""
+    return not _obstacles_to_verify(recipe)
+
+
+def _obstacles_to_verify(recipe: Recipe) -> list[str]:
+    # A step that a cache skips is left out, and the unmodified model has the same quantized weights.
+    names = [name for name in approximations(recipe) if name not in ("cache", "quantize")]
+    return names + (["a mesh with pipe"] if dict(recipe.mesh).get("pipe", 1) > 1 else [])
 
 
 def refuse_options(model: Model, recipe: Recipe) -> None:

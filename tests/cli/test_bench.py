@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from benchmarks.harness import counted_traffic
 from para_core.adapters import AttentionSchedule, KeptKeys
 from para_core.cli.app import run
 from para_core.cli.comparison import Reference, compare, make_reference, relative_error
-from para_core.cli.measurement import _seconds, count_run, timed_run
+from para_core.cli.measurement import MeasurementJob, _measure, _seconds, count_run, timed_run
 from para_core.fleet.loading import build
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
@@ -206,6 +207,38 @@ def test_a_rank_with_other_bits_is_seen_by_all(rank_pool, wrong):
     assert first["ranks equal"] == (wrong is None)
     assert first["passed"] == (wrong is None), first
     assert second["relative error"] in (None, first["relative error"])
+
+
+def measure_wrong(wrong):
+    """Measure with ``--check`` on this rank, with a transformer that treats its own tokens alone if ``wrong``."""
+
+    def build_wrong(recipe):
+        pipe = build(recipe)
+        if wrong:
+            pipe.transformer.transformer_blocks[0].ff.register_forward_hook(
+                lambda module, args, output: output - output.mean(1, keepdim=True)
+            )
+        return pipe
+
+    job = MeasurementJob(Recipe(str(TINY_FLUX), mesh=(("ulysses", 2),)), Request(FIELDS), 0, 1, check=True)
+    reference = Reference(np.zeros((1, 32, 48, 3), np.float32), 1.0) if torch.distributed.get_rank() == 0 else None
+    with mock.patch("para_core.cli.measurement.build", build_wrong):
+        return _measure(job, reference)
+
+
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
+def test_check_names_the_module_that_differs_on_ranks(rank_pool):
+    for error in rank_pool.run_expecting_errors(measure_wrong, 2, True):
+        assert re.search(r"transformer_blocks\.0\.ff", str(error))
+    figures, nothing = rank_pool.run(measure_wrong, 2, False)
+    assert nothing is None and figures["warmup_runs"] == 0
+
+
+@pytest.mark.parametrize("options", [{"comm_dtype": "int8"}, {"backend": "sage"}, {"mesh": (("pipe", 2),)}])
+def test_recipe_that_cannot_be_verified_is_refused(options):
+    Recipe("m", verify=True, cache=0.1, quantize="int8")
+    with pytest.raises(ValueError, match=r"verify .*(comm_dtype|backend|pipe)"):
+        Recipe("m", verify=True, **options)
 
 
 def test_reference_of_an_approximation_is_made_beside_a_launcher(monkeypatch):
