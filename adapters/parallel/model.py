@@ -276,7 +276,7 @@ def _require_bools(options: Mapping[str, object]) -> None:
 # Options that only apply to transformers; of the values of ``weights``, only "tensor".
 _OF_TRANSFORMERS = (
     *("text", "adapter", "weights", "offload", "pipefusion"),
-    *("rotate_method", "backend", "cross_backend", "comm_dtype", "attn_func"),
+    *("rotate_method", "backend", "cross_backend", "comm_dtype", "attn_func", "verify"),
 )
 
 
@@ -396,5 +396,9 @@ class ParallelOptions:
     @property
     def of_transformers(self) -> dict[str, object]:
         """Return the options of ``_OF_TRANSFORMERS`` that the user gave, by name."""
-        options = {**vars(self), "weights": "tensor" if self.weights == "tensor" else None}
+        options = {
+            **vars(self),
+            "weights": "tensor" if self.weights == "tensor" else None,
+            "verify": self.verify or None,
+        }
         return {name: options[name] for name in _OF_TRANSFORMERS if options[name] is not None}

@@ -70,6 +70,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "sizes": ("size", "sizes"),
     "text": ("auto-text", "text-shard", "text-replicate"),
     "rotate": ("auto-rotate", "alltoall", "allgather", "2d"),
+    "verify": ("unverified", "verify"),
     "undo": ("parallel-off-first", "cache-off-first", "again"),
 }
 
@@ -224,6 +225,9 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     Exclusion("a compiled UNet", {"pipeline": ("unet",), "compile": _COMPILED}),
     Exclusion("PipeFusion of a UNet", {"pipeline": ("unet",), "pipefusion": _FUSED}),
     Exclusion("rotate_method= of a UNet", {"pipeline": ("unet",), "rotate": other("rotate", "auto-rotate")}),
+    Exclusion("verify= of a UNet", {"pipeline": ("unet",), "verify": ("verify",)}),
+    Exclusion("verify= with stages", {"mesh": _STAGES, "verify": ("verify",)}),
+    Exclusion("verify= of PipeFusion", {"pipefusion": _FUSED, "verify": ("verify",)}),
     Exclusion("text= of a UNet", {"pipeline": ("unet",), "text": other("text", "auto-text")}),
     Exclusion(
         "weights='tensor' of a model without a tensor plan",

@@ -211,6 +211,8 @@ def _parallelize(pipe: Any, case: Case, mesh: DeviceMesh | None) -> None:
         options["text"] = case["text"].removeprefix("text-")
     if case["rotate"] != "auto-rotate":
         options["rotate_method"] = case["rotate"]
+    if case["verify"] == "verify":
+        options["verify"] = True
     parallelize_pipe(pipe, mesh=mesh, **options)
 
 
