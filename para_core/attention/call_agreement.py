@@ -152,7 +152,7 @@ def _mask_code(mask: Tensor, num_leading: int) -> int:
     Each of the ``num_leading`` leading dims of the query has a bit, which is 0 if the size of the mask there is 1.
     """
     dtype = _DTYPES.index(mask.dtype) + 1 if mask.dtype in _DTYPES else len(_DTYPES) + 1
-    leading = [1] * (num_leading - max(mask.ndim - 2, 0)) + [*mask.shape[:-2]]
+    leading = [1] * (num_leading + 2 - mask.ndim) + [*mask.shape[:-2]]
     wide = sum([1 << dim for dim, size in enumerate(leading) if size != 1])
     learned = torch.is_grad_enabled() and mask.requires_grad
     return dtype | learned << _DTYPE_BITS - 1 | wide << _DTYPE_BITS
@@ -162,12 +162,6 @@ def _dtype_of(mask_code: int) -> torch.dtype | None:
     """Return the dtype that :func:`_mask_code` encoded in ``mask_code``; None if it is not one of ``_DTYPES``."""
     number = mask_code & (1 << _DTYPE_BITS - 1) - 1
     return _DTYPES[number - 1] if number <= len(_DTYPES) else None
-
-
-def last_two(mask: Tensor) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a mask, its last two sizes. A missing dim counts as one of size 1."""
-    rows, columns = [1, 1, *mask.shape][-2:]
-    return rows, columns
 
 
 def tokens_digest(query: Tensor, key: Tensor) -> int:
@@ -274,7 +268,7 @@ def own_part(
     Raises:
         RuntimeError: The device of this rank failed. Raised on every rank.
     """
-    rows, columns = (-1, -1) if mask is None else last_two(mask)
+    rows, columns = (-1, -1) if mask is None else mask.shape[-2:]
     layout, flags, mask_digest, digest = spec.query_layout, 0, 0, 0
     shows_nothing = False
     try:

@@ -132,7 +132,7 @@ def needs_review(mask: Tensor, query_layout: SequenceLayout, key_layout: Sequenc
 
     This is the case for ``[..., S_local, S]`` in self-attention, and for ``[..., S_q_local, S_k_local]``.
     """
-    if mask.ndim < 2 or mask.is_meta or innermost_transform() is not None:
+    if mask.is_meta or innermost_transform() is not None:
         return False
     rows, columns = mask.shape[-2:]
     total, held = key_layout.total, key_layout.size(rank)

@@ -20,7 +20,6 @@ from para_core.attention.call_agreement import (
     OwnPart,
     call_signature,
     explain_difference,
-    last_two,
     own_part,
     settle_call,
 )
@@ -209,7 +208,8 @@ class MeshAttention:
             signature = call_signature(query, key, value, spec)
             single = not call.is_causal and has_single_tokens(query_layout)
         elif mask is not None:
-            extents = mask_extents([last_two(mask)], query_layout, key_layout, [self._mesh.rank])
+            rows, columns = mask.shape[-2:]
+            extents = mask_extents([(rows, columns)], query_layout, key_layout, [self._mesh.rank])
         prepared = _Prepared(AttentionPlan(spec), signature, extents, single)
         if lookup_key is not None:
             if len(self._prepared) >= _MOST_SIGNATURES:
@@ -266,7 +266,7 @@ def _expanded(call: SdpaCall) -> SdpaCall | None:
 
 def _normalized(call: SdpaCall) -> SdpaCall:
     """Return ``call`` in a canonical form: cast as autocast would for SDPA, with ``is_causal`` and ``scale`` as plain
-    Python values, and with one row of a mask that expands one row to all queries.
+    Python values, with a mask of at least two dims, and with one row of a mask that expands one row to all queries.
     """
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):
@@ -287,7 +287,9 @@ def _normalized(call: SdpaCall) -> SdpaCall:
         return call
     if not (scale is None or isinstance(scale, (float, torch.SymFloat))):
         scale = float(scale)  # The scale may be a NumPy number or a tensor with one element.
-    if isinstance(mask, Tensor) and mask.ndim >= 2 and mask.layout == torch.strided:
+    if isinstance(mask, Tensor) and mask.layout == torch.strided:
+        if mask.ndim < 2:
+            mask = mask[(None,) * (2 - mask.ndim)]
         expands_one_row = guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1)
         mask = mask[..., :1, :] if expands_one_row else mask
     return SdpaCall(query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths)

@@ -92,6 +92,38 @@ def test_mask_of_one_row_and_column_is_taken_beside_an_empty_rank(rank_pool, rin
         assert relative_error(out, expected) < 1e-5
 
 
+def small_masks(S):
+    """Masks of at most two dims that do not differ between queries, float and bool."""
+    generator = torch.Generator().manual_seed(2)
+    shapes = [(), (1,), (S,), (1, S), (1, 1)]
+    floats = [torch.randn(shape, generator=generator) for shape in shapes]
+    return floats + [x > -1 for x in floats]
+
+
+def attend_with_small_masks(ring, ulysses, S):
+    mesh, outs = make_mesh(ring, ulysses), []
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        parts = [cp.shard(x, dim=2) for x in make_qkv(S, 4)]
+        for mask in small_masks(S):
+            outs.append(cp.gather(F.scaled_dot_product_attention(*parts, mask), dim=2))
+            if mask.ndim == 1 and len(mask) == S and mesh.size() < S:
+                own = cp.shard(mask, dim=0)
+                outs.append(cp.gather(F.scaled_dot_product_attention(*parts, own), dim=2))
+    return outs
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("S", [2, 3, 4, 5])
+def test_masks_without_rows_are_taken_beside_ranks_of_one_token_or_none(rank_pool, ring, ulysses, S):
+    ranks, expected = ring * ulysses, []
+    for mask in small_masks(S):
+        whole = F.scaled_dot_product_attention(*make_qkv(S, 4), mask.expand(S, S))
+        expected += [whole] * (1 + (mask.ndim == 1 and len(mask) == S and ranks < S))
+    for outs in rank_pool.run(attend_with_small_masks, ranks, ring, ulysses, S):
+        for out, whole in zip(outs, expected, strict=True):
+            assert relative_error(out, whole) < 1e-5
+
+
 def ask_one_rank_for_weights():
     mesh = make_mesh(2, 1)
     module = torch.nn.MultiheadAttention(8, 2, batch_first=True)
