@@ -20,12 +20,13 @@ from para_core.attention.attention_options import AttnOptions, RotateMethod
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backend_selection import Backend
 from para_core.attention.backends import LocalAttentionCall
+from para_core.attention.mask import MaskExtents, mask_of_block
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh
 from para_core.planner.run_counter import RunCounter
 
-Attend = Callable[[Tensor, Tensor, Tensor], Any]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]
 
 
 def count_attention(
@@ -40,14 +41,15 @@ def count_attention(
     backend: Backend | None = None,
     rotate_method: RotateMethod = "alltoall",
     comm_dtype: torch.dtype | None = None,
+    mask: Tensor | None = None,
 ) -> RunCounter:
-    """The launches of one intercepted call on rank 0, forward, without a mask: of the second call, when sizes are
-    known.
+    """The launches of one intercepted call on rank 0, forward: of the second call, when sizes are known.
 
     Args:
         tokens, heads: of the whole sequence; 288 × 24 are sharded as FLUX' 4608 × 24 at 1024² are.
         device: of the tensors. ``"meta"``: what CUDA would launch for bfloat16, with the flash backend chosen.
         backend: that is named, with ``"meta"``.
+        mask: over all tokens, ``[B or 1, H or 1, S or 1, S]``, on the device of the tensors.
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with fake_group(ring * ulysses), torch.no_grad():
@@ -59,9 +61,9 @@ def count_attention(
         options = AttnOptions(backend=backend, rotate_method=rotate_method, comm_dtype=comm_dtype)
         on_device = _intercepted if device == "cpu" else _as_on_cuda
         with on_device(mesh, layout, heads, options) as attend:
-            attend(*tensors)
+            attend(*tensors, mask)
             with RunCounter() as counter:
-                attend(*tensors)
+                attend(*tensors, mask)
     return counter
 
 
@@ -78,12 +80,24 @@ def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: A
     text = options.as_text()
     spec = AttentionSpec(layout, layout, sequence_mesh(mesh), heads, heads, options=options, options_text=text)
 
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
+        plan = AttentionPlan(spec)
+        if mask is not None:
+            extents = MaskExtents("broadcast" if mask.shape[2] == 1 else "global", "global")
+            mask = mask_of_block(mask, extents, plan)
+        return usp.usp_forward(plan, query, key, value, mask)
+
+    def choose(call: LocalAttentionCall) -> int:
+        # FlashAttention takes no mask on a GPU.
+        backend = SDPBackend.FLASH_ATTENTION if call.mask is None else SDPBackend.EFFICIENT_ATTENTION
+        return int(backend.value)
+
     def sdpa(call: LocalAttentionCall, backend: Backend | None) -> Tensor:
         # SDPA computes meta tensors by matrix products, and GPU tensors by the one kernel that is called here.
         return local.local_attention_with_lse(call, backend)[0]
 
     with (
-        mock.patch.object(local, "choose_backend", lambda *_: SDPBackend.FLASH_ATTENTION.value),
+        mock.patch.object(local, "choose_backend", choose),
         mock.patch.object(usp, "local_attention", sdpa),
     ):
-        yield lambda query, key, value: usp.usp_forward(AttentionPlan(spec), query, key, value, None)
+        yield attend

@@ -77,7 +77,7 @@ class LocalAttentionCall(NamedTuple):
         query, key, value, mask, is_causal, scale = self
         if mask is None:
             return self
-        is_taken = mask.dtype in (torch.bool, query.dtype) or (mask.dtype == torch.float32 and query.is_cpu)
+        is_taken = mask.dtype in (torch.bool, bias_dtype(mask, query))
         if is_taken and not is_causal:
             return self
         if is_causal:
@@ -123,16 +123,33 @@ class LocalAttentionCall(NamedTuple):
         is_aligned = last == 1 and mask.storage_offset() % 8 == 0 and all(stride % 8 == 0 for stride in strides)
         if is_aligned and mask.dtype == query.dtype and mask.shape[-1] == num_keys:
             return mask
-        shape = (*mask.shape[:-1], num_keys + -num_keys % 8)
-        # Kernels also read the padding of a row, so it must not be NaN.
-        padded = query.new_empty(shape) if num_keys % 8 == 0 else query.new_zeros(shape)
-        bias = padded[..., :num_keys].copy_(mask)
+        bias = aligned_rows(query, (*mask.shape[:-1], num_keys), query.dtype).copy_(mask)
         return bias.log_() if mask.dtype == torch.bool else bias  # log(True) = 0, log(False) = -inf
 
     @property
     def expanded_bias(self) -> Tensor | None:
         bias = self.bias
         return bias if bias is None else bias.expand(*self.query.shape[:-1], self.key.shape[-2])
+
+
+def bias_dtype(mask: Tensor, query: Tensor) -> torch.dtype:
+    """Return the dtype in which SDPA takes ``mask`` as an additive mask: that of ``query``; on a CPU also float32."""
+    return mask.dtype if mask.dtype == torch.float32 and query.is_cpu else query.dtype
+
+
+def aligned_rows(query: Tensor, shape: Sequence[int], dtype: torch.dtype, *, fill: float | None = None) -> Tensor:
+    """Return a tensor of ``shape`` on the device of ``query`` whose rows begin at multiples of 8 elements.
+
+    It is filled with ``fill``, or uninitialised if that is None. The padding of the rows is initialised in both cases.
+    """
+    *leading, width = shape
+    padding = -width % 8
+    padded = (*leading, width + padding)
+    if fill is not None:
+        return query.new_full(padded, fill, dtype=dtype)[..., :width]
+    # Kernels also read the padding of a row, so it must not be NaN.
+    rows = query.new_zeros(padded, dtype=dtype) if padding else query.new_empty(padded, dtype=dtype)
+    return rows[..., :width]
 
 
 def empty_output(query: Tensor, value: Tensor) -> Tensor:

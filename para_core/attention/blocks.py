@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from para_core.attention.backends import LocalAttentionCall
-from para_core.attention.finite_masks import FiniteMaskedRows
+from para_core.attention import backend_selection
+from para_core.attention.backends import LocalAttentionCall, bias_dtype
+from para_core.attention.finite_masks import (
+    FiniteMaskedRows,
+    can_be_finite,
+    clear_rows_without_key,
+    finite_bias,
+    level_rows,
+)
 from para_core.attention.local import continued_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.merge import Merged
 from para_core.attention.spec import AttentionSpec
@@ -63,17 +69,35 @@ class BlockAttention:
         attn_func: LocalAttention | None,
     ) -> None:
         self._tiling, self._scale, self._backend, self._heads = tiling, spec.scale, spec.options.backend, heads
+        self._attn_func = attn_func
+        # The lse of each block is corrected only for a user's function. Otherwise the mask is changed beforehand, in a
+        # way that has no gradient, but needs fewer launches.
+        finite_rows = None if attn_func is None else FiniteMaskedRows.of(mask)
+        if finite_rows is not None:
+            mask = finite_rows.mask
+        self._bias_dtype, self._converts_tiles = None, False
+        if attn_func is None and mask is not None:
+            is_finite = self._is_of_pytorch and can_be_finite(mask, query)
+            self._bias_dtype = bias_dtype(mask, query) if is_finite else None
+            if mask.dtype != torch.bool:
+                # By position, numbers that a smaller dtype rounds to -inf may be all that a query sees.
+                rounds = self._bias_dtype is not None and not tiling.by_position
+                query, mask = level_rows(query, mask, bias_dtype(mask, query) if rounds else mask.dtype)
+            # Convert a mask of keys at once. One with a row per query would need too much memory.
+            self._converts_tiles = is_finite and mask.shape[2] > 1
+            if is_finite and not self._converts_tiles:
+                mask = finite_bias(mask, query, by_position=tiling.by_position)
         self._queries = tiling.split(query) if tiling.by_position else [query]
-        finite_rows = None if mask is None else FiniteMaskedRows.of(mask)
+        self._rows = rows_of_pieces(mask, tiling)
         self._finite_rows: Sequence[FiniteMaskedRows | None] = (
             [None] * len(self._queries) if finite_rows is None else finite_rows.split(tiling.split)
         )
-        self._rows = rows_of_pieces(mask if finite_rows is None else finite_rows.mask, tiling)
         self._merged = [Merged() for _ in self._queries]
-        # Kernels can merge their result into the previous one themselves. This is not possible with a user's function,
-        # or if the lse must be corrected before merging.
-        self._continues = attn_func is None and finite_rows is None
-        self._attn_func = partial(local_attention_with_lse, backend=self._backend) if attn_func is None else attn_func
+
+    @property
+    def _is_of_pytorch(self) -> bool:
+        """Whether PyTorch computes each block. Its backends fail for rows without a key, and the others do not."""
+        return not backend_selection.FASTEST and self._backend not in ("triton", "triton-int8")
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
         """Merge attention to the key block with index ``step`` into the result.
@@ -84,7 +108,7 @@ class BlockAttention:
         k, v = block
         if by_position or self._heads is not None:
             k, v = [expand(self._tiling.keys[step].arrange(x), self._heads) for x in block]
-        if not by_position and self._continues and self._rows[0] is None:
+        if not by_position and self._attn_func is None and self._rows[0] is None:
             # All queries see all keys of the block, so one call computes it.
             call = LocalAttentionCall(self._queries[0], k, v, scale=self._scale)
             continued_attention(self._merged[0], call, self._backend, is_last=is_last)
@@ -92,10 +116,13 @@ class BlockAttention:
         for piece, tile in self._tiling.tiles(step):
             rows = self._rows[piece]
             mask = None if rows is None else columns(rows, tile.positions)
+            if mask is not None and self._converts_tiles:
+                mask = finite_bias(mask, self._queries[piece], by_position=by_position)
             keys, values = [take(x, 2, tile.runs) if by_position else x for x in (k, v)]
             call = LocalAttentionCall(self._queries[piece], keys, values, mask, tile.diagonal, self._scale)
-            if self._continues:
-                continued_attention(self._merged[piece], call, self._backend, is_last=is_last and not by_position)
+            if self._attn_func is None:
+                is_final, hides_rows = is_last and not by_position, self._bias_dtype is None
+                continued_attention(self._merged[piece], call, self._backend, is_last=is_final, hides_rows=hides_rows)
                 continue
             out, lse = self._attn_func(call)
             finite_rows = self._finite_rows[piece]
@@ -113,9 +140,12 @@ class BlockAttention:
             (merged.out, merged.lse) if merged.count else local_attention_with_lse(LocalAttentionCall(q, *nothing))
             for q, merged in zip(self._queries, self._merged, strict=True)
         ]
-        if not self._tiling.by_position:
-            return results[0]
-        return self._tiling.join([out for out, _ in results]), self._tiling.join([lse for _, lse in results])
+        out, lse = results[0]
+        if self._tiling.by_position:
+            out, lse = (self._tiling.join(parts) for parts in zip(*results, strict=True))
+        if self._bias_dtype is not None:
+            clear_rows_without_key(out, lse, self._bias_dtype)
+        return out, lse
 
 
 def rows_of_pieces(mask: Tensor | None, tiling: Tiling) -> Sequence[Tensor | None]:

@@ -1,12 +1,25 @@
-"""Masks that hide every key of a row with finite numbers, corrected so that partial results merge by their lse."""
+"""Masks changed so that partial results over some of their columns merge by lse, in few launches.
+
+Two kinds of rows need care. A row that hides every key with a finite number has an lse in which the number of keys is
+lost to rounding. A row that hides every key of one block with -inf gets NaN, or an lse of 0, from most backends.
+
+Without gradients, :func:`level_rows` shifts the first kind of rows to 0, and :func:`finite_bias` replaces -inf by a
+number so low that merging gives the block no weight. Rows without any key are then found by their lse,
+:func:`clear_rows_without_key`. :class:`FiniteMaskedRows` corrects the lse of each block
+instead. It serves a user's attention function, which may be differentiated, and the backward.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from para_core.attention.backends import aligned_rows, bias_dtype
 
 # If the largest number in a row of the mask is lower than _LOW, but not lower than _ABSORBS, it is subtracted from the
 # row.
@@ -14,6 +27,60 @@ _LOW = -1e3
 # A score that is added to a number lower than _ABSORBS is lost to rounding in float32. All keys with the same such
 # number therefore have equal weights, in SDPA as well.
 _ABSORBS = -(2.0**24)
+
+
+def level_rows(query: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return ``query`` and a float ``mask`` such that partial results over columns of ``mask`` merge by their lse.
+
+    Low rows of the mask, as :class:`FiniteMaskedRows` defines them, are shifted so that their maximum is 0. Queries of
+    absorbed rows become 0, so that only the mask weighs their keys. A row of -inf stays such a row. Not differentiable.
+
+    Args:
+        dtype: The dtype of the returned mask. If it is smaller than that of ``mask``, low numbers may become -inf, but
+            no row does that was not.
+    """
+    if mask.shape[-1] == 0:
+        return query, mask
+    highest = mask.amax(-1, keepdim=True)
+    if torch.finfo(mask.dtype).min < _ABSORBS:
+        # masked_fill would not keep the memory layout of the query, and the output has the same.
+        query = query * (highest >= _ABSORBS)
+    # The clamp avoids -inf minus -inf, which is NaN; hardshrink replaces a maximum from _LOW to 0 by 0.
+    shift = F.hardshrink(highest.clamp(min=torch.finfo(mask.dtype).min, max=0.0), -_LOW)
+    return query, torch.sub(mask, shift, out=mask.new_empty(mask.shape, dtype=dtype))
+
+
+def can_be_finite(mask: Tensor, query: Tensor) -> bool:
+    """Whether :func:`finite_bias` supports the call. float16 cannot represent numbers that are low enough: a score of
+    some ten thousand would still outweigh them.
+    """
+    return bias_dtype(mask, query) != torch.float16
+
+
+def finite_bias(mask: Tensor, query: Tensor, *, by_position: bool) -> Tensor:
+    """Return ``mask`` as an additive mask without -inf, in a dtype that SDPA takes, with aligned rows.
+
+    A hidden key gets half of the lowest number of the dtype, because kernels multiply scores by log2(e).
+
+    Args:
+        mask: Bool, or a float mask from :func:`level_rows`, ``[B or 1, H or 1, S_q or 1, S_k]``.
+        by_position: Whether queries also miss keys by their position. The keys that a query sees may then be hidden by
+            finite numbers alone although its row has a higher maximum. Such numbers stay different from -inf.
+    """
+    dtype = bias_dtype(mask, query)
+    limit = torch.finfo(dtype).max
+    if mask.dtype == torch.bool:
+        return aligned_rows(query, mask.shape, dtype, fill=-limit / 2).masked_fill_(mask, 0.0)
+    rows, lowest = aligned_rows(query, mask.shape, dtype), -limit / 8 if by_position else -limit / 2
+    bias = torch.clamp(mask, min=lowest, out=rows) if mask.dtype == dtype else rows.copy_(mask).clamp_(min=lowest)
+    return bias.masked_fill_(mask == -inf, -limit / 2) if by_position else bias
+
+
+def clear_rows_without_key(out: Tensor, lse: Tensor, dtype: torch.dtype) -> None:
+    """Write 0 to ``out`` and -inf to ``lse``, in place, in rows whose keys a finite bias of ``dtype`` hides."""
+    is_empty = lse < -torch.finfo(dtype).max / 4
+    out.masked_fill_(is_empty[..., None], 0.0)
+    lse.masked_fill_(is_empty, -inf)
 
 
 @dataclass(frozen=True)

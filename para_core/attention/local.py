@@ -65,12 +65,14 @@ def local_attention(call: LocalAttentionCall, backend: Backend | None = None) ->
         return F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
 
 
-def local_attention_with_lse(call: LocalAttentionCall, backend: Backend | None = None) -> tuple[Tensor, Tensor]:
+def local_attention_with_lse(
+    call: LocalAttentionCall, backend: Backend | None = None, *, hides_rows: bool = True
+) -> tuple[Tensor, Tensor]:
     """Compute attention and the log-sum-exp of its scaled scores, with the best backend that ``sdpa_kernel`` allows.
 
     Autograd does not record this computation; use :func:`local_attention_backward` for the gradient. ``backend`` is the
     name of the backend. It defaults to SDPA's choice, or to one that was measured to be faster
-    (``para_core.attention.backend_selection``).
+    (``para_core.attention.backend_selection``). ``hides_rows`` says whether the mask may hide all keys of a row.
 
     Returns:
         ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in float32
@@ -97,7 +99,7 @@ def local_attention_with_lse(call: LocalAttentionCall, backend: Backend | None =
     if key.shape[1] != query.shape[1]:
         call = call.as_taken_by(choice)
     out, lse = FORWARD[choice](call)
-    if call.mask is not None:
+    if call.mask is not None and hides_rows:
         # Backends return NaN or an lse of 0 for a row without a key. Fill in place, because masked_fill() would change
         # the memory layout.
         empty_row = fully_masked_rows(call.mask)
@@ -107,12 +109,18 @@ def local_attention_with_lse(call: LocalAttentionCall, backend: Backend | None =
 
 
 def continued_attention(
-    so_far: Merged, call: LocalAttentionCall, backend: Backend | None = None, *, is_last: bool = False
+    so_far: Merged,
+    call: LocalAttentionCall,
+    backend: Backend | None = None,
+    *,
+    is_last: bool = False,
+    hides_rows: bool = True,
 ) -> None:
     """Compute ``call`` without autograd, and merge it in place into ``so_far``, the same queries' result so far.
 
     The Triton kernel continues from ``so_far`` in one launch. With any other backend, merging is one more launch. If
     the call ``is_last``, the result may be rounded to the dtype of query; otherwise a merged result stays in float32.
+    ``hides_rows`` says whether the mask may hide all keys of a row.
     """
     query, is_empty = call.query, 0 in (*call.query.shape, *call.key.shape)
     if so_far.count and is_empty:
@@ -121,7 +129,7 @@ def continued_attention(
         masked = call.mask is not None
         backend = resolve_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
     if backend not in ("triton", "triton-int8") or is_empty:
-        so_far.add(*local_attention_with_lse(call, backend))
+        so_far.add(*local_attention_with_lse(call, backend, hides_rows=hides_rows))
         return
     earlier = (so_far.out, so_far.lse) if so_far.count else None
     so_far.replace(*_triton(backend, call, so_far=earlier, out_dtype=query.dtype if is_last else torch.float32))

@@ -5,7 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
-from para_core import UnifiedAttnMode
+from benchmarks.harness import fake_group
+from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from para_core.attention.blocks import BlockAttention
+from para_core.attention.spec import AttentionSpec
+from para_core.attention.tiles import Tiling
+from para_core.distributed.mesh import sequence_mesh
 from tests.attention.cases import MESHES
 from tests.attention.one_device import make_qkv, relative_error
 
@@ -74,3 +79,73 @@ def test_rows_hidden_by_finite_masks_equal_one_device(rank_pool, ring, ulysses, 
         assert relative_error(out, expected.float()) < 1e-5, f"rank {rank}"
         for name, grad, whole in zip("qkv", grads, gradients, strict=True):
             assert relative_error(grad, whole.float()) < 1e-4, f"gradient of {name}, rank {rank}"
+
+
+# -- blocks of keys on one device
+
+
+BLOCKS = [(5, 0, 3, 4), (1, 6), (7,), (2, 1, 1)]
+LEVELS = [float("-inf"), -1e9, -1e4, -20.0]
+
+
+def merged_over_blocks(query, key, value, mask, lengths, is_causal):
+    """Attend to blocks of keys of these lengths, one after the other, as a ring does."""
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    runs = [[run] for run in zip(starts, lengths, strict=True)]
+    tiling = Tiling([(0, query.shape[2])], runs, is_causal=is_causal, visible=None)
+    layout = SequenceLayout((Segment("x", sum(lengths)),), 1)
+    mesh = sequence_mesh(init_device_mesh("cpu", (1, 1), mesh_dim_names=("ring", "ulysses")))
+    spec = AttentionSpec(layout, layout, mesh, query.shape[1], query.shape[1], is_causal=is_causal)
+    attention = BlockAttention(query, mask, tiling, spec, heads=None, attn_func=None)
+    for step, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        attention.add(tuple(x.narrow(2, start, length) for x in (key, value)), step)
+    return attention.result(key, value)
+
+
+def exactly(query, key, value, mask, is_causal):
+    """Return attention in float64, and which rows see no key. Scores count for nothing beside numbers below -2**24."""
+    scores = query.double() @ key.double().mT * query.shape[-1] ** -0.5
+    bias = (
+        torch.zeros(mask.shape).double().masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask.double()
+    )
+    bias = bias.expand(scores.shape)
+    if is_causal:
+        bias = bias.masked_fill(~torch.ones(scores.shape[2:], dtype=torch.bool).tril(), -torch.inf)
+    highest = bias.amax(-1, keepdim=True)
+    is_empty = highest == -torch.inf
+    weighed = torch.where(highest < -(2.0**24), 0.0, scores) + (bias - highest.masked_fill(is_empty, 0.0))
+    out = weighed.masked_fill(is_empty, 0.0).softmax(-1) @ value.double()
+    return out.masked_fill(is_empty, 0.0), is_empty[..., 0]
+
+
+def draw_mask(dtype, shape, is_causal, generator):
+    if dtype == torch.bool:
+        return torch.rand(shape, generator=generator) < 0.4
+    mask = torch.randn(shape, generator=generator).to(dtype)
+    # In a causal call the numbers that a query sees may all be low although its row is not. That is not corrected.
+    levels = [-torch.inf] if is_causal else [max(level, torch.finfo(dtype).min) for level in LEVELS]
+    levels += [] if is_causal else [torch.finfo(dtype).min]
+    for level in levels:
+        mask.masked_fill_(torch.rand(shape, generator=generator) < 0.2, level)
+        if not is_causal:
+            mask.masked_fill_(torch.rand((*shape[:3], 1), generator=generator) < 0.2, level)
+    return mask
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "mask_dtype", [torch.bool, torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_masked_rows_of_any_dtype_merge_over_blocks_as_in_float64(dtype, mask_dtype, is_causal):
+    bound = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 4 * torch.finfo(dtype).eps)
+    with fake_group(1), torch.no_grad():
+        for seed, lengths in enumerate(BLOCKS):
+            generator, total = torch.Generator().manual_seed(seed), sum(lengths)
+            q, k, v = make_qkv(total if is_causal else 5, 2, S_k=total, dtype=dtype, seed=seed)
+            for shape in [(2, 1, 1, total), (1, 2, q.shape[2], total), (2, 2, q.shape[2], 1)]:
+                mask = draw_mask(mask_dtype, shape, is_causal, generator)
+                out, lse = merged_over_blocks(q, k, v, mask, lengths, is_causal)
+                expected, is_empty = exactly(q, k, v, mask, is_causal)
+                assert relative_error(out.double(), expected) < bound, (shape, lengths)
+                assert torch.equal(lse == -torch.inf, is_empty), (shape, lengths)

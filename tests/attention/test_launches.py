@@ -159,3 +159,28 @@ def test_ulysses_with_triton_launches_as_with_flash():
     require_at_most(
         count_attention(1, 8, device="meta").launches, count_attention(1, 8, device="meta", backend="triton")
     )
+
+
+# -- with a mask: a few launches per call, and none per block unless the mask has a row per query
+
+
+MASKS = pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.bfloat16, torch.float32], ids=str)
+
+
+@MASKS
+@DEVICES
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ring_with_a_mask_of_keys_launches_10_more_at_most(ranks, device, dtype):
+    plain = count_attention(ranks, 1, device=device)
+    masked = count_attention(ranks, 1, device=device, mask=torch.ones(1, 1, 1, 288, dtype=dtype, device=device))
+    require_at_most(plain.launches + (5 if dtype == torch.bool else 10), masked)
+
+
+@MASKS
+@DEVICES
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ring_with_a_mask_of_rows_launches_2_more_per_block(ranks, device, dtype):
+    plain = count_attention(ranks, 1, device=device)
+    masked = count_attention(ranks, 1, device=device, mask=torch.ones(1, 1, 288, 288, dtype=dtype, device=device))
+    per_call, per_block = (3, 2) if dtype == torch.bool else (9, 1)
+    require_at_most(plain.launches + per_call + per_block * ranks, masked)
