@@ -36,6 +36,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def is_out_of_patience(error: BaseException) -> bool:
+    """Whether a collective, or one wait for it, took longer than it was given."""
+    return isinstance(error, RuntimeError) and _says(error, ("timed out",))
+
+
 def is_closed_connection(error: BaseException) -> bool:
     """Whether a collective failed because the connections of its group had already been closed."""
     return isinstance(error, RuntimeError) and _says(error, _CLOSED)

@@ -1,5 +1,6 @@
 """The meaning of other libraries' exceptions, from the type, or from the message of each version."""
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from para_core.foreign_errors import (
     is_closed_connection,
     is_data_dependent,
     is_lost_connection,
+    is_out_of_patience,
     is_slow_start_of_ray,
     mask_length_mismatch,
 )
@@ -40,6 +42,7 @@ def test_errors_of_torch_distributed_are_lost_connections_by_type(kind):
 def test_sentences_of_gloo(sentence, closed):
     assert is_lost_connection(RuntimeError(sentence))
     assert is_closed_connection(RuntimeError(sentence)) is closed
+    assert is_out_of_patience(RuntimeError(sentence)) is (sentence == TIMED_OUT)
     # Errors of these types come from a file or socket that the user opened, and must not count as a lost connection.
     assert not is_lost_connection(ValueError(sentence)) and not is_closed_connection(OSError(sentence))
 
@@ -49,6 +52,22 @@ def test_a_collective_that_waits_in_vain_is_a_lost_connection(tmp_path):
     with pytest.raises(RuntimeError) as caught:
         dist.ProcessGroupGloo(store, 0, 2, timedelta(milliseconds=200))
     assert is_lost_connection(caught.value)
+
+
+def wait_for_a_late_rank():
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError) as caught:
+            work.wait(timedelta(milliseconds=100))
+        assert is_out_of_patience(caught.value)
+        assert not work.is_completed()
+    assert work.wait(timedelta(seconds=20))
+
+
+def test_wait_of_gloo_can_be_repeated_after_its_patience(rank_pool):
+    rank_pool.run(wait_for_a_late_rank, 2)
 
 
 def test_a_store_that_waits_in_vain_is_a_lost_connection():

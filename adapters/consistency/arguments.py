@@ -48,7 +48,7 @@ def require_equal(
         local = signature(_record(values()))
     except (TypeError, ValueError, RuntimeError) as error:
         local = error
-    check_consistent(local, mesh, explain=explain)
+    check_consistent(local, mesh, explain=explain, call=what)
 
 
 def _record(values: Mapping[str, Any]) -> Record:

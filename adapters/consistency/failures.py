@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from para_core.distributed.consistency import Unanswered, exchange
+from para_core.distributed.consistency import exchange
+from para_core.distributed.late_ranks import Unanswered, ask_store
 from para_core.distributed.mesh import GuidedMesh
 from para_core.foreign_errors import is_lost_connection
-from para_core.torch_internals import default_store
 
 # Seconds to wait for the other ranks to sign in. A few are enough: the first rank whose collective times out closes its
 # connections, which ends the collectives of the other ranks too.
@@ -31,7 +30,6 @@ _PATIENCE = 4.0
 _INTERVAL = 0.05
 _REASON_CHARACTERS = 2000
 
-Result = TypeVar("Result")
 # Process id and host of each rank, as a text for messages, by global rank.
 Places = Mapping[int, str]
 
@@ -49,12 +47,12 @@ def places_of_all(mesh: GuidedMesh) -> Places:
 
 def leave_reason(token: str, reason: str) -> None:
     """Store why this rank leaves the call ``token``, unless a rank has stored a reason before."""
-    _in_time(lambda store: store.compare_set(_key(token, "reason"), "", reason[:_REASON_CHARACTERS]), None)
+    ask_store(lambda store: store.compare_set(_key(token, "reason"), "", reason[:_REASON_CHARACTERS]), None, _PATIENCE)
 
 
 def why_no_answer(token: str, places: Places) -> str:
     """Return sentences that say which of the ranks in ``places`` do not answer in the call ``token``, and why."""
-    answer = _in_time(lambda store: _call_roll(store, token, places), None, seconds=_PATIENCE + 1.0)
+    answer = ask_store(lambda store: _call_roll(store, token, places), None, _PATIENCE + 1.0)
     return answer or (
         f"torch's store on {os.environ.get('MASTER_ADDR', 'the host of rank 0')} does not answer either: its process "
         "has ended or is stopped, or the network link to it is cut or very slow."
@@ -89,23 +87,6 @@ def _call_roll(store: Any, token: str, places: Places) -> str:
 
 def _key(token: str, name: str) -> str:
     return f"para_core/call/{token}/{name}"
-
-
-def _in_time(query: Callable[[Any], Result], default: Result, seconds: float = _PATIENCE) -> Result:
-    """Return ``query(store)``; ``default`` if the store does not answer within ``seconds`` or is gone."""
-    results: list[Result] = []
-
-    def run() -> None:
-        try:
-            results.append(query(default_store()))
-        except (RuntimeError, ValueError):
-            # The process that holds the store has ended, so the default is returned.
-            return
-
-    thread = threading.Thread(target=run, name="para_core: torch's store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else default
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def equal_options(
     def explain(records: list[Record]) -> str:
         return f"the ranks of one mesh must call {function} with equal options. {'; '.join(differing_fields(records))}."
 
-    check_consistent(signature(record), ranks, explain=explain)
+    check_consistent(signature(record), ranks, explain=explain, call=function)
     with raising_on_all(ranks, function):
         yield
 

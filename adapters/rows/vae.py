@@ -342,7 +342,7 @@ class _VaeRun:
         generators = [item for item in listed if isinstance(item, torch.Generator)]
         if generators:
             record["generators"] = describe(generators)
-        check_consistent(problem or signature(record), self.mesh, explain=self.explain)
+        check_consistent(problem or signature(record), self.mesh, explain=self.explain, call=f"the {self.adapter.vae}")
 
     def explain(self, records: list[Record]) -> str:
         elsewhere = next((rank for rank, record in enumerate(records) if "sample" not in record), None)

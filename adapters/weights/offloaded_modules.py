@@ -164,7 +164,7 @@ def _run_on_first(
     # Complete the transfer of inputs that other CFG ranks have computed. This is a collective, so every rank takes
     # part, although only the first rank needs the inputs.
     args, kwargs = materialize((args, kwargs))
-    with raising_on_all(mesh, f"pipe.{name} failed"):
+    with raising_on_all(mesh, f"pipe.{name} failed", call=f"pipe.{name}"):
         if mesh.rank == 0:
             output = call(module, *args, **kwargs)
             pickled, tensors = split_tensors(output)

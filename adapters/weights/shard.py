@@ -218,8 +218,10 @@ def shard_components(
                 component.replace_earlier(rollback, hold_weights=not from_files)
         with raising_on_all(ranks, "weights could not be sharded"):
             guard = _move_guard_of(pipe)
-            for component in sharded.values():
+            for name, component in sharded.items():
                 component.refuse_late(guard)
+                if name not in transformers:
+                    component.await_all_ranks()
         rollback.pop_all()
     return list(chosen.values())
 

@@ -19,7 +19,7 @@ from para_core.adapters.components import blocks_of, components_of
 from para_core.adapters.consistency.loras import lora_weights
 from para_core.adapters.registry import adapter_for
 from para_core.adapters.weights.lora import follow_loras, leave_loras
-from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.consistency import Signature, check_consistent, raising_on_all, signature
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 from para_core.instance_patching import WrapperPriority, is_compiled, unwrap, unwrapped_class, wrap_method, wrapper
 from para_core.plans.region import mesh_of_plan
@@ -125,6 +125,16 @@ class ShardedComponent:
 
         return put_back
 
+    def await_all_ranks(self) -> None:
+        """Wrap the module so that a call which some ranks do not make names them, instead of hanging in FSDP2.
+
+        Do not use this for a transformer, which is called in each step and compares its inputs between ranks itself.
+        """
+        if self.ranks is not None:
+            name = f"the {unwrapped_class(self.module).__name__}"
+            around = partial(_run_on_all_ranks, self.ranks, name, signature({"call": name}))
+            wrap_method(self.module, "__call__", KEY, around, order=WrapperPriority.PARALLEL)
+
     def refuse_late(self, guard: MoveGuard) -> None:
         """Wrap methods that would fail on sharded weights, or save only a part of them, so that they raise."""
         component = replace(self, guard=guard)
@@ -179,6 +189,21 @@ def gather_component(module: nn.Module) -> None:
         gather_tensors(module)
     unwrap(module, KEY)
     leave_loras(module)
+
+
+def _run_on_all_ranks(
+    ranks: GuidedMesh | SequenceMesh,
+    name: str,
+    record: Signature,
+    call: Callable[..., Any],
+    module: nn.Module,
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not torch.compiler.is_compiling():
+        check_consistent(record, ranks, call=name)
+    return call(module, *args, **kwargs)
 
 
 def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -167,7 +167,7 @@ class MeshAttention:
             # If this call could not be checked (a single token has the digest 0), check the next one.
             self.looks_for_copies = look and own.digest == 0 and query.shape[-2] < 2
         explain = partial(explain_difference, self._mesh, mask)
-        parts = check_consistent(expected, self._host_groups, own, explain=explain)
+        parts = check_consistent(expected, self._host_groups, own, explain=explain, call="an attention call")
         if parts.count(NO_MASK) == len(parts):
             return None, None
         return settle_call(prepared.plan.spec, self._mesh, query, mask, [OwnPart(*part) for part in parts])

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
+from para_core.distributed.late_ranks import PATIENCE, wait_for_late_ranks
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
@@ -334,12 +335,15 @@ class HostGroups:
         self.by_dim: dict[str, dist.ProcessGroup] = {}
 
 
-def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None) -> Tensor:
+def all_gather_bytes(
+    x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGroup] | None = None, *, call: str = "this call"
+) -> Tensor:
     """Return the concatenation of ``x`` from all ranks of ``dim``, in rank order. For eager code only.
 
     ``x`` is a uint8 CPU tensor of the same length on all ranks. The host waits for the other ranks, but not for the
     device, because the group of :func:`~para_core.distributed.mesh.host_group` sends the bytes between CPUs. The groups
-    in ``by_dim`` (of :class:`HostGroups`) are used; a missing group is looked up and added.
+    in ``by_dim`` (of :class:`HostGroups`) are used; a missing group is looked up and added. ``call`` names the user's
+    call for the log if ranks are late.
     """
     if dim.group is None:
         return x
@@ -349,7 +353,11 @@ def all_gather_bytes(x: Tensor, dim: MeshDim, by_dim: dict[str, dist.ProcessGrou
         if by_dim is not None:
             by_dim[dim.name] = group
     gathered = x.new_empty(dim.size * x.numel())
-    _all_gather_into(gathered, x, group=group)
+    work = _all_gather_into(gathered, x, group=group, async_op=True)
+    try:
+        work.wait(PATIENCE)
+    except RuntimeError as error:
+        wait_for_late_ranks(work, error, dim, group, call)
     if group is not dim.group:
         # The ranks of a new group are sorted, while dim.group may have another order. Restore the order of dim.group.
         rows = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(dim.group)]

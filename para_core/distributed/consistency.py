@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from para_core.distributed.collectives import HostGroups, all_gather_bytes, tensor_bytes
+from para_core.distributed.late_ranks import Unanswered
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 from para_core.foreign_errors import is_closed_connection
 from para_core.torch_internals import DisableTransforms
@@ -44,10 +45,6 @@ _HEADER = struct.Struct(f"<16sq{MAX_EXTRAS}q")
 Record = dict[str, Any]
 # A function that takes the arguments of a call by name, and raises on every rank if they differ between ranks.
 RequireEqual = Callable[[Mapping[str, Any]], None]
-
-
-class Unanswered(RuntimeError):
-    """The error that is raised if another rank did not take part in an exchange before the timeout, or has died."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +90,7 @@ def check_consistent(
     extras: Sequence[int] = (),
     *,
     explain: Callable[[list[Record]], str] = first_difference,
+    call: str = "this call",
 ) -> list[tuple[int, ...]]:
     """Raise on every rank of ``mesh`` unless all ranks pass the same signature and none passes an exception.
 
@@ -103,6 +101,7 @@ def check_consistent(
         extras: At most ``MAX_EXTRAS`` 64-bit integers that may differ between ranks. Their number must be the same on
             all ranks with the same signature.
         explain: Returns the error message if the records differ, given the records of all ranks in order.
+        call: The user's call that every rank must make, such as "the FluxPipeline", for the log if ranks are late.
 
     Returns:
         The ``extras`` of every rank, in rank order.
@@ -118,7 +117,7 @@ def check_consistent(
     length = len(local.encoded)
     padding = [0] * (MAX_EXTRAS - len(extras))
     header = _HEADER.pack(local.digest, -length if failed else length, *extras, *padding)
-    headers = list(_HEADER.iter_unpack(_all_gather_rows(header, mesh)))
+    headers = list(_HEADER.iter_unpack(_all_gather_rows(header, mesh, call)))
     if not failed and all(digest == local.digest and size == length for digest, size, *_ in headers):
         return [row[2 : 2 + len(extras)] for row in headers]
     records = _all_gather_records(local.encoded, max(abs(row[1]) for row in headers), mesh)
@@ -143,12 +142,13 @@ def _groups_of(mesh: SequenceMesh | GuidedMesh | HostGroups) -> tuple[str, ...]:
 
 
 @contextmanager
-def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]:
+def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str, *, call: str = "this call") -> Iterator[None]:
     """Return a context manager that raises an exception of one rank on every rank of ``mesh``, with ``what`` as prefix.
 
     Every rank must enter the context. Contexts over the same ranks may be nested: an exception that an inner context
     has raised on all ranks is not exchanged again. If a rank fails before it enters an inner context, its exchange at
-    the end of the outer context meets the exchange with which the other ranks end the inner one.
+    the end of the outer context meets the exchange with which the other ranks end the inner one. ``call`` names the
+    user's call for the log if ranks are late.
 
     Raises:
         TypeError, ValueError, ImportError, RuntimeError: That of the rank that failed. Other types become a
@@ -161,9 +161,9 @@ def raising_on_all(mesh: SequenceMesh | GuidedMesh, what: str) -> Iterator[None]
             raise
         kind = type(error) if type(error) in (TypeError, ValueError, ImportError) else RuntimeError
         reason = str(error) if kind is type(error) else f"{type(error).__name__}: {error}"
-        check_consistent(kind(f"{what}: {reason}"), mesh)
+        check_consistent(kind(f"{what}: {reason}"), mesh, call=call)
         raise
-    check_consistent(_NOTHING_WRONG, mesh)
+    check_consistent(_NOTHING_WRONG, mesh, call=call)
 
 
 def exchange(record: Record, mesh: SequenceMesh | GuidedMesh) -> list[Record]:
@@ -188,7 +188,7 @@ def _all_gather_records(encoded: bytes, size: int, mesh: SequenceMesh | GuidedMe
     return [json.loads(gathered[start : start + size]) for start in range(0, len(gathered), size)]
 
 
-def _all_gather_rows(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups) -> bytes:
+def _all_gather_rows(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups, call: str = "this call") -> bytes:
     """Return the concatenation of ``row`` from all ranks of ``mesh``, in rank order. All rows have the same length."""
     by_dim = mesh.by_dim if isinstance(mesh, HostGroups) else None
     # Disable torch.func transforms, because the function being transformed does not depend on these bytes.
@@ -198,7 +198,9 @@ def _all_gather_rows(row: bytes, mesh: SequenceMesh | GuidedMesh | HostGroups) -
             if dim.size == 1:
                 continue
             try:
-                rows = all_gather_bytes(rows, dim, by_dim)
+                rows = all_gather_bytes(rows, dim, by_dim, call=call)
+            except Unanswered:
+                raise
             except RuntimeError as error:
                 raise Unanswered(_unanswered(dim, error)) from error
         return rows.numpy().tobytes()
@@ -208,13 +210,15 @@ def _unanswered(dim: MeshDim, error: RuntimeError) -> str:
     """Return a message for a failed collective over ``dim``: the likely reason for ``error``, and what to do."""
     if not is_closed_connection(error):
         return (
-            f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Most likely "
-            "another rank raised an exception or died; its log has the reason."
+            f"no answer from all {dim.size} ranks of mesh dim {dim.name!r} within the group's timeout. Every rank must "
+            "make this call, not one under 'if rank == 0'. If they all do, another rank raised an exception or died "
+            "(its log has the reason), or was slow (set a larger timeout=)."
         )
     default = dim.group is dist.group.WORLD
     return (
-        f"the connections of mesh dim {dim.name!r} are closed: an earlier call over its process group timed out, on "
-        "this rank or another, or a rank has died; gloo does not reopen them. "
+        f"the connections of mesh dim {dim.name!r} are closed: a rank has ended, perhaps because it did not make this "
+        "call, which every rank must make, or an earlier call over the process group timed out, on this rank or "
+        "another; gloo does not reopen them. "
         + ("It is the default group, which a new mesh over all ranks would use again. " if default else "")
         + "If all processes are alive, call torch.distributed.destroy_process_group() and init_process_group() on "
         "each, create "

@@ -1,0 +1,149 @@
+"""Say which ranks an exchange waits for, and which of them did not make the call if it times out.
+
+A rank may be late for a good reason: it loads, compiles, or is slow. So nothing is raised before the group's time-out,
+but after 10 s, and ever more seldom afterwards, one of the waiting ranks logs who is missing. A rank that has waited
+for a second signs in at torch's store with the name of its call. The ranks of the group that have not signed in with
+that name are late. An exchange that all ranks reach within a second does nothing of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from para_core.distributed.mesh import MeshDim
+from para_core.foreign_errors import is_out_of_patience
+from para_core.torch_internals import default_store, group_timeout
+
+logger = logging.getLogger(__name__)
+
+# A rank that has waited for so long signs in.
+PATIENCE = timedelta(seconds=1)
+# Seconds until the missing ranks are logged for the first time. Each later wait is twice as long as the one before.
+FIRST_LOOK = 10.0
+# The last look is this many seconds before the time-out, when other ranks have not given up yet.
+_BEFORE_TIMEOUT = 2.0
+# Seconds to wait for an answer of the store.
+_ANSWER = 2.0
+
+Result = TypeVar("Result")
+
+
+class Unanswered(RuntimeError):
+    """The error that is raised if another rank did not take part in an exchange before the timeout, or has died."""
+
+
+def ask_store(query: Callable[[Any], Result], default: Result, seconds: float) -> Result:
+    """Return ``query(store)``; ``default`` if torch's store does not answer within ``seconds`` or is gone."""
+    results: list[Result] = []
+
+    def run() -> None:
+        try:
+            results.append(query(default_store()))
+        except (RuntimeError, ValueError):
+            # The process that holds the store has ended, so the default is returned.
+            return
+
+    thread = threading.Thread(target=run, name="para_core: torch's store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else default
+
+
+def wait_for_late_ranks(work: Any, error: RuntimeError, dim: MeshDim, group: dist.ProcessGroup, call: str) -> None:
+    """Go on waiting for ``work``, an exchange over ``group``, the ranks of ``dim``, and log which ranks are late.
+
+    Args:
+        error: The error of the first wait, for :data:`PATIENCE`. If that is not why it ended, it is raised again.
+        call: The user's call that makes the exchange, as a noun such as "the FluxPipeline".
+
+    Raises:
+        Unanswered: The exchange timed out, and some ranks had not made the call.
+        RuntimeError: It failed otherwise.
+    """
+    if not _is_running(work, error):
+        raise error
+    begun = time.monotonic() - PATIENCE.total_seconds()
+    timeout, members = group_timeout(group).total_seconds(), dist.get_process_group_ranks(group)
+    looks, own, late, key = _looks(timeout), dist.get_rank(), list[int](), _key(dist.get_rank())
+    ask_store(lambda store: store.set(key, call), None, _ANSWER)
+    try:
+        for seconds in looks:
+            # torch waits without end if it is told to wait for 0 s.
+            if _has_ended(work, timedelta(seconds=max(0.01, begun + seconds - time.monotonic()))):
+                return
+            calls = ask_store(lambda store: _calls_of(store, members), dict.fromkeys(members, call), _ANSWER)
+            late = [rank for rank in members if rank != own and calls.get(rank) != call]
+            # What the last look finds is said by the error that follows.
+            if late and seconds < looks[-1] and own == min(set(members) - set(late)):
+                logger.warning(
+                    "rank %d has waited %.0f s in %s for %s. Every rank must make this call: it must not be under 'if "
+                    "rank == 0'. If a rank still loads or compiles, the call goes on when it arrives. Otherwise it "
+                    "fails after %.0f s.",
+                    own,
+                    time.monotonic() - begun,
+                    call,
+                    _texts(late, calls),
+                    timeout,
+                )
+        work.wait()
+    except RuntimeError as failure:
+        if not late or not is_out_of_patience(failure):
+            raise
+        raise Unanswered(
+            f"{call} waited {timeout:g} s for {_texts(late, calls)}: of the {dim.size} ranks of mesh dim {dim.name!r}, "
+            "these did not make this call. Every rank must make it, not one under 'if rank == 0'; any rank may use the "
+            "result. If a rank raised an exception or died before it, its log has the reason; if it was slow, set a "
+            "larger timeout=."
+        ) from failure
+    finally:
+        ask_store(lambda store: store.delete_key(key), False, _ANSWER)
+
+
+def _is_running(work: Any, error: RuntimeError) -> bool:
+    """Whether ``error`` only says that the wait for ``work`` was too short."""
+    return is_out_of_patience(error) and not work.is_completed()
+
+
+def _has_ended(work: Any, patience: timedelta) -> bool:
+    """Wait up to ``patience``, and return whether ``work`` has ended. Raise its error if it failed."""
+    try:
+        work.wait(patience)
+    except RuntimeError as error:
+        if _is_running(work, error):
+            return False
+        raise
+    return True
+
+
+def _looks(timeout: float) -> list[float]:
+    """Return the seconds after the beginning of an exchange at which to look who is missing, ascending.
+
+    >>> _looks(120.0)
+    [10.0, 30.0, 70.0, 118.0]
+    """
+    last = max(timeout - _BEFORE_TIMEOUT, timeout / 2)
+    seconds = [FIRST_LOOK]
+    while seconds[-1] < last:
+        seconds.append(2 * seconds[-1] + FIRST_LOOK)
+    return [*[second for second in seconds if second < last], last]
+
+
+def _key(rank: int) -> str:
+    return f"para_core/waiting/{rank}"
+
+
+def _calls_of(store: Any, ranks: Sequence[int]) -> dict[int, str]:
+    """Return the calls in which ``ranks`` wait. A rank that does not wait, or only since a moment, is left out."""
+    return {rank: store.get(_key(rank)).decode() for rank in ranks if store.check([_key(rank)])}
+
+
+def _texts(late: Sequence[int], calls: Mapping[int, str]) -> str:
+    """Return the numbers of the ``late`` ranks, with the calls in which they wait instead."""
+    return ", ".join(f"rank {rank}" + (f" (which waits in {calls[rank]})" if rank in calls else "") for rank in late)
