@@ -62,6 +62,7 @@ from para_core.adapters.weights.staged_transformer import (
 from para_core.cache.apply import cache_options
 from para_core.cache.attachment import foreign_cache
 from para_core.cache.options import CacheOptions
+from para_core.distributed.consistency import Record, differing_fields
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import has_compiled_parts, original_class, submodules_of
 from para_core.modes.interceptor import refuse_replaced_attention
@@ -224,16 +225,18 @@ def require_same_call_of_model(module: Any, mesh: GuidedMesh, inputs: Mapping[st
     models = [CheckedModel(module, module)]
     if assume_equal:
         check_parallel_call(models, mesh)
-    else:
-        require_equal(
-            lambda: inputs,
-            mesh,
-            f"this {original_class(module).__name__}",
-            partial(check_parallel_call, models, mesh),
-            "If another pipeline shares this transformer (from_pipe), its random numbers and arguments must be equal "
-            "as well: parallelize_pipe(the_other_pipe, mesh=mesh). In a loop of your own, draw random numbers from a "
-            "generator with the same seed on all ranks.",
+        return
+    name = original_class(module).__name__
+
+    def explain(records: list[Record]) -> str:
+        return (
+            f"the ranks of one mesh must call this {name} with equal arguments. "
+            f"{'; '.join(differing_fields(records))}. If another pipeline shares this transformer (from_pipe), its "
+            "random numbers and arguments must be equal as well: parallelize_pipe(the_other_pipe, mesh=mesh). In a "
+            "loop of your own, draw random numbers from a generator with the same seed on all ranks."
         )
+
+    require_equal(lambda: inputs, mesh, f"this {name}", partial(check_parallel_call, models, mesh), explain)
 
 
 # -- The checks of features of diffusers: hooks, guiders, caches, parallelism.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
@@ -25,23 +26,29 @@ from para_core.distributed.mesh import GuidedMesh
 _MAX_CHARACTERS = 60
 
 
+# Arguments whose names contain one of these words say what is generated, if they are no numbers. Others say how.
+_OF_IMAGE = ("prompt", "image", "latents", "generator", "mask", "video", "audio", "embeds")
+# The texts of numbers, bools and of values that are absent.
+_NUMBER = re.compile(r"-?\d|True|False|nan|-?inf")
+
+
 def require_equal(
-    values: Callable[[], Mapping[str, Any]], mesh: GuidedMesh, what: str, check: Callable[[], None], way_out: str
+    values: Callable[[], Mapping[str, Any]],
+    mesh: GuidedMesh,
+    what: str,
+    check: Callable[[], None],
+    explain: Callable[[list[Record]], str],
 ) -> None:
-    """Raise on every rank if ``values()`` differs between ranks. The message names the values that differ.
+    """Raise on every rank if ``values()`` differs between ranks.
 
     Every rank of ``mesh`` must call this function, and makes the call ``what``. Before ``values``, which returns
     arguments and state by name, ``check`` is called, which raises if this rank cannot take part.
 
     Raises:
-        ValueError: If a value differs between two ranks. ``way_out`` is advice with which the message ends.
+        ValueError: If a value differs between two ranks. ``explain`` returns the message, from the texts of the values
+            of each rank, by name.
         TypeError, ValueError, RuntimeError: What ``check`` or ``values`` raised on one rank.
     """
-
-    def explain(records: list[Record]) -> str:
-        fields = "; ".join(differing_fields(records))
-        return f"the ranks of one mesh must call {what} with equal arguments. {fields}. {way_out}"
-
     local: Signature | Exception
     try:
         check()
@@ -49,6 +56,29 @@ def require_equal(
     except (TypeError, ValueError, RuntimeError) as error:
         local = error
     check_consistent(local, mesh, explain=explain, call=what)
+
+
+def difference_of_pipeline_calls(pipeline: str, records: list[Record]) -> str:
+    """Return an error message about ranks that call ``pipeline`` with different arguments or state."""
+    fields = "; ".join(differing_fields(records))
+    names = [name for name in set().union(*records) if len({record.get(name) for record in records}) > 1]
+    # Numbers such as num_images_per_prompt and image_guidance_scale are settings.
+    contents = [name for name in names if not any(_NUMBER.match(record.get(name, "0")) for record in records)]
+    if any(word in name for name in contents for word in _OF_IMAGE):
+        return (
+            f"the ranks of one mesh must call the {pipeline} with equal arguments. {fields}. For different images on "
+            "different ranks give each group of ranks a mesh of its own (a slice of a larger mesh)."
+        )
+    if any(name.startswith("callback") for name in names):
+        return (
+            f"the ranks of one mesh must call the {pipeline} with equal arguments. {fields}. Pass the callback on all "
+            "ranks. What only one rank should do (show progress, save) it does after looking at the rank inside: if "
+            "dist.get_rank() == 0."
+        )
+    return (
+        f"the ranks of one mesh must call the {pipeline} with equal arguments. {fields}. Pass the same arguments on "
+        "all ranks, also if only one rank uses the result, and make the same changes to the pipeline on all ranks."
+    )
 
 
 def _record(values: Mapping[str, Any]) -> Record:

@@ -18,7 +18,7 @@ from para_core.adapters.adapter import Adapter
 from para_core.adapters.attention_names import attention_by_name, translated_attention
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallel_call
-from para_core.adapters.consistency.arguments import require_equal
+from para_core.adapters.consistency.arguments import difference_of_pipeline_calls, require_equal
 from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks
 from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
 from para_core.adapters.consistency.loras import Loras, models_of
@@ -150,12 +150,8 @@ class ParallelCall:
         if self._assume_equal:
             check()
         else:
-            way_out = (
-                "For different images on different ranks give each group of ranks a mesh of its own (a slice of a "
-                "larger mesh)."
-            )
-            values = partial(self._arguments_and_state, pipe, args, kwargs)
-            require_equal(values, self.mesh, f"the {type(pipe).__name__}", check, way_out)
+            values, name = partial(self._arguments_and_state, pipe, args, kwargs), type(pipe).__name__
+            require_equal(values, self.mesh, f"the {name}", check, partial(difference_of_pipeline_calls, name))
         self._places = self._places or places_of_all(self.mesh)
         self._caching = caching_of(pipe)
         with ExitStack() as stack:

@@ -21,6 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.consistency import failures
+from para_core.adapters.consistency.arguments import _record, difference_of_pipeline_calls
 from para_core.adapters.parallel.resolve import _global_ranks, _timeout_part
 from para_core.distributed.mesh import find_or_make_group, guided_mesh
 from para_core.distributed.point_to_point import Links
@@ -116,6 +117,25 @@ def test_differing_calls_raise_on_every_rank(rank_pool):
         assert re.search(r"rank 0 .*'a large red circle.* rank 1 .*'a small blue square'", errors["prompt"][0])
         assert re.search(r"height: rank 0 .*72, rank 1 .*80", errors["height"][0])
         assert re.search(rf"latents: .* rank 1 .*tensor\[1, 63, {FLUX_CHANNELS}\] float32", errors["latents"][0])
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        ({"prompt": "a dog"}, "mesh of its own"),
+        ({"callback_on_step_end": print}, "get_rank"),
+        ({"output_type": "pil"}, "output_type"),
+        ({"num_images_per_prompt": 2}, "num_images_per_prompt"),
+        ({"generator": torch.Generator().manual_seed(1)}, "generator"),
+    ],
+    ids=lambda x: ", ".join(x) if isinstance(x, dict) else "",
+)
+def test_only_other_images_are_sent_to_other_meshes(other, word):
+    whole = {"prompt": "a cat", "height": 64, "num_images_per_prompt": 1}
+    records = [_record(values) for values in (whole, {**whole, **other}, whole)]
+    message = difference_of_pipeline_calls("FluxPipeline", records)
+    assert word in message
+    assert ("slice of a larger mesh" in message) == ("prompt" in other)
 
 
 def call_with_the_same():
