@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from para_core.distributed.consistency import (
+    PendingFingerprints,
     Record,
-    Signature,
     check_consistent,
     differing_fields,
-    fingerprints,
     signature,
 )
-from para_core.distributed.mesh import GuidedMesh
+from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+
+Ranks = GuidedMesh | SequenceMesh
 
 # Maximum number of characters that describe one value. The rest of a longer text is replaced by a hash.
 _MAX_CHARACTERS = 60
@@ -32,9 +35,17 @@ _OF_IMAGE = ("prompt", "image", "latents", "generator", "mask", "video", "audio"
 _NUMBER = re.compile(r"-?\d|True|False|nan|-?inf")
 
 
+@dataclass(frozen=True)
+class OfStage:
+    """A value that the ranks of one pipeline stage must have in common; others have another, or none."""
+
+    stage: int
+    value: Any
+
+
 def require_equal(
     values: Callable[[], Mapping[str, Any]],
-    mesh: GuidedMesh,
+    mesh: Ranks,
     what: str,
     check: Callable[[], None],
     explain: Callable[[list[Record]], str],
@@ -49,13 +60,15 @@ def require_equal(
             of each rank, by name.
         TypeError, ValueError, RuntimeError: What ``check`` or ``values`` raised on one rank.
     """
-    local: Signature | Exception
+    local: Record | Exception
+    stages: Mapping[str, int] = {}
     try:
         check()
-        local = signature(_record(values()))
+        pending = PendingRecord(values())
+        local, stages = pending.wait(), pending.stages
     except (TypeError, ValueError, RuntimeError) as error:
         local = error
-    check_consistent(local, mesh, explain=explain, call=what)
+    check_equal(local, stages, mesh, explain, call=what)
 
 
 def difference_of_pipeline_calls(pipeline: str, records: list[Record]) -> str:
@@ -81,15 +94,61 @@ def difference_of_pipeline_calls(pipeline: str, records: list[Record]) -> str:
     )
 
 
-def _record(values: Mapping[str, Any]) -> Record:
-    """Return a short text for each value that is not None, by name. Waits for the device once, for all tensors."""
-    pieces = {name: list(_pieces(value)) for name, value in values.items() if value is not None}
-    tensors = [piece for of_value in pieces.values() for piece in of_value if isinstance(piece, Tensor)]
-    digits = iter(fingerprints(tensors))
-    return {
-        name: _shortened("".join(next(digits) if isinstance(piece, Tensor) else piece for piece in of_value))
-        for name, of_value in pieces.items()
-    }
+class PendingRecord:
+    """A short text for each of ``values`` that is not None, by name; devices compute those of tensors meanwhile.
+
+    Holds copies: a value may change before :meth:`wait` is called.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.stages = {name: value.stage for name, value in values.items() if isinstance(value, OfStage)}
+        pieces = {name: list(_pieces(value)) for name, value in values.items() if value is not None}
+        # A text with None in place of each tensor, whose fingerprint comes there.
+        self._pieces = {
+            name: [None if isinstance(piece, Tensor) else piece for piece in of_value]
+            for name, of_value in pieces.items()
+        }
+        self._fingerprints = PendingFingerprints(
+            [piece for of_value in pieces.values() for piece in of_value if isinstance(piece, Tensor)]
+        )
+
+    def wait(self) -> Record:
+        """Return the texts. Waits for each device once, for all tensors."""
+        digits = iter(self._fingerprints.wait())
+        return {
+            name: _shortened("".join(next(digits) if piece is None else piece for piece in of_value))
+            for name, of_value in self._pieces.items()
+        }
+
+
+def check_equal(
+    local: Record | Exception,
+    stages: Mapping[str, int],
+    mesh: Ranks,
+    explain: Callable[[list[Record]], str],
+    *,
+    call: str | None = None,
+) -> None:
+    """Raise ``ValueError`` on every rank if records differ; see :func:`check_consistent`, also for ``call``.
+
+    ``stages`` has the fields of ``local`` that only the ranks of one pipeline stage have in common, with that stage.
+    """
+    own, checked = [0, 0], local
+    if not isinstance(local, Exception):
+        checked = {name: text for name, text in local.items() if name not in stages}
+        of_stage = json.dumps({name: local[name] for name in stages}).encode()
+        own = [max(stages.values(), default=0), int.from_bytes(blake2b(of_stage, digest_size=7).digest(), "big")]
+    rows = check_consistent(
+        checked if isinstance(checked, Exception) else signature(checked), mesh, own, explain=explain, call=call
+    )
+    first_of: dict[int, int] = {}
+    for rank, (stage, digits) in enumerate(rows):
+        first = first_of.setdefault(stage, rank)
+        if digits != rows[first][1]:
+            raise ValueError(
+                f"ranks {first} and {rank} of the mesh both compute pipeline stage {stage}, and differ in "
+                f"{' and '.join(stages)}. Change the pipeline in the same way on all ranks."
+            )
 
 
 def _hash(data: bytes | memoryview) -> str:
@@ -98,7 +157,7 @@ def _hash(data: bytes | memoryview) -> str:
 
 def describe(value: Any) -> str:
     """Return a short text that is equal for equal values, also in another process."""
-    text: str = _record({"": value}).get("", "None")
+    text: str = PendingRecord({"": value}).wait().get("", "None")
     return text
 
 
@@ -110,6 +169,8 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
     """Yield strings and tensors that, joined with each tensor's fingerprint in its place, describe ``value``."""
     if value is None or isinstance(value, (str, bool, int, float)):
         yield repr(value)
+    elif isinstance(value, OfStage):
+        yield from _pieces(value.value)
     elif isinstance(value, Tensor):
         yield f"tensor{list(value.shape)} {str(value.dtype).removeprefix('torch.')} "
         yield value

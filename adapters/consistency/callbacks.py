@@ -1,7 +1,8 @@
 """Run the callbacks of a pipeline's call, and raise on all ranks if they have not the same effect on all ranks.
 
-After each callback the ranks exchange a few numbers over the CPU. Only if a callback changed something on some rank,
-they also compare fingerprints of the returned tensors and of the LoRAs.
+After each callback the ranks exchange a few numbers over the CPU. The LoRAs, and the values of tensors that a callback
+changed, follow in the next exchange, after the next callback or at the end of the call: meanwhile the device computes
+their fingerprints, and the host need not wait for the step that runs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from para_core.adapters.consistency.loras import Loras, fingerprint, is_version, version_of
-from para_core.distributed.consistency import Record, check_consistent, differing_fields, signature
+from para_core.adapters.consistency.arguments import PendingRecord, check_equal
+from para_core.adapters.consistency.loras import described
+from para_core.cfg.deferred import materialize
+from para_core.distributed.consistency import Record, check_consistent, differing_fields
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
 
@@ -50,19 +53,22 @@ def around_callbacks(
 class CheckedCallbacks:
     """Runner of callbacks that compares their effects on ``pipe`` between the ranks of ``mesh``.
 
-    ``loras`` are descriptions of the LoRAs of ``pipe``, made when the call began.
+    After the last callback of a call, all ranks must call :meth:`finish`.
     """
 
-    def __init__(self, pipe: Any, mesh: GuidedMesh, loras: Loras) -> None:
-        self._pipe, self._mesh, self._loras = pipe, mesh, loras
+    def __init__(self, pipe: Any, mesh: GuidedMesh) -> None:
+        self._pipe, self._mesh = pipe, mesh
+        # The values of tensors before and after the last callback, and the LoRAs after it, until they are compared.
+        self._pending: tuple[PendingRecord, PendingRecord, PendingRecord] | None = None
 
     def run(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Return ``callback(*args, **kwargs)``, after all ranks have run their callback with the same effect.
+        """Return ``callback(*args, **kwargs)``, after all ranks have run their callback.
 
-        Raises ``ValueError`` if the effect differs, and ``RuntimeError`` if the callback raised on another rank.
+        Raises ``RuntimeError`` if the callback raised on another rank, and ``ValueError`` if its effect differs. If
+        only values of tensors or LoRAs differ, the next call of this method or of :meth:`finish` raises that.
         """
-        inputs = _tensors(args)
-        versions = {name: version_of(x) for name, x in inputs.items()}
+        inputs = materialize(_tensors(args))
+        before = PendingRecord(_values_of(inputs))
         try:
             result = callback(*args, **kwargs)
         except Exception as error:
@@ -70,12 +76,7 @@ class CheckedCallbacks:
             with suppress(RuntimeError):
                 check_consistent(RuntimeError(f"its callback raised {type(error).__name__}: {error}"), self._mesh)
             raise
-        outputs = _tensors((result,))
-        changed = any(inputs.get(name) is not x or not is_version(x, versions[name]) for name, x in outputs.items())
-        self._compare(outputs, changed)
-        return result
-
-    def _compare(self, outputs: Mapping[str, Tensor], changed: bool) -> None:
+        outputs = {**inputs, **materialize(_tensors((result,)))}
         scale = getattr(self._pipe, "_guidance_scale", None)
         state: Record = {
             # Callbacks set _interrupt to end a generation, and _guidance_scale to end its guidance.
@@ -84,13 +85,28 @@ class CheckedCallbacks:
             **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
             **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},
         }
-        flags = [int(changed), int(self._loras.changed(self._pipe))]
-        flags_of_ranks = check_consistent(signature(state), self._mesh, flags, explain=_explain)
-        if any(tensors for tensors, _ in flags_of_ranks):
-            values = {f"values of {name}": fingerprint([x]) for name, x in outputs.items()}
-            check_consistent(signature(values), self._mesh, explain=_explain)
-        if any(loras for _, loras in flags_of_ranks):
-            check_consistent(signature(dict(self._loras.described(self._pipe))), self._mesh, explain=_explain)
+        self._compare(state)
+        self._pending = before, PendingRecord(_values_of(outputs)), PendingRecord(described(self._pipe))
+        return result
+
+    def finish(self) -> None:
+        """Compare the values of tensors and LoRAs after the last callback, if there was one."""
+        if self._pending is not None:
+            self._compare({})
+
+    def _compare(self, state: Record) -> None:
+        """Raise on all ranks if ``state`` or what is pending differs."""
+        pending, self._pending = self._pending, None
+        stages: Mapping[str, int] = {}
+        if pending is not None:
+            before, after, loras = (record.wait() for record in pending)
+            values = {name: text if before.get(name) != text else "unchanged" for name, text in after.items()}
+            state, stages = {**values, **loras, **state}, pending[-1].stages
+        check_equal(state, stages, self._mesh, _explain)
+
+
+def _values_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"values of {name}": x for name, x in tensors.items()}
 
 
 def _tensors(values: tuple[Any, ...]) -> dict[str, Tensor]:

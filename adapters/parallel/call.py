@@ -21,7 +21,8 @@ from para_core.adapters.compatibility.phases import CheckedModel, check_parallel
 from para_core.adapters.consistency.arguments import difference_of_pipeline_calls, require_equal
 from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks
 from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
-from para_core.adapters.consistency.loras import Loras, models_of
+from para_core.adapters.consistency.loras import described as described_loras
+from para_core.adapters.consistency.loras import models_of
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
@@ -88,7 +89,6 @@ class ParallelCall:
         self._transformers, self._unets = transformers, unets
         self._applied: dict[str, SequenceMesh | None] = {}
         self._assume_equal = assume_equal
-        self._loras = Loras()
         self._caching: PipelineCache | None = None
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
         self._places: Places = {}
@@ -154,6 +154,7 @@ class ParallelCall:
             require_equal(values, self.mesh, f"the {name}", check, partial(difference_of_pipeline_calls, name))
         self._places = self._places or places_of_all(self.mesh)
         self._caching = caching_of(pipe)
+        checked: CheckedCallbacks | None = None
         with ExitStack() as stack:
             token = stack.enter_context(random_state_of_first_rank(self.mesh))
             for name, module in self._transformers.items():
@@ -186,7 +187,7 @@ class ParallelCall:
                 # Do not compare callbacks: stages reach a step at different times and would wait for each other.
                 stack.enter_context(self.fused.generation(pipe))
             elif not self._assume_equal:
-                checked = CheckedCallbacks(pipe, self.mesh, self._loras)
+                checked = CheckedCallbacks(pipe, self.mesh)
                 kwargs = stack.enter_context(
                     around_callbacks(kwargs, _CHECKED_CALLBACK, checked.run, order=WrapperPriority.GUIDANCE)
                 )
@@ -199,6 +200,8 @@ class ParallelCall:
                     around_callbacks(kwargs, _CALLBACK, self._run_callback, order=WrapperPriority.GUIDANCE)
                 )
             result = materialize(call(pipe, *args, **kwargs))
+            if checked is not None:
+                checked.finish()
         return materialize(result)
 
     def _arguments_and_state(self, pipe: Any, args: Any, kwargs: Any) -> Mapping[str, Any]:
@@ -231,7 +234,7 @@ class ParallelCall:
             schedule = asdict(self.scheduled.schedule)
             state |= {f"{name} of the schedule of attention": str(value) for name, value in schedule.items()}
         versions = {"version of para_core": version.version_and_sources(), "versions of packages": _versions()}
-        return {**state, **self._loras.described(pipe), **versions}
+        return {**state, **described_loras(pipe), **versions}
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Gather the step's outputs of all CFG branches on every rank, then run ``callback``, which may read them."""

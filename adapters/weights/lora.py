@@ -7,8 +7,9 @@ Merging a LoRA gathers one layer at a time, and each rank keeps its part of the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from para_core.adapters.consistency.arguments import require_equal
 from para_core.adapters.consistency.loras import lora_layers, lora_weights
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
@@ -35,6 +37,30 @@ Ranks = GuidedMesh | SequenceMesh | None
 def on_all_ranks(ranks: Ranks) -> AbstractContextManager[object]:
     """Return a context that raises an exception of one of ``ranks`` on all of them. With None it does nothing."""
     return nullcontext() if ranks is None else raising_on_all(ranks, "a LoRA could not be changed")
+
+
+def require_equal_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` on all of ``ranks`` if they add different LoRAs. With None it does nothing.
+
+    Ranks that hold different parts of the weights cannot compare these later. ``args`` and ``kwargs`` are the arguments
+    of the method that adds a LoRA: its weights by name, a configuration, or the path of a file, which is not compared,
+    because it may differ between hosts.
+    """
+    if ranks is None:
+        return
+    named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
+    values = {
+        name: value
+        for name, value in named.items()
+        if isinstance(value, (Mapping, bool)) or is_dataclass(value) or name == "adapter_name"
+    }
+    require_equal(
+        lambda: values,
+        ranks,
+        "the method that adds a LoRA",
+        lambda: None,
+        "Load the same file, or add the same weights, on all ranks.",
+    )
 
 
 def follow_loras(module: nn.Module, ranks: Ranks) -> None:
@@ -63,6 +89,7 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: Any, /, 
             if not adds:
                 return call(module, *args, **kwargs)
             require_own_values(module, args, kwargs)
+            require_equal_lora(ranks, args, kwargs)
             with _as_whole(module):
                 added = call(module, *args, **kwargs)
             forget_gradients(module)

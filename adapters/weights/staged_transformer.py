@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.components import stack_of, why_no_stages
-from para_core.adapters.consistency.loras import keep_bits, lora_weights
+from para_core.adapters.consistency.arguments import require_equal as require_equal_values
+from para_core.adapters.consistency.loras import described_model, lora_weights
 from para_core.adapters.registry import adapter_for, transformers_of, unet_adapter
-from para_core.adapters.weights.lora import ADDS, CHANGES, on_all_ranks, require_own_values
+from para_core.adapters.weights.lora import ADDS, CHANGES, on_all_ranks, require_equal_lora, require_own_values
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
 from para_core.distributed.consistency import RequireEqual, raising_on_all
@@ -64,6 +65,14 @@ def hold_stage(
     # Creating the stages communicates, so a rank that fails before must tell the others here.
     with raising_on_all(mesh, "stages could not be made"):
         blocks = stack_of(module, adapter)
+    # Compare LoRAs while every rank has all of their weights.
+    require_equal_values(
+        partial(described_model, "transformer", module),
+        mesh,
+        "parallelize_pipe",
+        lambda: None,
+        "Load the same LoRAs on all ranks before it.",
+    )
     stages = Stages(module, blocks, mesh.pipe, require_equal)
     stages.install()
     for method, what in _TOO_LATE.items():
@@ -85,18 +94,7 @@ def free_other_stages(module: nn.Module) -> None:
     """
     stages = stages_of(module)
     if stages is not None:
-        _free(stages)
-
-
-def _free(stages: Stages) -> None:
-    """Free the weights of other stages' blocks. Keep fingerprints of their LoRA weights, to compare ranks later."""
-    of_lora = {id(x) for x in lora_weights(stages.module)}
-
-    def freeing(weight: Tensor, stand_in: Tensor) -> None:
-        if id(weight) in of_lora:
-            keep_bits(weight, stand_in)
-
-    free_others(stages, freeing)
+        free_others(stages)
 
 
 def refuse_late_on_pipe(pipe: Any) -> None:
@@ -131,7 +129,7 @@ def suspend_stage(module: nn.Module) -> Callable[[], None]:
     def resume() -> None:
         if stages is not None:
             stages.install()
-            _free(stages)
+            free_others(stages)
 
     return resume
 
@@ -195,6 +193,7 @@ def _add_lora(
     """
     with on_all_ranks(mesh):
         require_own_values(module, args, kwargs)
+        require_equal_lora(mesh, args, kwargs)
         device = next(stages.blocks[stages.own.start].block.parameters()).device
         of_lora = {id(x) for x in lora_weights(module)}
         elsewhere = [weight for block in others(stages) for weight in weights_of(block)]
@@ -204,7 +203,7 @@ def _add_lora(
                 stages.gradients.forget()
                 return added
         finally:
-            _free(stages)
+            free_others(stages)
 
 
 def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:

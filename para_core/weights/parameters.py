@@ -74,18 +74,25 @@ def stand_ins(
     """Replace ``weights``, from :func:`weights_of`, by zeros on ``device`` inside the ``with`` block.
 
     Use it for code that reads only shapes, dtypes and devices of the weights. On exit, each weight is restored, unless
-    its zeros were replaced by another tensor, or were written to. ``writable`` are the ``id()`` of weights whose zeros
-    may be written to; other zeros are expanded scalars, which take no memory.
+    its zeros were replaced by another tensor, or were written to. ``writable`` are the ``id()`` of weights whose
+    stand-ins may be written to: if they are floats, these hold NaN, so that written zeros are seen. Other zeros are
+    expanded scalars, which take no memory.
     """
 
     def zeros(x: Tensor) -> Tensor:
         return torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
 
+    def unwritten(x: Tensor) -> Tensor:
+        return torch.full_like(x, torch.nan) if _has_nan(x) else x.clone()
+
+    def is_written(x: Tensor) -> bool:
+        return not bool(x.isnan().all()) if _has_nan(x) else bool(x.any())
+
     placed = []
     for weight, owners in weights:
         plain = torch.zeros(weight.shape, dtype=weight.dtype, device="meta") if isinstance(weight, DTensor) else weight
         held = map_plain_tensors(zeros, plain.detach())
-        held = map_plain_tensors(torch.clone, held) if id(weight) in writable else held
+        held = map_plain_tensors(unwritten, held) if id(weight) in writable else held
         held = nn.Parameter(held, requires_grad=False) if isinstance(weight, nn.Parameter) else held
         placed.append((held, weight, owners))
         put_weight(owners, held)
@@ -93,10 +100,14 @@ def stand_ins(
         yield
     finally:
         for held, weight, owners in placed:
-            written = id(weight) in writable and any(bool(x.any()) for x in plain_tensors(held))
+            written = id(weight) in writable and any(map(is_written, plain_tensors(held)))
             for tensors, name in owners:
                 if tensors.get(name) is held and not written:
                     tensors[name] = weight
+
+
+def _has_nan(x: Tensor) -> bool:
+    return x.is_floating_point() and not is_float8(x)
 
 
 # Name of the attribute of a module with sharded weights that holds its Gradients.

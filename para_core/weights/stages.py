@@ -34,9 +34,6 @@ from para_core.weights.parameters import (
     weights_of,
 )
 
-# A function that is called with a weight and the tensor on the meta device that replaces it.
-Freeing = Callable[[Tensor, Tensor], None]
-
 
 @dataclass(frozen=True)
 class StagedBlock:
@@ -222,10 +219,8 @@ class _Around:
         return inputs[0] if len(inputs) == 1 else tuple(inputs)
 
 
-def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
-    """Move the weights of other stages' blocks to the meta device, also those that were added since the last call. Call
-    ``freeing`` with each weight and the meta tensor that replaces it.
-    """
+def free_others(stages: Stages) -> None:
+    """Move the weights of other stages' blocks to the meta device, also those that were added since the last call."""
     stages.freed = True
     stages.gradients.stop(stages.module)
     for block in others(stages):
@@ -235,8 +230,6 @@ def free_others(stages: Stages, freeing: Freeing | None = None) -> None:
             stand_in = weight.detach().to("meta")
             if isinstance(weight, nn.Parameter):
                 stand_in = nn.Parameter(stand_in, requires_grad=False)
-            if freeing is not None:
-                freeing(weight, stand_in)
             put_weight(owners, stand_in)
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from para_core.adapters.consistency.arguments import describe
-from para_core.distributed.consistency import fingerprints
+from para_core.distributed.consistency import digest, fingerprints
+from para_core.planner.run_counter import RunCounter
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),
@@ -43,6 +44,29 @@ def test_many_words_are_mixed_in_parts(monkeypatch):
     expected = fingerprints(tensors)
     monkeypatch.setattr("para_core.distributed.consistency._MAX_WORDS", 5)
     assert fingerprints(tensors) == expected
+
+
+def padded(x):
+    data = bytes(x.contiguous().view(-1).view(torch.uint8).tolist())
+    return data + bytes(-len(data) % 8)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 1 << 16])
+def test_digest_is_the_fingerprint_of_all_bytes_in_order(monkeypatch, chunk):
+    monkeypatch.setattr("para_core.distributed.consistency._CHUNK_WORDS_CPU", chunk)
+    tensors = [sample(shape, dtype) for shape in SHAPES for dtype in DTYPES]
+    # Words that begin between two words of the storage.
+    tensors.append(torch.arange(9, dtype=torch.float32)[1:])
+    assert f"{digest(tensors).item() % 2**64:016x}" == split_mix(b"".join(map(padded, tensors)))
+    assert not torch.equal(digest(tensors), digest(tensors[::-1]))
+    assert digest([]).item() == 0
+
+
+def test_digest_of_aligned_tensors_is_a_few_launches():
+    with RunCounter() as counted:
+        digest([torch.ones(4, 6) for _ in range(200)])
+    # Without the 200 of torch.ones.
+    assert counted.launches - 200 < 25, counted.by_operator
 
 
 def test_fingerprint_ignores_memory_layout():

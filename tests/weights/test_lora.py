@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -203,6 +204,88 @@ def test_late_lora_that_begins_from_the_weights_is_refused(rank_pool, method, op
     expected = generate(make("flux"), "flux")
     for out in rank_pool.run(add_late, 2, method, options):
         assert relative_error(out, expected) < 1e-5
+
+
+# -- hotswap
+
+
+def without_names(weights):
+    """Return ``weights`` without those of one layer, which a hotswap sets to zero."""
+    return {name: x for name, x in weights.items() if ".transformer_blocks.1.attn." not in name}
+
+
+def hotswap(method):
+    """Return the outputs of LoRAs that are exchanged in place, on all ranks in the same way."""
+    pipe, outs = make("flux"), {}
+    pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
+    if method is not None:
+        pipe = shared(pipe, method)
+    outs["first"] = generate(pipe, "flux")
+    for name, weights in {
+        "second": lora_weights("flux", seed=12),
+        "zeros": {name: torch.zeros_like(x) for name, x in lora_weights("flux").items()},
+        "part": without_names(lora_weights("flux", seed=13)),
+    }.items():
+        pipe.load_lora_weights(weights, adapter_name="style", hotswap=True)
+        outs[name] = generate(pipe, "flux")
+    for name, weight in pipe.transformer.named_parameters():
+        # A rank that has freed a weight cannot know that another rank writes to it.
+        if "lora_" in name:
+            weight.data.mul_(1.5)
+    outs["by hand"] = generate(pipe, "flux")
+    pipe.set_adapters(["style"], [0.5])
+    outs["scaled"] = generate(pipe, "flux")
+    return outs
+
+
+@pytest.mark.parametrize("method", MESHES)
+def test_hotswapped_lora_is_exact(rank_pool, method):
+    expected = hotswap(None)
+    assert relative_error(expected["first"], expected["second"]) > 0.01
+    assert relative_error(expected["part"], expected["zeros"]) > 0.01
+    assert relative_error(expected["by hand"], expected["part"]) > 0.01
+    for outs in rank_pool.run(hotswap, 2, method):
+        errors = {key: relative_error(out, expected[key]) for key, out in outs.items()}
+        assert max(errors.values()) < 1e-5, errors
+
+
+def load_different(method, when, swap):
+    weights = lora_weights("flux", seed=11 + dist.get_rank())
+    pipe = make("flux")
+    if when == "before":
+        pipe.load_lora_weights(weights, adapter_name="style")
+        return generate(shared(pipe, method), "flux")
+    pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
+    shared(pipe, method)
+    pipe.load_lora_weights(weights, adapter_name="style" if swap else "other", hotswap=swap)
+    return generate(pipe, "flux")
+
+
+# Tensor parallelism keeps the first rank's values of what is replicated, and shards each rank's own.
+@pytest.mark.parametrize(
+    ("method", "when", "swap"),
+    [(method, "after", swap) for method in MESHES for swap in (False, True)] + [("stages", "before", False)],
+)
+def test_different_loras_raise_on_all_ranks(rank_pool, method, when, swap):
+    errors = rank_pool.run_expecting_errors(load_different, 2, method, when, swap)
+    assert all(isinstance(error, ValueError) for error in errors), errors
+
+
+def differ_in_a_stage():
+    pipe = make("flux")
+    pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
+    parallelize_pipe(pipe, mesh=init_context_parallel_mesh("cpu", max_pipe_dim_size=2, max_ring_dim_size=1))
+    generate(pipe, "flux")
+    if dist.get_rank() == 3:
+        for name, weight in pipe.transformer.named_parameters():
+            if "lora_" in name and "blocks" in name and not weight.is_meta:
+                weight.data.neg_()
+    return generate(pipe, "flux")
+
+
+def test_lora_of_one_rank_of_a_stage_raises_on_all_ranks(rank_pool):
+    errors = rank_pool.run_expecting_errors(differ_in_a_stage, 4)
+    assert all(isinstance(error, ValueError) and "stage 1" in str(error) for error in errors), errors
 
 
 # -- gradients

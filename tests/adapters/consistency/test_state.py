@@ -10,7 +10,8 @@ from peft import LoraConfig
 
 from para_core import version
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.consistency.loras import Loras, fingerprint
+from para_core.adapters.consistency.arguments import PendingRecord
+from para_core.adapters.consistency.loras import described
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 
@@ -34,6 +35,32 @@ def other_weights(pipe):
     fill(pipe, seed=2)
 
 
+def weights_in_data(pipe):
+    # peft's hotswap writes through .data, which changes no version.
+    for name, weight in pipe.transformer.named_parameters():
+        if "lora_" in name:
+            weight.data.copy_(-weight.data)
+
+
+def one_bit_in_data(pipe):
+    *_, last = (weight for name, weight in pipe.transformer.named_parameters() if "lora_" in name)
+    last.data.view(torch.int32)[-1, -1] ^= 1
+
+
+def other_weights_hotswapped(pipe):
+    weights = {
+        f"transformer.{name.replace('.style', '')}": torch.randn(weight.shape)
+        for name, weight in pipe.transformer.named_parameters()
+        if "lora_" in name
+    }
+    pipe.load_lora_weights(weights, adapter_name="style", hotswap=True)
+
+
+def one_scale(pipe):
+    layer, *_ = (module for module in pipe.transformer.modules() if hasattr(module, "scaling"))
+    layer.scaling["style"] = torch.tensor(0.5)
+
+
 def other_scale(pipe):
     pipe.set_adapters(["style"], [0.5])
 
@@ -55,7 +82,13 @@ def other_version(pipe):
 
 
 DIFFERENCES = {
-    "LoRA of pipe.transformer": [other_weights, other_scale, no_lora],
+    "LoRA of pipe.transformer": [other_scale, no_lora, one_scale],
+    "LoRA of pipe.transformer, weights": [
+        other_weights,
+        weights_in_data,
+        one_bit_in_data,
+        other_weights_hotswapped,
+    ],
     "dtype of pipe.transformer": [other_dtype],
     "dtype of pipe.vae": [other_vae],
     "version of para_core": [other_version],
@@ -75,7 +108,7 @@ def call_after(change):
         pipe.vae.to(torch.float32)  # all pipes of this process share it
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("what", "change"), [(what, change) for what, changes in DIFFERENCES.items() for change in changes]
 )
@@ -112,6 +145,22 @@ def changes_in_place(pipe, step, timestep, tensors):
     return tensors
 
 
+def changes_data(pipe, step, timestep, tensors):
+    if dist.get_rank() == 1:
+        tensors["latents"].data.mul_(0.5)
+    return {}
+
+
+def changes_at_the_end(pipe, step, timestep, tensors):
+    return here(tensors, {"latents": tensors["latents"] + 0.1}) if step == 1 else {}
+
+
+def changes_lora_data(pipe, step, timestep, tensors):
+    if dist.get_rank() == 1:
+        weights_in_data(pipe)
+    return tensors
+
+
 def changes_prompt(pipe, step, timestep, tensors):
     return here(tensors, {"prompt_embeds": tensors["prompt_embeds"].flip(1)})
 
@@ -139,10 +188,13 @@ def interrupts(pipe, step, timestep, tensors):
 TOLD = {
     changes_latents: "values of latents: rank 0 ",
     changes_in_place: "values of latents: rank 0 ",
+    changes_data: "values of latents: rank 0 ",
+    changes_at_the_end: "values of latents: rank 0 ",
+    changes_lora_data: "LoRA of pipe.transformer, weights: rank 0 ",
     changes_prompt: "values of prompt_embeds: rank 0 ",
     changes_size: r"shape of latents: rank 0 .*\[1, 63, \d+\], rank 1 .*\[1, 62,",
     changes_dtype: "dtype of latents: rank 0 .*float32, rank 1 .*float64",
-    changes_lora: "LoRA of pipe.transformer: rank 0 ",
+    changes_lora: "LoRA of pipe.transformer, weights: rank 0 ",
     interrupts: "interrupt: rank 0 .*False, rank 1 .*True",
 }
 
@@ -152,7 +204,7 @@ def call_back(callback, names=("latents", "prompt_embeds")):
     return pipe(**flux_call(callback_on_step_end=callback, callback_on_step_end_tensor_inputs=list(names))).images
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("callback", TOLD)
 def test_differing_callbacks_raise_on_all_ranks(rank_pool, callback):
     with pytest.raises(RankPoolError, match=TOLD[callback]) as error:
@@ -192,33 +244,21 @@ def test_callbacks_that_change_the_same_are_exact(rank_pool):
         assert relative_error(out, expected) < 1e-5
 
 
-def test_fingerprint_depends_on_bits_and_order():
-    x, y = torch.randn(70_000), torch.randn(3).bfloat16()
-    flipped = x.clone()
-    flipped.view(torch.int32)[69_999] ^= 1
-    assert len({fingerprint([x, y]), fingerprint([y, x]), fingerprint([flipped, y]), fingerprint([x.flip(0), y])}) == 4
-    assert fingerprint([x.clone(), y.clone()]) == fingerprint([x, y])
-    assert fingerprint([x.view(7, -1).t().contiguous().t().reshape(-1)]) == fingerprint([x])
+def test_loras_are_described_by_settings_and_values():
+    def text():
+        return PendingRecord(described(pipe)).wait()
 
-
-def test_a_lora_is_described_anew_only_where_it_changed():
-    pipe, loras = pipe_with_lora(), Loras()
-    first = loras.described(pipe)
-    with mock.patch("para_core.adapters.consistency.loras.fingerprint", side_effect=AssertionError):
-        assert not loras.changed(pipe)
-        assert loras.described(pipe) == first
-    pipe.set_adapters(["style"], [0.5])
-    assert loras.changed(pipe)
-    assert loras.described(pipe) != first
-    pipe.set_adapters(["style"], [1.0])
-    assert loras.described(pipe) == first
-    fill(pipe, seed=2)
-    assert loras.changed(pipe)
-    assert loras.described(pipe) != first
-    fill(pipe, seed=1)
-    assert loras.described(pipe) == first
+    pipe = pipe_with_lora()
+    first = text()
+    assert text() == first
+    changes = (other_scale, other_weights, weights_in_data, one_bit_in_data, one_scale, no_lora)
+    seen = [first]
+    for change in changes:
+        change(pipe)
+        seen.append(text())
+    assert all(x not in seen[:index] for index, x in enumerate(seen))
     pipe.transformer.delete_adapters("style")
-    assert loras.described(pipe) == {}
+    assert text() == {}
 
 
 def call_in_inference_mode():
