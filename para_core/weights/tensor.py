@@ -112,8 +112,28 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
         for rope in matching_modules(module, pattern).values():
             wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=WrapperPriority.PLAN)
             record.wrapped.append(rope)
+    wrap_method(module, "__call__", _KEY, _without_gradients, order=WrapperPriority.PLAN)
+    record.wrapped.append(module)
     if mesh.device_type != "cpu":
         module.to(mesh.device_type)
+
+
+def _without_gradients(call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a call of a sharded model. Raise ``RuntimeError`` if a backward would compute gradients of its weights.
+
+    Those of weights that every rank holds but applies to its own heads, such as norms of queries, would be partial
+    sums. Gradients of the inputs are exact.
+    """
+    if torch.is_grad_enabled():
+        wanted = [name for name, weight in module.named_parameters() if weight.requires_grad]
+        if wanted:
+            raise RuntimeError(
+                f"this {unwrapped_class(module).__name__} has its weights sharded over heads (weights='tensor'), for "
+                f"inference, and {len(wanted)} of its weights require gradients ({wanted[0]}, …). To train, use "
+                "weights='fsdp' or 'replicate'. For inference use torch.no_grad(), or "
+                "transformer.requires_grad_(False), on all ranks."
+            )
+    return call(module, *args, **kwargs)
 
 
 def tensor_mesh(module: nn.Module) -> DeviceMesh | None:
@@ -360,5 +380,7 @@ def _norm_over_ranks(call: Callable[..., Any], norm: Any, /, x: Tensor) -> Tenso
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     wide = x.float()
     squares = DTensor.from_local(wide.square().sum(-1, keepdim=True), mesh, [Partial()], run_check=False)
-    mean: Tensor = squares.redistribute(mesh, [Replicate()]).to_local() / channels
+    # Each rank scales its own channels by the mean, so the gradient of the mean is a sum over the ranks as well.
+    total: Tensor = squares.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+    mean = total / channels
     return (wide * torch.rsqrt(mean + eps) * weight.to_local().float()).to(x.dtype)

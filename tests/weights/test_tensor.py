@@ -298,3 +298,52 @@ def test_the_tensor_dim_takes_neighbours():
         assert mesh["tensor"].mesh.tolist() == [0, 1]
         with pytest.raises(ValueError, match=r"max_tensor_dim_size .*0; .*1"):
             init_context_parallel_mesh("cpu", max_tensor_dim_size=0)
+
+
+# -- gradients
+
+
+def gradients_of_inputs(name, ranks):
+    """Return the gradients of the tokens of a call; ``ranks=1`` is the unmodified model."""
+    transformer = build(name).requires_grad_(False)
+    if ranks > 1:
+        shard_tensors(transformer, tensor_plan_for(transformer), init_device_mesh("cpu", (ranks,)))
+    inputs = MODELS[name].inputs(*SIZES[0])
+    # Z-Image takes lists of tokens, by other names.
+    tokens = [inputs.get(key) for key in ("hidden_states", "encoder_hidden_states", "x", "cap_feats")]
+    wanted = [x.requires_grad_() for x in tree_leaves(tokens) if isinstance(x, Tensor)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="In CPU autocast")
+        out = torch.cat([x.flatten() for x in tree_leaves(transformer(**inputs, return_dict=False))])
+    (out * torch.arange(out.numel()).sin()).sum().backward()
+    return [x.grad for x in wanted]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", DEFAULT_ON_TWO)
+def test_gradients_of_inputs_are_exact(rank_pool, name):
+    expected = gradients_of_inputs(name, 1)
+    assert len(expected) >= 2
+    for gradients in rank_pool.run(gradients_of_inputs, 2, name, 2):
+        errors = list(map(relative_error, gradients, expected))
+        assert len(errors) == len(expected)
+        assert max(errors) < 1e-5, errors
+
+
+def train(name, weight):
+    transformer = build(name).requires_grad_(False)
+    shard_tensors(transformer, tensor_plan_for(transformer), init_device_mesh("cpu", (2,)))
+    transformer.get_parameter(weight).requires_grad_()
+    without = call(transformer, name, SIZES[0])
+    with pytest.raises(RuntimeError, match=rf"{weight}.*fsdp"):
+        transformer(**MODELS[name].inputs(*SIZES[0]))
+    return without[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"),
+    [("wan, image context", "blocks.0.attn2.to_k.bias"), ("flux", "transformer_blocks.0.attn.norm_q.weight")],
+)
+def test_gradients_of_weights_are_refused(rank_pool, name, weight):
+    for out in rank_pool.run(train, 2, name, weight):
+        assert relative_error(out, computed_alone(name)[0][0]) < 1e-5
