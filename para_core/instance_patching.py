@@ -2,7 +2,9 @@
 
 Python looks up ``__call__`` on the class, so a wrapped instance gets a private subclass with the same name and module.
 The wrappers live in that class. Attributes, hooks and ``forward`` of the instance stay as they are, so offloading, LoRA
-and other code can replace them at any time. A compiled instance is compiled again, because its type has changed.
+and other code can replace them at any time. ``instance.__class__`` is still the original class, and assigning another
+class to it, as FSDP2 and parametrizations do, replaces the original and keeps the wrappers. A compiled instance is
+compiled again, because its type has changed.
 Exception: the graph of a module that was compiled in place (``Module.compile``) is kept if only ``__call__`` is
 wrapped.
 
@@ -279,13 +281,34 @@ def _set_wrappers(instance: Any, wrappers: Wrappers) -> None:
     base = original_class(instance)
     if not wrappers:
         if type(instance) is not base:
-            instance.__class__ = base
+            _set_class(instance, base)
         return
     # The key includes the order in which wrappers were added, because this order decides among equal positions.
     key = id(base), *[(name, order, id(around), plain) for name, (order, around, plain) in wrappers.items()]
     private = _CLASSES.get(key) or _class_of(base, wrappers)
     _CLASSES[key] = private
-    instance.__class__ = private
+    _set_class(instance, private)
+
+
+# The descriptor by which Python itself reads and assigns ``__class__``. A private class hides it by a property.
+_CLASS: Any = vars(object)["__class__"]
+
+
+def _set_class(instance: Any, cls: type) -> None:
+    _CLASS.__set__(instance, cls)
+
+
+def _class_seen(instance: Any) -> type:
+    """Return the class that ``instance.__class__`` shows: the original, or the one whose methods Dynamo traces."""
+    return type(instance) if TracingContext.try_get() is not None else original_class(instance)
+
+
+def _replace_original(instance: Any, cls: type) -> None:
+    """Set the class from which the private class of ``instance`` is derived, for ``instance.__class__ = cls``."""
+    wrappers = _wrappers(instance)
+    _set_class(instance, cls)
+    if "_para_core_wrappers" not in vars(cls):
+        _set_wrappers(instance, wrappers)
 
 
 # Instances with equal wrappers share a private class as long as it exists. The class refers to its base and its
@@ -301,6 +324,9 @@ def _class_of(base: type, wrappers: Wrappers) -> type:
         "__slots__": (),
         "__reduce_ex__": _reduce_as_original,
         "__dir__": _dir_as_original,
+        # FSDP2 keeps a table of classes, derives a class from instance.__class__, and assigns that. If it saw the
+        # private class, which equals the original, models of the class would get each other's wrappers, or lose them.
+        "__class__": property(_class_seen, _replace_original),
         "_para_core_original": base,
         "_para_core_written": _without_fsdp(base),
         "_para_core_wrappers": wrappers,
@@ -328,12 +354,12 @@ def _call_as_original(base: type, /, module: Any, *args: Any, **kwargs: Any) -> 
     differ.
     """
     private = type(module)
-    module.__class__ = base
+    _set_class(module, base)
     try:
         return base.__call__(module, *args, **kwargs)
     finally:
         if private is not base:
-            module.__class__ = private
+            _set_class(module, private)
 
 
 @cache

@@ -251,3 +251,64 @@ def test_dir_of_a_wrapped_instance_is_what_it_was():
     assert type(greeter) is not Greeter
     assert type(greeter) == Greeter  # noqa: E721
     assert isinstance(greeter, Greeter)
+
+
+def test_another_class_that_is_assigned_keeps_the_wrappers():
+    class Derived(Scaled):
+        def forward(self, x):
+            return 10 * super().forward(x)
+
+    wrapped, other, x = Scaled(), Scaled(), torch.ones(())
+    wrap_method(wrapped, "__call__", "a", plus_one, order=WrapperPriority.PLAN)
+    wrap_method(other, "__call__", "a", twice, order=WrapperPriority.PLAN)
+    assert wrapped.__class__ is Scaled
+    private = type(wrapped)
+    wrapped.__class__ = Derived
+    assert wrapped.__class__ is original_class(wrapped) is Derived
+    assert type(wrapped).__name__ == "Derived"
+    assert (wrapped(x), other(x)) == (31, 6)
+    wrapped.__class__ = wrapped.__class__
+    assert wrapped(x) == 31
+    unwrap(wrapped, "a")
+    assert type(wrapped) is Derived
+    assert wrapped(x) == 30
+    # A class that somebody kept, with its wrappers.
+    wrapped.__class__ = private
+    assert wrapped(x) == 4
+    # A graph runs the wrappers, too.
+    assert torch.compile(other, backend="eager", fullgraph=True)(x) == 6
+
+
+def test_class_derived_from_a_wrapped_instance_is_shared_with_no_other():
+    """As FSDP2 and parametrizations do: a class is derived once for each class in a table, and assigned."""
+    table = {}
+
+    def derive(instance):
+        cls = instance.__class__
+        if cls not in table:
+            table[cls] = type(f"My{cls.__name__}", (cls,), {})
+        instance.__class__ = table[cls]
+
+    first, second, plain, x = Scaled(), Scaled(), Scaled(), torch.ones(())
+    wrap_method(first, "__call__", "a", twice, order=WrapperPriority.PLAN)
+    derive(first)
+    derive(second)
+    derive(plain)
+    wrap_method(second, "__call__", "a", plus_one, order=WrapperPriority.PLAN)
+    assert (first(x), second(x), plain(x)) == (6, 4, 3)
+    assert list(map(type, table)) == [type]
+    unwrap(first, "a")
+    assert type(first) is type(plain)
+
+
+def test_parametrization_goes_on_and_off_a_wrapped_module():
+    module, x = nn.Linear(3, 3), torch.ones(2, 3)
+    wrap_method(module, "__call__", "a", twice, order=WrapperPriority.PLAN)
+    expected = module(x)
+    orthogonal = nn.utils.parametrizations.weight_norm(module)
+    torch.testing.assert_close(orthogonal(x), expected)
+    nn.utils.parametrize.remove_parametrizations(module, "weight")
+    torch.testing.assert_close(module(x), expected)
+    unwrap(module, "a")
+    assert type(module) is nn.Linear
+    torch.testing.assert_close(2 * module(x), expected)

@@ -11,10 +11,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from para_core import init_context_parallel_mesh
-from para_core.adapters import parallelize_pipe, shard_weights, unparallelize_pipe, unshard_weights
+from para_core.adapters import (
+    parallelize_pipe,
+    parallelize_transformer,
+    shard_weights,
+    unparallelize_pipe,
+    unparallelize_transformer,
+    unshard_weights,
+)
 from para_core.instance_patching import WrapperPriority, unwrapped_class, wrap_method
 from para_core.weights.fsdp import gather_blocks, shard_blocks
+from tests.tiny import cpu_mesh, relative_error
 from tests.weights.pipes import make
+from zoo.tiny.transformers.registry import MODELS
 
 
 class Layer(nn.Module):
@@ -147,3 +156,67 @@ def test_compile_repeated_blocks_finds_sharded_blocks(rank_pool, order):
     for compiled in rank_pool.run(compiled_blocks, 2, order):
         assert all(compiled)
         assert len(compiled) >= 2
+
+
+# -- the user's own fully_shard, before and after parallelize_transformer
+
+
+SIZE = (3, 6, 10)  # 45 tokens on two ranks
+
+
+def shard_own(transformer, parts):
+    for block in transformer.blocks if "blocks" in parts else ():
+        fully_shard(block)
+    if "root" in parts:
+        fully_shard(transformer)
+
+
+def call_in_order(order):
+    """Run a transformer after ``order``, and return its output, the tokens that its blocks saw, and their classes."""
+    transformer = MODELS["wan"].build()
+    for step in order:
+        if step == "parallelize":
+            parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
+        elif step == "unparallelize":
+            unparallelize_transformer(transformer)
+        else:
+            shard_own(transformer, step)
+    tokens = set()
+    for block in transformer.blocks:
+        block.attn1.to_q.register_forward_pre_hook(lambda module, args: tokens.add(args[0].shape[1]))
+    with torch.no_grad():
+        out = transformer(**MODELS["wan"].inputs(*SIZE), return_dict=False)[0].clone()
+    classes = {(isinstance(block, FSDPModule), unwrapped_class(block).__name__) for block in transformer.blocks}
+    return out, tokens, classes
+
+
+def call_in_orders(orders):
+    return [call_in_order(order) for order in orders]
+
+
+BEFORE, AFTER = (("blocks", "root"), "parallelize"), ("parallelize", ("blocks", "root"))
+ORDERS = {
+    "before": [BEFORE],
+    "after": [AFTER],
+    "root after": [("parallelize", ("root",))],
+    "blocks after": [("parallelize", ("blocks",))],
+    "blocks before, root after": [(("blocks",), "parallelize", ("root",))],
+    "after, undone": [(*AFTER, "unparallelize")],
+    # FSDP2 keeps the classes that it makes, so earlier models may change later ones.
+    "after, then before": [AFTER, BEFORE, (("blocks", "root"),), AFTER],
+    "before, then after": [BEFORE, AFTER, (("blocks", "root"),)],
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", ORDERS)
+def test_own_fully_shard_is_parallel_and_exact_in_any_order(rank_pool, name):
+    expected, all_tokens, _ = call_in_order(())
+    outs = rank_pool.run(call_in_orders, 2, ORDERS[name])
+    for rank, of_models in enumerate(outs):
+        for order, (out, tokens, classes) in zip(ORDERS[name], of_models, strict=True):
+            is_parallel = "parallelize" in order and "unparallelize" not in order
+            assert tokens == ({(23, 22)[rank]} if is_parallel else all_tokens)
+            assert relative_error(out, expected) < 1e-5
+            sharded = any("blocks" in step for step in order if isinstance(step, tuple))
+            assert classes == {(sharded, "WanTransformerBlock")}
