@@ -113,7 +113,9 @@ class RunOptions(LoadOptions):
     weights: Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)] = "replicate"
     text_encoders: TextEncoders = None
     offload: Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)] = None
-    resident_blocks: Annotated[int, option("Blocks that stay on the device.", "N", PIPELINE, min=0)] = 1
+    resident_blocks: Annotated[
+        int | None, option("Of --offload blocks: stay on the device (1).", "N", PIPELINE, min=0)
+    ] = None
     quantize: Quantize = None
     vae: Annotated[bool, flag("--vae/--no-vae", "Run the VAE on all ranks.", PIPELINE)] = False
     vae_placement: VaePlacement = None

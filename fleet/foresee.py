@@ -14,6 +14,7 @@ from para_core.adapters.planner.default_mesh import MeshChoice, choose_mesh, fas
 from para_core.adapters.planner.inputs import default_guidance, number_of_heads
 from para_core.adapters.planner.plan_mesh import workload
 from para_core.adapters.registry import transformers_of
+from para_core.adapters.weights.block_offload import num_resident
 from para_core.distributed.create_mesh import choose_mesh_shape, largest_divisor
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM
 from para_core.fleet.models import Model
@@ -100,7 +101,7 @@ def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[f
     """Return ``(bytes of a rank, pixels of all frames)`` for square frames of ``side``, in the default number."""
     work = workload(pipe, height=side, width=side)
     usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
-    resident = recipe.resident_blocks if recipe.offload == "blocks" else None
+    resident = num_resident(recipe.resident_blocks) if recipe.offload == "blocks" else None
     placement = Placement(recipe.text_encoders or usual, resident, recipe.quantize, recipe.vae_placement or "replicate")
     return memory_of(shape, work, placement), side * side * work.frames
 

@@ -41,7 +41,7 @@ class Recipe:
     # Modules that stay in host memory until they run: the transformer's blocks, as in parallelize_pipe, or whole
     # components (enable_model_cpu_offload, CUDA only).
     offload: Offload | None = None
-    resident_blocks: int = 1
+    resident_blocks: int | None = None
     pipefusion: int | None = None  # number of patches, with pipeline stages (a pipe mesh dim) or on one rank; not exact
     quantize: Quantize | None = None  # of the transformers, by torchao; not exact
     backend: Backend | AttentionSchedule | None = None
@@ -87,6 +87,11 @@ class Recipe:
         if self.offload == "model" and self.vae_placement not in (None, "replicate"):
             raise ValueError(
                 f"vae_placement is {self.vae_placement!r} with offload 'model', which moves it; leave one out."
+            )
+        if self.resident_blocks is not None and self.offload != "blocks":
+            raise ValueError(
+                f"resident_blocks is {self.resident_blocks} with offload {self.offload!r}, where no block waits in "
+                "host memory; expected offload 'blocks', or leave one out."
             )
         if self.offload is not None and self.weights != "replicate":
             raise ValueError(f"weights are {self.weights!r} with offload {self.offload!r}; expected 'replicate'.")

@@ -293,7 +293,7 @@ class ParallelOptions:
     text_encoders: TextEncoders | None = None
     vae_placement: VaePlacement | None = None
     offload: Literal["blocks"] | None = None
-    resident_blocks: int = 1
+    resident_blocks: int | None = None
     pipefusion: PipeFusion | None = None
     rotate_method: RotateMethod | None = None
     backend: Backend | AttentionSchedule | None = None
@@ -326,10 +326,16 @@ class ParallelOptions:
                 "vae=True runs the VAE on all ranks, and vae_placement='first' on one. Leave one out; "
                 "vae_placement='offload' goes with vae=True."
             )
-        if isinstance(self.resident_blocks, bool) or not isinstance(self.resident_blocks, int):
-            raise TypeError(f"resident_blocks is {self.resident_blocks!r}; expected a number of blocks.")
-        if self.resident_blocks < 0:
-            raise ValueError(f"resident_blocks is {self.resident_blocks}; expected 0 or more.")
+        if self.resident_blocks is not None:
+            if isinstance(self.resident_blocks, bool) or not isinstance(self.resident_blocks, int):
+                raise TypeError(f"resident_blocks is {self.resident_blocks!r}; expected a number of blocks, or None.")
+            if self.resident_blocks < 0:
+                raise ValueError(f"resident_blocks is {self.resident_blocks}; expected 0 or more.")
+            if self.offload is None:
+                raise ValueError(
+                    f"resident_blocks is {self.resident_blocks} without offload, so that all blocks stay on the "
+                    "device. Pass offload='blocks' as well, or leave resident_blocks out."
+                )
         if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
             raise TypeError(f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None.")
         if self.attn_func is not None and not callable(self.attn_func):

@@ -41,7 +41,7 @@ def parallelize_pipe(
     text_encoders: TextEncoders | None = None,
     vae_placement: VaePlacement | None = None,
     offload: Literal["blocks"] | None = None,
-    resident_blocks: int = 1,
+    resident_blocks: int | None = None,
     pipefusion: PipeFusion | None = None,
     rotate_method: RotateMethod | None = None,
     backend: Backend | AttentionSchedule | None = None,
@@ -94,7 +94,8 @@ def parallelize_pipe(
         offload (`"blocks"`, *optional*): Keeps the blocks of the transformers in host memory, also on one rank; each is
             copied to the device before it runs, and on CUDA while the block before it runs. Exact (docs/weights.md).
             Defaults to leaving them on the device.
-        resident_blocks (`int`, defaults to `1`): With ``offload``, the number of first blocks that stay on the device.
+        resident_blocks (`int`, *optional*): With ``offload``, the number of first blocks that stay on the device, by
+            default 1. Without ``offload`` it is refused.
             A step that a cache skips copies nothing if these include the first blocks of the cache.
         pipefusion (`PipeFusion`, *optional*): Lets the stages of a mesh with ``pipe`` work at the same time, on patches
             that attend to keys of the previous step. **Not exact.** On a mesh without stages a single process can

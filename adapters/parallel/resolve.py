@@ -24,7 +24,7 @@ from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
-from para_core.adapters.weights.block_offload import OffloadedBlocks, offloaded_blocks
+from para_core.adapters.weights.block_offload import OffloadedBlocks, num_resident, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of
 from para_core.adapters.weights.shard import check_shard, require_mesh_fits, weights_groups
@@ -121,7 +121,7 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
         )
     for name, module in transformers_of(pipe).items():
         if options.offload is not None:
-            offloaded_blocks(module, options.resident_blocks)
+            offloaded_blocks(module, num_resident(options.resident_blocks))
         if options.pipefusion is not None:
             patches_of(module, mesh, options.adapter)
         middle = None if options.schedule is None else options.schedule.middle
@@ -199,7 +199,7 @@ def _parts_of_weights(
         offloaded = OffloadedModules(vaes, mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first)
         parts.append(OffloadPart(offloaded, "placing the VAE"))
     if options.offload is not None:
-        blocks = OffloadedBlocks(transformers_of(pipe), mesh, options.resident_blocks)
+        blocks = OffloadedBlocks(transformers_of(pipe), mesh, num_resident(options.resident_blocks))
         parts.append(OffloadPart(blocks, "offloading the blocks"))
     return parts
 

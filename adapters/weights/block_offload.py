@@ -21,6 +21,11 @@ from para_core.weights.parameters import plain_tensors
 logger = logging.getLogger(__name__)
 
 
+def num_resident(given: int | None) -> int:
+    """Return the number of first blocks that stay on the device, for the option ``resident_blocks``: by default 1."""
+    return 1 if given is None else given
+
+
 class OffloadedBlocks:
     """Transformer blocks whose weights are in host memory, moved by diffusers' group-offload code.
 

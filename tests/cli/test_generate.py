@@ -238,6 +238,7 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
         (["--backend", "disk"], "--backend .*'disk'; .*flash"),
         (["--attention-backend=disk"], "--backend .*'disk'; .*flash"),
         (["--comm-dtype", "disk"], "--comm-dtype .*'disk'; .*int8"),
+        (["--resident-blocks", "4"], "--resident-blocks .*4.*'blocks'"),
         (["--name", "a/b"], "--name .*'a/b'"),
     ],
 )

@@ -60,6 +60,8 @@ def test_bad_config_file_is_named(started, tmp_path, capsys, text, message):
         (["--max-batch", "2", "--cache", "0.1"], "--cache"),
         (["--loras", "/nowhere"], "expected a folder"),
         (["--loras", ".", "--compile", "whole"], "--compile whole"),
+        (["--resident-blocks", "4"], "--resident-blocks is 4"),
+        (["--resident-blocks", "1", "--offload", "model"], "--resident-blocks is 1"),
         (["--warmup", "64"], "--warmup 64"),
         (["--warmup", "64x64x0"], "--warmup 64x64x0"),
         (["--host", "0.0.0.0"], "PARA_CORE_API_KEY"),

@@ -269,9 +269,13 @@ def test_refused_offload_changes_nothing():
         {"offload": "disk"},
         {"offload": "blocks", "resident_blocks": 99},
         {"offload": "blocks", "resident_blocks": -1},
+        {"resident_blocks": -1},
     ):
         with pytest.raises(ValueError, match="expected"):
             parallelize_pipe(pipe, **options)
+    for number in (4, 1, 0):
+        with pytest.raises(ValueError, match=rf"resident_blocks is {number} .*offload='blocks'"):
+            parallelize_pipe(pipe, resident_blocks=number)
     apply_group_offloading(pipe.transformer.transformer_blocks[1], torch.device("cpu"), offload_type="leaf_level")
     with pytest.raises(ValueError, match="transformer is offloaded"):
         parallelize_pipe(pipe, offload="blocks")
