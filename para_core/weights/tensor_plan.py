@@ -133,6 +133,18 @@ def require_tensor_plan_fits(module: nn.Module, plan: TensorPlan, ranks: int) ->
                 "(layerwise casting); tensor parallelism computes with the weight as it is. Shard the weights in 16 "
                 "bits, or leave this component replicated."
             )
+        kind: Any = unwrapped_class(linear)
+        packed = not linear.weight.is_floating_point() or linear.weight.shape != (
+            linear.out_features,
+            linear.in_features,
+        )
+        if packed or kind.forward is not nn.Linear.forward:
+            raise ValueError(
+                f"{name} of this {cls} is a {kind.__name__} with a weight {list(linear.weight.shape)} in "
+                f"{linear.weight.dtype}, which computes otherwise than nn.Linear, perhaps because its file is "
+                "quantized; tensor parallelism multiplies with the weight itself. Use weights='fsdp', or replicated "
+                "weights."
+            )
         weight_dim = 0 if style.along == "colwise" else 1
         for size in parts_of(linear, style) or (linear.weight.shape[weight_dim],):
             if size % ranks:

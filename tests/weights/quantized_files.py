@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig, TorchAoConfig
+from diffusers.quantizers.bfl.utils import BFLNVFP4Linear, quantize_nvfp4
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchao.quantization import Int8WeightOnlyConfig
@@ -110,6 +111,14 @@ def load(kind: str, folder: Path) -> FluxTransformer2DModel:
 def _replacement(kind: str, linear: nn.Linear) -> nn.Module:
     if kind == "nunchaku":
         return LowRankLinear(linear)
+    if kind == "nvfp4":
+        weight, scale, global_scale = quantize_nvfp4(linear.weight.detach())
+        packed = BFLNVFP4Linear(linear.in_features, linear.out_features, linear.bias is not None, torch.float32)
+        packed.weight.data.copy_(weight)
+        packed.bias = linear.bias
+        for name, x in {"weight_scale": scale, "weight_scale_2": global_scale, "input_scale": torch.ones(())}.items():
+            getattr(packed, name).copy_(x)
+        return packed
     from bitsandbytes import nn as bnb
 
     sizes, has_bias = (linear.in_features, linear.out_features), linear.bias is not None

@@ -16,11 +16,11 @@ from para_core.weights.parameters import plain_tensors
 from para_core.weights.stages import require_sendable
 from para_core.weights.tensor_plan import require_tensor_plan_fits
 from tests.rank_pool import heartbeat
-from tests.tiny import flux_pipe, relative_error
+from tests.tiny import flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import generate
 from tests.weights.quantized_files import BITS_4, BITS_8, load, require_package, write
 
-KINDS = ("gguf", "fp8", "torchao", BITS_4, BITS_8, "nunchaku")
+KINDS = ("gguf", "fp8", "torchao", BITS_4, BITS_8, "nunchaku", "nvfp4")
 ULYSSES, RING, STAGES = {"ulysses": 2}, {"ring": 2}, {"pipe": 2}
 
 
@@ -100,6 +100,7 @@ EXACT = {
     BITS_4: ("ring, cached", "with a LoRA"),
     BITS_8: ("ring, cached", "with a LoRA"),
     "nunchaku": ("fsdp", "stages", "ring, cached", "blocks compiled"),
+    "nvfp4": ("fsdp", "stages", "ring, cached", "blocks offloaded"),
 }
 
 
@@ -132,6 +133,7 @@ REFUSED = {
     BITS_4: ("fsdp", "tensor", "stages", "quantize"),
     BITS_8: ("fsdp", "tensor", "stages", "quantize"),
     "nunchaku": ("tensor",),
+    "nvfp4": ("tensor", "quantize"),
 }
 
 
@@ -144,6 +146,20 @@ def test_packed_weights_that_cannot_be_sharded_are_refused(kind, folder):
         if check in REFUSED[kind]:
             with pytest.raises(ValueError, match=r"transformer_blocks\.0|time_text_embed"):
                 refuse(transformer)
+
             assert {name: (type(x), x.data_ptr()) for name, x in transformer.named_parameters()} == before
         elif check != "quantize":
             refuse(transformer)
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_linear_layer_that_computes_otherwise_is_not_sharded_over_heads():
+    transformer = flux_transformer()
+    linear = transformer.transformer_blocks[0].attn.to_q
+    transformer.transformer_blocks[0].attn.to_q = Doubled(linear.in_features, linear.out_features)
+    with pytest.raises(ValueError, match=r"transformer_blocks\.0\.attn\.to_q .*Doubled"):
+        require_tensor_plan_fits(transformer, tensor_plan_for(transformer), 2)
