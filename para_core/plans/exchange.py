@@ -35,8 +35,9 @@ class HeadExchange:
     """The exchange of tokens for heads in one call of a module, from ``[B, S_local, H * D]`` to
     ``[B, S, H_local * D]``, and back: first over the ``ulysses`` mesh dim, then over ``ring``.
 
-    ``segment``, the segment of the tokens, is sharded in consecutive parts. ``heads`` is the number of heads of the
-    whole module. Raise ``ValueError`` if there are fewer heads than ranks.
+    ``segment``, the segment of the tokens, is sharded in consecutive parts, or replicated: each rank then takes its
+    heads from its own copy of the tokens. ``heads`` is the number of heads of the whole module. Raise ``ValueError`` if
+    there are fewer heads than ranks.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class HeadExchange:
                 "along the mesh dim 'batch'."
             )
         self._attention, self._module, self._heads = attention, module, heads
+        self._replicated = segment.replicated
         sizes = segment.sizes(mesh.ranks)
         width = mesh.ulysses.size
         blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
@@ -63,17 +65,33 @@ class HeadExchange:
         ]
         start, number = of_ring[mesh.ring.index]
         self._own: Run = (first + start, number)  # The first head of this rank, and the number of its heads.
-        self._entered = 0
+        # For each projection that was called: entries per head in each tensor, and the parts that the plan says.
+        self._widths: list[tuple[int, int | None]] = []
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Exchange the output of a projection, ``[B, S_local, H * D]``, for ``[B, S, H_local * D]``. Collective."""
-        self._entered += 1
-        width = x.shape[2] // self._heads
-        for dim, tokens, heads in self._steps:
-            if dim.size > 1:
-                own = heads[dim.index] * width
-                shapes = [(x.shape[0], number, own) for number in tokens]
-                x = _exchange(x.split([number * width for number in heads], dim=2), shapes, 1, dim)
+    def enter(self, x: Tensor, parts: int | None) -> Tensor:
+        """Exchange the output of a projection, ``[B, S_local, H * D]``, for ``[B, S, H_local * D]``. Collective, unless
+        the tokens are replicated.
+
+        Args:
+            parts: As for one projection of :class:`~para_core.plans.plan.AttentionByHeads`.
+        """
+        count = parts or 1
+        width = x.shape[2] // (count * self._heads)
+        self._widths.append((width, parts))
+        if count > 1:
+            # Put the parts of each head next to each other, because the exchange moves consecutive entries.
+            x = torch.unflatten(x, 2, (count, self._heads, width)).transpose(2, 3).flatten(2)
+        if self._replicated:
+            first, number = self._own
+            x = x.narrow(2, first * count * width, number * count * width).contiguous()
+        else:
+            for dim, tokens, heads in self._steps:
+                if dim.size > 1:
+                    own = heads[dim.index] * count * width
+                    shapes = [(x.shape[0], number, own) for number in tokens]
+                    x = _exchange(x.split([number * count * width for number in heads], dim=2), shapes, 1, dim)
+        if count > 1:
+            x = torch.unflatten(x, 2, (self._own[1], count, width)).transpose(2, 3).flatten(2)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
@@ -81,16 +99,27 @@ class HeadExchange:
 
         Raises:
             RuntimeError: The module did not call each of its projections once, for example because they are fused.
+            ValueError: The width of a projection does not show which of its entries are those of a head.
         """
-        if self._entered != len(self._attention.projections):
+        if len(self._widths) != len(self._attention.projections):
             raise RuntimeError(
-                f"an attention module called {self._entered} of its projections "
+                f"an attention module called {len(self._widths)} of its projections "
                 f"{', '.join(self._attention.projections)}; its plan expects all of them. Undo fused projections: "
                 "unfuse_qkv_projections()."
             )
         width = x.shape[2] // self._own[1]
+        if any(entered != width and parts != 1 for entered, parts in self._widths):
+            raise ValueError(
+                f"the projections {', '.join(self._attention.projections)} of an attention module have "
+                f"{[entered for entered, _ in self._widths]} entries for each of {self._heads} heads, and the input of "
+                f"{self._attention.output} has {width}, so which entries belong to a head is not known. Say it in the "
+                "AttentionByHeads of the plan: parts=3 for a fused qkv in the order (3, heads, D), or parts=1 if all "
+                "entries of a head are consecutive."
+            )
         for dim, tokens, heads in reversed(self._steps):
-            if dim.size > 1:
+            if dim.size > 1 and self._replicated:
+                x = all_gather(x, [number * width for number in heads], 2, dim)
+            elif dim.size > 1:
                 shapes = [(x.shape[0], tokens[dim.index], number * width) for number in heads]
                 x = _exchange(x.split(tokens, dim=1), shapes, 2, dim)
         return x

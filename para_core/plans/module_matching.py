@@ -23,6 +23,7 @@ class ModuleRules:
         shard_rules: Rules for inputs (keyed by parameter name) and for outputs (keyed by index).
         exchange: For a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens for heads in its
             output, ``"leave"`` undoes this in its input.
+        parts: The number of tensors in the output of such a projection, as in :class:`AttentionByHeads`.
     """
 
     name: str = ""
@@ -31,6 +32,7 @@ class ModuleRules:
     attention: Attending = ()
     halo: Halo | None = None
     exchange: Literal["enter", "leave"] | None = None
+    parts: int | None = None
 
     @property
     def of_inputs(self) -> dict[str, ShardRule]:
@@ -48,6 +50,7 @@ class ModuleRules:
             self.attention or other.attention,
             self.halo or other.halo,
             self.exchange or other.exchange,
+            self.parts or other.parts,
         )
 
 
@@ -63,7 +66,8 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
     attending = [ModuleRules(name, attention=attention) for name, attention in plan.attention.items()]
     for name, attention in plan.attention.items():
         if isinstance(attention, AttentionByHeads):
-            required += [ModuleRules(f"{name}.{projection}", exchange="enter") for projection in attention.projections]
+            for projection, parts in zip(attention.projections, attention.parts_of_projections, strict=True):
+                required.append(ModuleRules(f"{name}.{projection}", exchange="enter", parts=parts))
             required.append(ModuleRules(f"{name}.{attention.output}", exchange="leave"))
     matches: dict[str, tuple[nn.Module, ModuleRules]] = {}
     for rules in (*required, *attending):

@@ -196,7 +196,8 @@ class AttentionByHeads:
     Use it for a module that needs all tokens between its projections and its attention, because it packs or pads
     tokens, makes a mask from them, or keeps their keys for later calls. Tokens are exchanged for heads over all
     sequence ranks, including those of a ring, so there must be at least as many heads as ranks. Other arguments of the
-    module, such as positions, are not sharded.
+    module, such as positions, are not sharded. If ``segment`` is replicated in a call, because it is short, each rank
+    still runs its own heads only, so that cached keys are those of the same heads in all calls.
 
     Args:
         segment (`str`): The segment of the tokens.
@@ -205,6 +206,13 @@ class AttentionByHeads:
         heads (`str`, defaults to `"heads"`): The attribute of the module with the number of heads.
         caches (`tuple[tuple[str, int], ...]`, defaults to `()`): Pairs (parameter, dim): a parameter of the module that
             holds cached keys or values of all heads, as a tensor or a dict of tensors, and the dim of the heads.
+        parts (`int` or `tuple[int, ...]`, *optional*): Number of tensors ``[B, S, H * D]`` that the output of a
+            projection holds one after another, for all projections or for each: 3 for a fused ``qkv`` in the order
+            (3, heads, D). 1 for an output in which all entries of a head are consecutive, as in the order (heads, 3,
+            D). Defaults to 1, and a projection that is wider than the input of ``output`` then raises.
+
+    Raises:
+        ValueError: ``parts`` has not one number, at least 1, for each projection.
     """
 
     segment: str
@@ -212,6 +220,22 @@ class AttentionByHeads:
     output: str
     heads: str = "heads"
     caches: tuple[tuple[str, int], ...] = ()
+    parts: int | tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        of_projections = self.parts_of_projections
+        if len(of_projections) != len(self.projections) or any(
+            parts is not None and parts < 1 for parts in of_projections
+        ):
+            raise ValueError(
+                f"parts is {self.parts!r} for the projections {', '.join(self.projections)}; expected the number of "
+                "tensors that each holds, or one number for all."
+            )
+
+    @property
+    def parts_of_projections(self) -> tuple[int | None, ...]:
+        """``parts`` of each of ``projections``."""
+        return self.parts if isinstance(self.parts, tuple) else (self.parts,) * len(self.projections)
 
 
 # The type of a value of Plan.attention: how a module attends.

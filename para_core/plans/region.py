@@ -349,7 +349,7 @@ class Region:
         ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
         """
         if rules.exchange is not None:
-            return self._enter_heads if rules.exchange == "enter" else self._leave_heads
+            return partial(self._enter_heads, rules.parts) if rules.exchange == "enter" else self._leave_heads
         name, attention, halo, gathers = rules.name, rules.attention, rules.halo, rules.gathers
         of_inputs, of_outputs = rules.of_inputs, rules.of_outputs
 
@@ -365,7 +365,10 @@ class Region:
                     if not (torch.compiler.is_compiling() or self.check.due):
                         return call(module, *args, **kwargs)
                     return self.check.run(planned, call, module, args, kwargs)
-            if not self._is_sharded(attention.segment):
+            by_heads = isinstance(attention, AttentionByHeads) and self.mesh.ranks > 1 and heads >= self.mesh.ranks
+            # Share the heads of a short, replicated segment too, because cached keys are those of a rank's heads. With
+            # fewer heads than ranks no call shares them, since a sharded one raises.
+            if not by_heads and not self._is_sharded(attention.segment):
                 return call(module, *args, **kwargs)
             if isinstance(attention, LinearAttention):
                 sums = SumsOverRanks(attention, self.mesh)
@@ -458,9 +461,9 @@ class Region:
     def _is_sharded(self, segment: str) -> bool:
         return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
 
-    def _enter_heads(self, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    def _enter_heads(self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         output = call(projection, *args, **kwargs)
-        return self._head_exchanges[-1].enter(output) if self._head_exchanges else output
+        return self._head_exchanges[-1].enter(output, parts) if self._head_exchanges else output
 
     def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return call(projection, self._head_exchanges[-1].leave(x) if self._head_exchanges else x, *args, **kwargs)
