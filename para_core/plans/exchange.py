@@ -74,10 +74,14 @@ class HeadExchange:
 
         Args:
             parts: As for one projection of :class:`~para_core.plans.plan.AttentionByHeads`.
+
+        Raises:
+            ValueError: The width of the output does not show which of its entries are those of a head.
         """
         count = parts or 1
         width = x.shape[2] // (count * self._heads)
         self._widths.append((width, parts))
+        self._require_known_heads()
         if count > 1:
             # Put the parts of each head next to each other, because the exchange moves consecutive entries.
             x = torch.unflatten(x, 2, (count, self._heads, width)).transpose(2, 3).flatten(2)
@@ -99,7 +103,7 @@ class HeadExchange:
 
         Raises:
             RuntimeError: The module did not call each of its projections once, for example because they are fused.
-            ValueError: The width of a projection does not show which of its entries are those of a head.
+            ValueError: As :meth:`enter`.
         """
         if len(self._widths) != len(self._attention.projections):
             raise RuntimeError(
@@ -108,14 +112,7 @@ class HeadExchange:
                 "unfuse_qkv_projections()."
             )
         width = x.shape[2] // self._own[1]
-        if any(entered != width and parts != 1 for entered, parts in self._widths):
-            raise ValueError(
-                f"the projections {', '.join(self._attention.projections)} of an attention module have "
-                f"{[entered for entered, _ in self._widths]} entries for each of {self._heads} heads, and the input of "
-                f"{self._attention.output} has {width}, so which entries belong to a head is not known. Say it in the "
-                "AttentionByHeads of the plan: parts=3 for a fused qkv in the order (3, heads, D), or parts=1 if all "
-                "entries of a head are consecutive."
-            )
+        self._require_known_heads(width)
         for dim, tokens, heads in reversed(self._steps):
             if dim.size > 1 and self._replicated:
                 x = all_gather(x, [number * width for number in heads], 2, dim)
@@ -123,6 +120,21 @@ class HeadExchange:
                 shapes = [(x.shape[0], tokens[dim.index], number * width) for number in heads]
                 x = _exchange(x.split(tokens, dim=1), shapes, 2, dim)
         return x
+
+    def _require_known_heads(self, output_width: int | None = None) -> None:
+        """Raise ``ValueError`` if projections, or the output, differ in their number of entries per head."""
+        widths = [width for width, parts in self._widths if parts != 1]
+        if output_width is not None:
+            widths.append(output_width)
+        if len({*widths}) > 1:
+            raise ValueError(
+                f"an attention module of {self._heads} heads has {widths} entries for each of them in the outputs of "
+                f"its projections {', '.join(self._attention.projections)} and in the input of "
+                f"{self._attention.output}; expected one number, so which entries belong to a head is not known. Say "
+                "it in the AttentionByHeads of the plan: parts=3 for a fused qkv in the order (3, heads, D), or "
+                "parts=1 if all entries of a head are consecutive. Fewer heads of keys than of queries are not "
+                "supported."
+            )
 
     def run(self, call: Callable[..., Any], parameters: Sequence[str], args: Any, kwargs: Any) -> Any:
         """Return ``call(module, *args, **kwargs)``, in which the module has this rank's number of heads, and its

@@ -170,3 +170,33 @@ def test_fused_projection_in_an_unknown_order_raises(rank_pool, parts):
     for error in rank_pool.run_expecting_errors(attend_fused, 2, "parts", 7, parts):
         assert isinstance(error, ValueError)
         assert "qkv" in str(error)
+
+
+class Grouped(nn.Module):
+    """Attention of four heads of queries, and two of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v = nn.Linear(20, 16), nn.Linear(20, 8), nn.Linear(20, 8)
+        self.out = nn.Linear(16, 20)
+
+    def forward(self, x):
+        q, k, v = (project(x).unflatten(2, (-1, 4)).transpose(1, 2) for project in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def attend_grouped(tokens):
+    plan = replace(PLAN, inputs={"input": Split(dim=1, segment="tokens")}, attention={"0": BY_HEADS})
+    model = nn.Sequential(Grouped())
+    apply_plan(model, plan, sequence_mesh(cpu_mesh(1, 2)))
+    return model(torch.randn(2, tokens, 20))
+
+
+@pytest.mark.parametrize("tokens", [7, 3])
+def test_grouped_heads_raise(rank_pool, tokens):
+    for error in rank_pool.run_expecting_errors(attend_grouped, 2, tokens):
+        assert isinstance(error, ValueError)
+        assert "4 heads" in str(error)
+        assert "[4, 2]" in str(error)
