@@ -10,8 +10,19 @@ from math import prod
 from operator import itemgetter
 from typing import Any, Literal
 
-from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, tensors_of
-from para_core.plans.plan import Attention, Entries, FirstTokens, Gather, LastTokens, Plan, Replicate, ShardRule, Split
+from para_core.adapters.propose.observe import MaskRecord, ModuleCall, ObservedCall, TensorRecord, tensors_of
+from para_core.plans.plan import (
+    Attention,
+    Entries,
+    FirstTokens,
+    Gather,
+    LastTokens,
+    Plan,
+    Replicate,
+    ShardRule,
+    Split,
+    SplitMask,
+)
 
 # Name of the segment of text tokens, which the candidate plans replicate.
 TEXT = "text"
@@ -281,7 +292,7 @@ class ObservedRegion:
         return int(shape[1 - self.start.dim]) if len(shape) == 3 and self.start.dim < 2 else None
 
     def _rule(self, parameter: str, value: Any, larger: Any, choice: Choice) -> ShardRule | None:
-        """Return the rule for a tensor, a number of tokens, or a list or mapping of them; None if it needs none.
+        """Return the rule for a tensor, mask, number of tokens, or a list or mapping of them; None if it needs none.
 
         Entries with different rules are possible in the outermost list only.
         """
@@ -296,6 +307,8 @@ class ObservedRegion:
                 return None
             after = TEXT if segments[0] == TEXT and len(segments) > 1 else None
             return Split(dim, like=self.segment, after=after, then_replicated=segments[1:] == (TEXT,))
+        if isinstance(value, MaskRecord) and isinstance(larger, MaskRecord):
+            return self._mask_rule(value, larger, choice)
         if type(value) is int and type(larger) is int and value != larger:
             return choice.numbers(self.segment)
         if isinstance(value, Mapping) and isinstance(larger, Mapping) and value.keys() == larger.keys():
@@ -305,12 +318,24 @@ class ObservedRegion:
         else:
             return None
         entries = [self._rule(parameter, entry, larger_entry, choice) for entry, larger_entry in pairs]
+        if entries and isinstance(entries[0], SplitMask) and len({repr(rule) for rule in entries}) == 1:
+            return entries[0]
         rules = [rule for rule in entries if rule is None or isinstance(rule, Split)]
         if not any(rules) or len(rules) != len(entries):
             return None
         if len({repr(rule) for rule in rules}) == 1:
             return rules[0]
         return None if isinstance(value, Mapping) else Entries(tuple(rules))
+
+    def _mask_rule(self, mask: MaskRecord, larger: MaskRecord, choice: Choice) -> SplitMask | None:
+        if mask.derived or mask.lengths == larger.lengths:
+            return None
+        queries, keys = (
+            self._segments_of(lengths, choice) for lengths in zip(mask.lengths, larger.lengths, strict=True)
+        )
+        if queries is None or keys is None:
+            return None
+        return SplitMask(queries, None if keys == queries else keys)
 
     def _segments_of(self, lengths: Lengths, choice: Choice) -> tuple[str, ...] | None:
         """Return the segments that make up a sequence of ``lengths`` in the two calls; None if no segments fit."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -21,7 +22,7 @@ from para_core.attention.sdpa_call import SdpaCall, raise_here
 from para_core.instance_patching import original_class
 from para_core.modes.flash_attention import OPERATOR_TYPES, attention_kind, flash_attention
 from para_core.plans.module_matching import parameters_of
-from para_core.torch_internals import tree_leaves, tree_map
+from para_core.torch_internals import flex_attention_operator, tree_leaves, tree_map
 from para_core.verify.virtual_ranks import fresh
 
 
@@ -31,6 +32,15 @@ class TensorRecord:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    identity: int
+    derived: bool
+
+
+@dataclass(frozen=True)
+class MaskRecord:
+    """Record of a flex-attention ``BlockMask``: its numbers of queries and keys. The rest is as in a TensorRecord."""
+
+    lengths: tuple[int, int]
     identity: int
     derived: bool
 
@@ -49,7 +59,8 @@ class ModuleCall:
     """A call of a block, of a direct submodule of the model, or of a module outside the blocks that calls attention.
 
     ``block_list`` is the name of the container that holds the block, or None. ``began`` and ``ended`` are times,
-    counted in observed events. ``arguments``, by name, and ``output`` have a :class:`TensorRecord` for each tensor.
+    counted in observed events. ``arguments``, by name, and ``output`` have a :class:`TensorRecord` for each tensor, and
+    a :class:`MaskRecord` for each ``BlockMask``.
     """
 
     name: str
@@ -62,7 +73,10 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class ObservedAttention:
-    """A call of scaled_dot_product_attention in module ``name``: number of queries and keys, and the mask's shape."""
+    """A call of scaled_dot_product_attention in module ``name``: number of queries and keys, and the mask's shape.
+
+    A call of flex_attention is recorded without a mask, because a plan shards a ``BlockMask`` as an argument.
+    """
 
     name: str
     time: int
@@ -144,6 +158,8 @@ class _CallObserver(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             self._record_attention(SdpaCall(*args, **kwargs))
+        elif func is flex_attention_operator:
+            self._record_attention(SdpaCall(*args[:3]))
         elif func in _SOFTMAX and isinstance(args[0], Tensor) and args[0].ndim >= 3:
             self.observed.softmax.setdefault(self._module_names[-1], tuple(args[0].shape))
         out: Any
@@ -186,6 +202,10 @@ class _CallObserver(TorchFunctionMode):
         self._alive.append(value)
 
         def record(x: Any) -> Any:
+            if isinstance(x, BlockMask):
+                tensors = [part for part in x.as_tuple() if isinstance(part, Tensor)]
+                derived = _DERIVED in self._sources_of(tensors)
+                return MaskRecord((x.seq_lengths[0], x.seq_lengths[1]), id(x), derived)
             if not isinstance(x, Tensor):
                 return x
             return TensorRecord(tuple(x.shape), x.dtype, id(x), derived=_DERIVED in self._sources_of([x]))
@@ -243,7 +263,8 @@ def observe(
 ) -> ObservedCall:
     """Call ``module(**inputs)`` without gradients and return the record of the call.
 
-    The arguments ``streams`` of the block ``start`` are marked: tensors computed from them are ``derived``.
+    The arguments ``streams`` of the block ``start`` are marked: tensors computed from them are ``derived``. The caller
+    forces compiled code, such as flex_attention, to run in eager mode.
     """
     observer = _CallObserver(inputs, start, streams)
     with torch.no_grad(), observer.hooks_on(module), observer:
@@ -278,6 +299,8 @@ def imagined_larger(observed: ObservedCall) -> Iterator[ObservedCall]:
             return size + 1 if size == length or size - length in lengths else size
 
         def change(value: Any, length: int = length, grow: Callable[[int], int] = grow) -> Any:
+            if isinstance(value, MaskRecord):
+                return replace(value, lengths=(grow(value.lengths[0]), grow(value.lengths[1])))
             if not isinstance(value, TensorRecord):
                 return value + 1 if type(value) is int and value == length else value
             shape = value.shape

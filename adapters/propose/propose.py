@@ -78,11 +78,16 @@ def propose_plan(
             the model does not call scaled_dot_product_attention.
     """
     require_kind("model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...).")
-    module = uncompiled(transformer)
-    name = original_class(module).__name__
     examples = _checked_examples(example_inputs)
-    answers = answers or {}
-    require_answers(answers)
+    require_answers(answers or {})
+    # Compile nothing: a mode sees what a function does only in eager code, and flex_attention, for example, compiles
+    # itself.
+    with torch.compiler.set_stance("force_eager"):
+        return _proposal(uncompiled(transformer), examples, segment, answers or {})
+
+
+def _proposal(module: nn.Module, examples: Sequence[Mapping[str, Any]], segment: str, answers: Answers) -> Proposal:
+    name = original_class(module).__name__
     answered, from_answers = (tuple(f"{key}: {text}" for key in answers) for text in ("", "from answers."))
     check = _Check(module, examples, answers)
     failures: dict[str, tuple[Plan, str]] = {}

@@ -76,12 +76,12 @@ class RuleExecutor:
             too_few = bool(total < self.mesh.ranks * self.fewest_on_a_rank(cut.segment))
             self._note(Segment(cut.segment, total, replicated=too_few), 0, name)
             return value
-        if isinstance(cut, SplitMask):
-            return self._split_mask(value, cut, name)
         if isinstance(value, Mapping):
             return {key: self.cut(item, cut, name) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return type(value)([self.cut(item, cut, name) for item in value])
+        if isinstance(cut, SplitMask):
+            return self._split_mask(value, cut, name)
         if isinstance(cut, (FirstTokens, LastTokens)):
             return self._count(value, cut)
         if not isinstance(value, Tensor):
