@@ -10,7 +10,14 @@ from math import prod
 from operator import itemgetter
 from typing import Any, Literal
 
-from para_core.adapters.propose.observe import MaskRecord, ModuleCall, ObservedCall, TensorRecord, tensors_of
+from para_core.adapters.propose.observe import (
+    MaskRecord,
+    ModuleCall,
+    ObservedCall,
+    TensorRecord,
+    output_tensors,
+    tensors_of,
+)
 from para_core.plans.plan import (
     Attention,
     Entries,
@@ -60,12 +67,16 @@ def streams_of(calls: list[ModuleCall]) -> tuple[str, ...]:
     """Return the parameters of the first block of ``calls`` whose updated values it returns, in that order.
 
     An output belongs to the parameter through which the next block receives it, or else to one of the same shape that
-    the next block does not get unchanged. An output that belongs to no parameter gives ``""``.
+    the next block does not get unchanged. An output that belongs to no parameter gives ``""``. Fields of a dataclass
+    that the block returns unchanged are left out.
     """
     inputs = {name: value for name, value in calls[0].arguments.items() if isinstance(value, TensorRecord)}
     following = calls[1].arguments if len(calls) > 1 else {}
+    passed_on = {record.identity for name, record in inputs.items() if "." in name}
     streams: list[str] = []
     for output in tensors_of(calls[0].output):
+        if output.identity in passed_on:
+            continue
         received = [name for name, value in following.items() if getattr(value, "identity", None) == output.identity]
         same_shape = [
             name
@@ -177,8 +188,8 @@ class ObservedRegion:
                     plans.add(repr(candidate.plan))
                     yield candidate
 
-    def _endings(self) -> list[tuple[ModuleCall, int, int]]:
-        """Return where the tokens may be gathered, as (call, index of the output, dim), the latest call first.
+    def _endings(self) -> list[tuple[ModuleCall, tuple[Gather | None, ...]]]:
+        """Return where the tokens may be gathered, as (call, rules of its outputs), the latest call first.
 
         Calls with an output larger than the tokens come last: logits over a vocabulary cost more to gather than what
         they are computed from, and some models compute them for the last token only.
@@ -186,20 +197,25 @@ class ObservedRegion:
         calls = self.calls()
         size = prod(self._first_arguments[self.start.streams[0]].shape)
         last_block = max((call.ended for call, _ in calls if call.block_list is not None), default=0)
-        endings: list[tuple[bool, ModuleCall, int, int]] = []
+        endings: list[tuple[bool, ModuleCall, tuple[Gather | None, ...]]] = []
         for call, larger_call in calls:
             if call.ended < last_block:
                 continue
-            outputs = zip(tensors_of(call.output), tensors_of(larger_call.output), strict=False)
-            for index, (record, larger) in enumerate(outputs):
-                dims = self.start.token_dims(record, larger)
-                if record.derived and len(dims) == 1:
-                    endings.append((prod(record.shape) > size, call, index, dims[0]))
-                    break
+            outputs = zip(output_tensors(call.output), output_tensors(larger_call.output), strict=False)
+            of_tokens = [
+                (record, index, Gather(dims[0], self.segment, field=path))
+                for (index, path, record), (*_, larger) in outputs
+                if record.derived and len(dims := self.start.token_dims(record, larger)) == 1
+            ]
+            if of_tokens:
+                record, index, first = of_tokens[0]
+                # All fields of a dataclass that is the whole output can be gathered, but one tensor of a tuple.
+                others = [gather for *_, gather in of_tokens[1:]] if first.field and len(call.output) == 1 else []
+                endings.append((prod(record.shape) > size, call, (*[None] * index, first, *others)))
         endings.reverse()
-        return [(call, index, dim) for _, call, index, dim in sorted(endings, key=itemgetter(0))]
+        return [(call, gathers) for _, call, gathers in sorted(endings, key=itemgetter(0))]
 
-    def _candidate(self, choice: Choice, ending: ModuleCall, index: int, dim: int) -> Candidate | None:
+    def _candidate(self, choice: Choice, ending: ModuleCall, gathers: tuple[Gather | None, ...]) -> Candidate | None:
         inner: dict[str, dict[str | int, ShardRule]] = {}
         reasons = []
         for stream in self.start.streams:
@@ -222,7 +238,6 @@ class ObservedRegion:
         # The last block of a list is named ``-1``, because another checkpoint of the model may have more blocks.
         of_list = [] if ending.block_list is None else self.small.of_list(ending.block_list)
         name = f"{ending.block_list}.-1" if of_list and ending.name == of_list[-1].name else ending.name
-        gather = Gather(dim, self.segment)
         reasons.append(f"{name}: its output is gathered, because it has one entry for each token.")
         inputs: dict[str, ShardRule] = {}
         for parameter in sorted(self.small.joined_inputs):
@@ -231,7 +246,7 @@ class ObservedRegion:
             if len(dims) == 1:
                 inputs[parameter] = Split(dims.pop(), like=self.segment)
                 reasons.append(f"{parameter}: the model joins it to the tokens between its blocks.")
-        outputs = {name: gather if index == 0 else (*[None] * index, gather)}
+        outputs = {name: gathers[0] if gathers[0] is not None and len(gathers) == 1 else gathers}
         return Candidate(Plan(inputs, outputs, joint, inner, attention), (*reasons, *attention_reasons))
 
     def _companions(self, choice: Choice) -> dict[tuple[str, str], tuple[ShardRule, str]]:

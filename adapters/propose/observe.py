@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall, raise_here
+from para_core.dataclass_fields import by_path, fields_of, has_fields, leaves_of, map_leaves
 from para_core.instance_patching import original_class
 from para_core.modes.flash_attention import OPERATOR_TYPES, attention_kind, flash_attention
 from para_core.plans.module_matching import parameters_of
@@ -54,13 +55,33 @@ def tensors_of(value: Any) -> list[TensorRecord]:
     return [record for item in value for record in tensors_of(item)] if isinstance(value, (list, tuple)) else []
 
 
+def output_tensors(output: Any) -> list[tuple[int, str, TensorRecord]]:
+    """Return the tensor records of a module's output, each with its index and, in a dataclass, the path of its field.
+
+    Tensors in a list inside the output are left out, because a plan cannot name them.
+    """
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    entries = enumerate(output) if isinstance(output, (list, tuple)) else [(0, output)]
+    return [(index, path, record) for index, entry in entries for path, record in _fields_with_tensors(entry, ())]
+
+
+def _fields_with_tensors(value: Any, path: tuple[str, ...]) -> list[tuple[str, TensorRecord]]:
+    if isinstance(value, TensorRecord):
+        return [(".".join(path), value)]
+    if not isinstance(value, Mapping):
+        return []
+    return [found for name, field in value.items() for found in _fields_with_tensors(field, (*path, str(name)))]
+
+
 @dataclass(frozen=True)
 class ModuleCall:
     """A call of a block, of a direct submodule of the model, or of a module outside the blocks that calls attention.
 
     ``block_list`` is the name of the container that holds the block, or None. ``began`` and ``ended`` are times,
     counted in observed events. ``arguments``, by name, and ``output`` have a :class:`TensorRecord` for each tensor, and
-    a :class:`MaskRecord` for each ``BlockMask``.
+    a :class:`MaskRecord` for each ``BlockMask``. A field of a dataclass is an argument of its own, named by its path.
+    In ``output`` a dataclass is a dict of its fields.
     """
 
     name: str
@@ -139,6 +160,7 @@ class _CallObserver(TorchFunctionMode):
         super().__init__()
         self.observed = ObservedCall()
         self._start, self._streams = start, streams
+        inputs = by_path(inputs)
         self._input_names = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
         # For each tensor: names of the model arguments from which it was computed, and _DERIVED if it is derived.
         self._sources = WeakTensorKeyDictionary()
@@ -181,7 +203,7 @@ class _CallObserver(TorchFunctionMode):
 
     def _set_sources(self, value: Any, names: frozenset[str]) -> None:
         if names:
-            for x in tree_leaves(value):
+            for x in leaves_of(value):
                 if isinstance(x, Tensor):
                     self._sources[x] = names
 
@@ -202,6 +224,8 @@ class _CallObserver(TorchFunctionMode):
         self._alive.append(value)
 
         def record(x: Any) -> Any:
+            if has_fields(x):
+                return {name: tree_map(record, field) for name, field in fields_of(x).items()}
             if isinstance(x, BlockMask):
                 tensors = [part for part in x.as_tuple() if isinstance(part, Tensor)]
                 derived = _DERIVED in self._sources_of(tensors)
@@ -211,6 +235,26 @@ class _CallObserver(TorchFunctionMode):
             return TensorRecord(tuple(x.shape), x.dtype, id(x), derived=_DERIVED in self._sources_of([x]))
 
         return tree_map(record, value)
+
+    def _mark_streams(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Mark the streams among the ``arguments`` of the start as derived, and return the arguments to be used.
+
+        A block may pass on the other fields of a dataclass, which a plan shards only here. Tensors in dataclasses are
+        therefore replaced by views, and all of these are marked, but not the tensors that the model itself holds.
+        """
+        streams = [arguments[stream] for stream in self._streams if stream in arguments]
+        self.observed.sources = self._sources_of([by_path(arguments)[stream] for stream in self._streams]) - {_DERIVED}
+        for stream in streams:
+            self._set_sources(stream, self._sources_of([stream]) | {_DERIVED})
+
+        def marked(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                sources = self._sources_of([leaf])
+                leaf = leaf.view_as(leaf)
+                self._set_sources(leaf, sources | {_DERIVED})
+            return leaf
+
+        return {name: map_leaves(marked, value) if has_fields(value) else value for name, value in arguments.items()}
 
     @contextmanager
     def hooks_on(self, module: nn.Module) -> Iterator[None]:
@@ -229,18 +273,21 @@ class _CallObserver(TorchFunctionMode):
         # The beginnings and recorded arguments of calls that run: a stack, because a module may call itself.
         running: list[tuple[int, dict[str, Any] | None]] = []
 
-        def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             self._time += 1
             is_recorded = block_list is not None or not self._num_running_blocks
             self._module_names.append(name)
             self._num_running_blocks += block_list is not None
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            records = {key: self._record(value) for key, value in arguments.items()} if is_recorded else None
-            running.append((self._time, records))
+            flat = by_path(arguments) if is_recorded else {}
+            running.append(
+                (self._time, {key: self._record(value) for key, value in flat.items()} if is_recorded else None)
+            )
             if name == self._start:
-                self.observed.sources = self._sources_of(arguments[stream] for stream in self._streams) - {_DERIVED}
-                for stream in self._streams:
-                    self._set_sources(arguments[stream], self._sources_of([arguments[stream]]) | {_DERIVED})
+                marked = self._mark_streams(arguments)
+                positional = [marked[key] for key, _ in zip(parameters, args, strict=False)]
+                return (*positional, *args[len(positional) :]), {key: marked[key] for key in kwargs}
+            return None
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._time += 1
@@ -249,7 +296,9 @@ class _CallObserver(TorchFunctionMode):
             began, arguments = running.pop()
             attends = bool(self.observed.attention) and self.observed.attention[-1].time > began
             if arguments is not None and (block_list is not None or not self._module_names[-1] or attends):
-                call = ModuleCall(name, block_list, began, self._time, arguments, self._record(output))
+                # A dataclass or named tuple counts as the only entry.
+                entries = [output] if has_fields(output) else output
+                call = ModuleCall(name, block_list, began, self._time, arguments, self._record(entries))
                 self.observed.calls.append(call)
 
         return [

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from para_core.cache.blocks import CachedBlocks
+from para_core.dataclass_fields import map_leaves
 from para_core.plans.plan import Attending, Attention, Gather, Halo, Plan, ShardRule, Split
-from para_core.torch_internals import tree_map
 from para_core.verify.parts import largest_error, tensors_in
 from para_core.verify.virtual_ranks import fresh
 
@@ -25,13 +26,15 @@ _PLAN_FIELDS = {"batched": Mapping, "common": tuple, "unshared": tuple, "refused
 
 _EXPECTED = (
     "'module(parameter)', or 'module(0)' for the module's output of that index: a Split or another rule, or None for "
-    "no rule ('(parameter)' is a parameter of the model itself); 'module': a Gather of its output or a tuple of them, "
-    "its Attention calls (a tuple, OneForEach, LinearAttention, AttentionByHeads), a Halo, or None; 'joint_order': "
-    "names of segments; 'batched', 'common', 'unshared', 'refused': as in a Plan; 'plan': a Plan; 'CachedBlocks': "
-    "CachedBlocks(...) or None; 'samples': the number of samples in the examples, or None"
+    "no rule ('(parameter)' is a parameter of the model itself, and '(parameter.field)' a field of a dataclass); "
+    "'module': a Gather of its output or a tuple of them, its Attention calls (a tuple, OneForEach, LinearAttention, "
+    "AttentionByHeads), a Halo, or None; 'joint_order': names of segments; 'batched', 'common', 'unshared', 'refused': "
+    "as in a Plan; 'plan': a Plan; 'CachedBlocks': CachedBlocks(...) or None; 'samples': the number of samples in the "
+    "examples, or None"
 )
-# Matches "module(parameter)", "module(parameter[index])" and "module(index of an output)".
-PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?)\)")
+# Matches "module(parameter)", "module(parameter[index])" and "module(index of an output)", each also with the path of a
+# field: "module(parameter.field)".
+PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?(?:\.\w+)*)\)")
 
 
 def require_answers(answers: Answers) -> None:
@@ -145,10 +148,10 @@ def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], sampl
             batched[name] = dims.pop()
 
     def sample(index: int) -> dict[str, Any]:
-        narrowed = {
-            name: tree_map(lambda x, dim=dim: x.narrow(dim, index, 1) if isinstance(x, Tensor) else x, inputs[name])
-            for name, dim in batched.items()
-        }
+        def narrow(x: Any, dim: int) -> Any:
+            return x.narrow(dim, index, 1) if isinstance(x, Tensor) else x
+
+        narrowed = {name: map_leaves(partial(narrow, dim=dim), inputs[name]) for name, dim in batched.items()}
         return fresh({**inputs, **narrowed})
 
     with torch.no_grad():

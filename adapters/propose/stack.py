@@ -41,10 +41,11 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
         # A list in which nothing calls attention holds modules that are no transformer blocks, such as norms.
         if calls[0].began < began or not region.small.attends(calls[0].began, calls[-1].ended):
             continue
-        streams = streams_of(calls)
+        # The cache names parameters, and not fields of dataclasses.
+        streams = tuple(dict.fromkeys(_parameter(stream) for stream in streams_of(calls)))
         if not all(streams):
             return None
-        measured = next((stream for stream in region.start.streams if stream in streams), streams[0])
+        measured = next((name for name in map(_parameter, region.start.streams) if name in streams), streams[0])
         # The dim of the samples in the streams is 1 for [S, B, C], and 0 otherwise.
         samples = int(region.start.dim == 0 and region.samples() is not None)
         group = BlockGroup((name,), streams, measured, chained=is_chained(calls, streams), samples=samples)
@@ -103,14 +104,22 @@ def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
 _TIME_NAME = re.compile(r"^[trs]$|time|step|sigma|noise|guidance|scale|alpha")
 
 
+def _parameter(name: str) -> str:
+    """Return the parameter of the argument ``name``, which may be the path of a field."""
+    return name.partition(".")[0]
+
+
 def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]) -> bool:
-    received = [following.arguments.get(name) for name in streams]
-    return [getattr(x, "identity", None) for x in received] == [x.identity for x in tensors_of(call.output)]
+    by_stream = [[x for name, x in following.arguments.items() if _parameter(name) == stream] for stream in streams]
+    received = [x.identity for values in by_stream for x in tensors_of(values)]
+    return received == [x.identity for x in tensors_of(call.output)]
 
 
 def is_chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
     """Whether the model only passes the streams from block to block, with equal other arguments for all blocks."""
-    values = [[value for name, value in sorted(call.arguments.items()) if name not in streams] for call in calls]
+    values = [
+        [value for name, value in sorted(call.arguments.items()) if _parameter(name) not in streams] for call in calls
+    ]
     others = [
         [x.identity if isinstance(x, TensorRecord) else repr(x) for x in tree_leaves(of_call)] for of_call in values
     ]

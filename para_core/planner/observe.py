@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from para_core.attention.sdpa_call import SdpaCall
+from para_core.dataclass_fields import by_path
 from para_core.distributed.mesh import MeshDim
 from para_core.planner.run_counter import LaunchCounter, tensors_in
 from para_core.planner.traffic import (
@@ -130,6 +131,7 @@ class _ModelObserver(TorchFunctionMode):
         self.work.operations[operation] += 1
 
     def _note_rules(self, rules: Mapping[Any, ShardRule], values: Mapping[Any, Any]) -> None:
+        values = {**values, **by_path({str(key): value for key, value in values.items()})}
         for key, rule in rules.items():
             value = values.get(key)
             if isinstance(rule, Count) and value is not None:

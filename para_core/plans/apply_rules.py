@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from para_core.dataclass_fields import change_field, fields_of, has_fields, leaves_of, like_sequence, with_fields
 from para_core.distributed.collectives import gather_tokens, shard_tokens
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
@@ -46,25 +48,31 @@ class RuleExecutor:
         kwargs: dict[str, Any],
         module_name: str = "",
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return ``args`` and ``kwargs`` of a module call, with the rules ``cuts`` applied by parameter name.
+        """Return ``args`` and ``kwargs`` of a module call, with the rules ``cuts`` applied by parameter name, or by the
+        path of a field of an argument, such as ``"video.x"``.
 
-        Arguments that are not passed, or are None, are skipped. ``parameters`` are the names of the positional
-        parameters, in order. Raise ``TypeError`` or ``ValueError`` if an argument does not fit its rule.
+        Arguments and fields that are not passed, or are None, are skipped. ``parameters`` are the names of the
+        positional parameters, in order. Raise ``TypeError`` or ``ValueError`` if an argument does not fit its rule.
         """
         positional, named = list(args), dict(kwargs)
-        for parameter, cut in cuts.items():
-            name = f"{module_name}.{parameter}" if module_name else parameter
+        for key, cut in cuts.items():
+            name = f"{module_name}.{key}" if module_name else key
+            parameter, _, path = key.partition(".")
             if named.get(parameter) is not None:
-                named[parameter] = self.cut(named[parameter], cut, name)
+                named[parameter] = self._cut_at(path, named[parameter], cut, name)
             elif parameter in parameters[: len(positional)]:
                 index = parameters.index(parameter)
                 if positional[index] is not None:
-                    positional[index] = self.cut(positional[index], cut, name)
+                    positional[index] = self._cut_at(path, positional[index], cut, name)
         return tuple(positional), named
+
+    def _cut_at(self, path: str, value: Any, cut: ShardRule, name: str) -> Any:
+        """Return ``value`` with the rule ``cut`` applied to its field ``path``, or to itself if the path is empty."""
+        return change_field(value, path, partial(self.cut, cut=cut, name=name)) if path else self.cut(value, cut, name)
 
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
         """Return ``value``, an argument or output called ``name``, with the rule ``cut`` applied to it, or to each
-        entry of a list, tuple or dict.
+        entry of a list, tuple or dict, or to each field of a dataclass that holds tensors or masks.
         """
         if isinstance(cut, Entries):
             return self._entries(value, cut, name)
@@ -79,7 +87,10 @@ class RuleExecutor:
         if isinstance(value, Mapping):
             return {key: self.cut(item, cut, name) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)([self.cut(item, cut, name) for item in value])
+            return like_sequence(value, [self.cut(item, cut, name) for item in value])
+        if has_fields(value) and not isinstance(cut, (FirstTokens, LastTokens)):
+            holding = {field: entry for field, entry in fields_of(value).items() if _holds_tensors(entry)}
+            return with_fields(value, {field: self.cut(x, cut, f"{name}.{field}") for field, x in holding.items()})
         if isinstance(cut, SplitMask):
             return self._split_mask(value, cut, name)
         if isinstance(cut, (FirstTokens, LastTokens)):
@@ -126,7 +137,7 @@ class RuleExecutor:
                 f"{name} is a {type(value).__name__}{length}; the plan expects a tuple of {len(cut.cuts)} entries."
             )
         pairs = zip(value, cut.cuts, strict=True)
-        return type(value)([item if rule is None else self.cut(item, rule, name) for item, rule in pairs])
+        return like_sequence(value, [item if rule is None else self.cut(item, rule, name) for item, rule in pairs])
 
     def _split(self, value: Tensor, split: Split, name: str) -> Tensor:
         if split.ndim is not None and value.ndim != split.ndim:
@@ -205,23 +216,33 @@ class RuleExecutor:
             return min(max(number - start, 0), length)
         return min(max(start + length - (segment.total - number), 0), length)
 
-    def outputs_at(self, output: Any, cuts: Mapping[int, ShardRule], module_name: str) -> Any:
-        """Return a module's output, a tensor or a tuple, with each rule of ``cuts`` applied at its index."""
-        for index, cut in cuts.items():
-            if isinstance(output, Tensor):
-                output = self.cut(output, cut, f"{module_name}[{index}]")
+    def outputs_at(self, output: Any, cuts: Mapping[int | str, ShardRule], module_name: str) -> Any:
+        """Return a module's output, a tensor, tuple or dataclass, with each rule of ``cuts`` applied at its index, or
+        at an index and the path of a field, such as ``"0.x"``. A tensor, dataclass or named tuple has the index 0.
+        """
+        for key, cut in cuts.items():
+            index, _, path = str(key).partition(".")
+            name = f"{module_name}[{index}]" + (path and f".{path}")
+            if isinstance(output, Tensor) or (has_fields(output) and (path or not isinstance(output, tuple))):
+                output = self._cut_at(path, output, cut, name)
             else:
                 parts = list(output)
-                parts[index] = self.cut(parts[index], cut, f"{module_name}[{index}]")
-                output = tuple(parts)
+                parts[int(index)] = self._cut_at(path, parts[int(index)], cut, name)
+                output = like_sequence(output, parts) if has_fields(output) else tuple(parts)
         return output
 
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
         """Return a module's output with its i-th tensor gathered by ``gathers[i]``, if that is not None. ``output`` is
-        a tensor, a tuple or list, or a ``ModelOutput`` of diffusers, which is changed in place.
+        a tensor, a tuple or list, a dataclass, or a ``ModelOutput`` of diffusers, which is changed in place.
         """
         if isinstance(output, Tensor):
             return self._gather(output, gathers[0])
+        if has_fields(output):
+            for name, gather in zip(fields_of(output), gathers, strict=False):
+                if gather is not None:
+                    alone = replace(gather, field="")
+                    output = change_field(output, gather.field or name, partial(self._gather, gather=alone))
+            return output
         if isinstance(output, (tuple, list)):
             gathered = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
             return type(output)([*gathered, *output[len(gathered) :]])
@@ -233,6 +254,8 @@ class RuleExecutor:
     def _gather(self, value: Any, gather: Gather | None) -> Any:
         if gather is None or value is None:
             return value
+        if gather.field:
+            return change_field(value, gather.field, partial(self._gather, gather=replace(gather, field="")))
         segment = self.segment(gather.segment)
         if gather.after_replicated or gather.then_replicated:
             layout = self._layout_with_prefix(value, gather.dim, segment, whole=False)
@@ -270,3 +293,7 @@ class RuleExecutor:
                 "of its tokens."
             )
         return self.segments[name]
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, (Tensor, BlockMask)) for leaf in leaves_of(value))

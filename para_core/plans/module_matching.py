@@ -20,7 +20,7 @@ class ModuleRules:
 
     Args:
         name: The module name in the plan, which may contain wildcards.
-        shard_rules: Rules for inputs (keyed by parameter name) and for outputs (keyed by index).
+        shard_rules: Rules for inputs and outputs, with keys as in :attr:`Plan.inner`.
         exchange: For a projection of an :class:`AttentionByHeads`: ``"enter"`` exchanges tokens for heads in its
             output, ``"leave"`` undoes this in its input.
         parts: The number of tensors in the output of such a projection, as in :class:`AttentionByHeads`.
@@ -36,11 +36,11 @@ class ModuleRules:
 
     @property
     def of_inputs(self) -> dict[str, ShardRule]:
-        return {parameter: rule for parameter, rule in self.shard_rules if isinstance(parameter, str)}
+        return {key: rule for key, rule in self.shard_rules if isinstance(key, str) and not key[:1].isdecimal()}
 
     @property
-    def of_outputs(self) -> dict[int, ShardRule]:
-        return {index: rule for index, rule in self.shard_rules if isinstance(index, int)}
+    def of_outputs(self) -> dict[int | str, ShardRule]:
+        return {key: rule for key, rule in self.shard_rules if isinstance(key, int) or key[:1].isdecimal()}
 
     def with_more(self, other: ModuleRules) -> ModuleRules:
         return ModuleRules(

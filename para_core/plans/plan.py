@@ -98,6 +98,8 @@ class Gather:
             entries.
         then_replicated (`bool`, defaults to `False`): Whether the tokens are followed along ``dim`` by replicated
             entries.
+        field (`str`, *optional*): If the output is a dataclass or named tuple, the field that holds the tokens, or its
+            path, such as ``"video.x"``. Without it, the fields count as the entries of a tuple.
     """
 
     dim: int
@@ -105,6 +107,7 @@ class Gather:
     per: int | None = 1
     after_replicated: bool = False
     then_replicated: bool = False
+    field: str = ""
 
 
 @dataclass(frozen=True)
@@ -282,7 +285,8 @@ class Plan:
     """The sharding of one model: which tensors are split and gathered, and the segments of its attention calls.
 
     In module names, ``*`` matches one part between dots (``blocks.*.attn``), ``**`` any number of parts, and ``-1`` the
-    last module of a list.
+    last module of a list. A parameter that holds a dataclass, named tuple or dict may be followed by the path of a
+    field: ``"video.x"`` is the field ``x`` of the parameter ``video``, and ``"0.x"`` that of the output of index 0.
 
     Args:
         inputs (`Mapping[str, ShardRule]`): Rules for parameters of the model's ``forward``. They apply if the argument

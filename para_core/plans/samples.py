@@ -8,21 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.dataclass_fields import fields_of, has_fields, leaves_of, like_sequence, with_fields
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import MeshDim
 from para_core.plans.plan import Plan
-from para_core.torch_internals import tree_leaves
 from para_core.user_warnings import ParallelWarning, WarningLog
 
 
 def number_of_samples(value: Any, dim: int | None) -> int | None:
-    """Return the number of samples in ``value``: a tensor with samples along ``dim``, or if ``dim`` is None a list or
-    tuple with an entry for each. Return None if it is unknown, or the tensors of the entries have different shapes.
+    """Return the number of samples in ``value``: a tensor, or a dataclass of tensors, with samples along ``dim``, or if
+    ``dim`` is None a list or tuple with an entry for each. Return None if it is unknown, or the tensors of the entries
+    have different shapes.
     """
+    if has_fields(value) and dim is not None:
+        value = next((leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor)), None)
     if isinstance(value, Tensor) and dim is not None:
         return value.shape[dim]
     if isinstance(value, (tuple, list)) and dim is None:
-        shapes = [[x.shape for x in tree_leaves(entry) if isinstance(x, Tensor)] for entry in value]
+        shapes = [[x.shape for x in leaves_of(entry) if isinstance(x, Tensor)] for entry in value]
         return len(value) if all(shape == shapes[0] for shape in shapes) else None
     return None
 
@@ -31,8 +34,8 @@ def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
     """Return this rank's part of the samples of ``value``, or ``value`` itself if it does not have ``total`` samples.
 
     Args:
-        value: A tensor, or a dict, list or tuple of tensors, with samples along ``dim``. If ``dim`` is None, a list or
-            tuple with an entry for each sample.
+        value: A tensor, or a dict, list, tuple or dataclass of tensors, with samples along ``dim``. If ``dim`` is None,
+            a list or tuple with an entry for each sample.
         total: Number of samples on all ranks, a multiple of the size of the mesh dim ``batch``.
     """
     if dim is None:
@@ -43,7 +46,10 @@ def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
     if isinstance(value, Mapping):
         return {key: own_samples(item, dim, total, batch) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)([own_samples(item, dim, total, batch) for item in value])
+        return like_sequence(value, [own_samples(item, dim, total, batch) for item in value])
+    if has_fields(value):
+        own = {name: own_samples(field, dim, total, batch) for name, field in fields_of(value).items()}
+        return with_fields(value, own)
     if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != total:
         return value
     size = total // batch.size
@@ -99,19 +105,15 @@ def own_arguments(
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether ``value`` is a tensor, or a dict, list or tuple that contains a tensor at any depth."""
-    if isinstance(value, Mapping):
-        return any(holds_tensor(item) for item in value.values())
-    if isinstance(value, (tuple, list)):
-        return any(holds_tensor(item) for item in value)
-    return isinstance(value, Tensor)
+    """Whether ``value`` is a tensor, or a dict, list, tuple or dataclass that contains a tensor at any depth."""
+    return any(isinstance(leaf, Tensor) for leaf in leaves_of(value))
 
 
 def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
     """Gather the ``samples`` samples of each rank along ``batch``, and return ``output`` with all of them. Collective.
 
-    ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes, or a tuple
-    or ``ModelOutput`` of these, which is changed in place.
+    ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes, or a tuple,
+    dataclass or ``ModelOutput`` of these. A ``ModelOutput`` is changed in place.
     """
 
     def gather(value: Any) -> Any:
@@ -121,6 +123,8 @@ def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
 
     if isinstance(output, (Tensor, list)):
         return gather(output)
+    if has_fields(output):
+        return with_fields(output, {name: gather(value) for name, value in fields_of(output).items()})
     if isinstance(output, tuple):
         return tuple(gather(value) for value in output)
     for key, value in list(output.items()):

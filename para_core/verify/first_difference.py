@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall
+from para_core.dataclass_fields import leaves_of
 from para_core.distributed.layout import Segment
 from para_core.instance_patching import original_class
-from para_core.torch_internals import DisableTorchFunction, tree_leaves
+from para_core.torch_internals import DisableTorchFunction
 from para_core.verify.parts import relative_error, sharded_dim
 
 # Number of random vectors on which each slice of a tensor is projected.
@@ -92,7 +93,7 @@ class Recording:
     def note(self, kind: Kind, module: str, value: Any, attention: AttentionRecord | None = None) -> None:
         if self.at_each_event is not None:
             self.at_each_event()
-        digests = tuple(_digest(x) for x in tree_leaves(value) if isinstance(x, Tensor) and x.layout == torch.strided)
+        digests = tuple(_digest(x) for x in leaves_of(value) if isinstance(x, Tensor) and x.layout == torch.strided)
         self.events.append(Event(kind, module, digests, attention))
 
     def on_cpu(self) -> Recording:

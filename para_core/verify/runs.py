@@ -7,11 +7,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
+from para_core.dataclass_fields import by_path, leaves_of, map_leaves
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.sharding_mode import TraceSafeLayout
@@ -19,7 +21,7 @@ from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.current_call import segments_under_way
 from para_core.plans.plan import Plan, Split
 from para_core.plans.region import apply_plan
-from para_core.torch_internals import crop_block_mask, tree_flatten, tree_unflatten
+from para_core.torch_internals import crop_block_mask
 from para_core.verify.first_difference import AttentionRecorder, Recording
 from para_core.verify.virtual_ranks import RankOutcome, device_of, outcomes_on_virtual_ranks, with_same_weights
 
@@ -35,15 +37,14 @@ class ModelInputs:
     kwargs: Mapping[str, Any]
 
     def leaves(self) -> list[Any]:
-        return tree_flatten((self.args, dict(self.kwargs)))[0]
+        return leaves_of((self.args, dict(self.kwargs)))
 
     def with_leaves(self, change: Callable[[int, Any], Any]) -> ModelInputs:
         """Return new inputs in which each leaf (a tensor or other value in nested containers) is replaced by
         ``change(index, leaf)``.
         """
-        leaves, spec = tree_flatten((self.args, dict(self.kwargs)))
-        args, kwargs = tree_unflatten([change(i, leaf) for i, leaf in enumerate(leaves)], spec)
-        return ModelInputs(args, kwargs)
+        indices = count()
+        return ModelInputs(*map_leaves(lambda leaf: change(next(indices), leaf), (self.args, dict(self.kwargs))))
 
     def copied(self) -> ModelInputs:
         """Return new inputs with a copy of every leaf, because a model may change its inputs in place."""
@@ -249,7 +250,10 @@ def dims_of_plan(module: nn.Module, inputs: ModelInputs, plan: Plan) -> dict[int
 
 
 def _named_leaves(module: nn.Module, inputs: ModelInputs) -> dict[str, list[int]]:
-    """Return, for each parameter name, the indices in ``inputs.leaves()`` of the values in its argument."""
+    """Return, for each parameter name, the indices in ``inputs.leaves()`` of the values in its argument.
+
+    The fields of a dataclass have entries of their own, by path, such as ``"video.x"``.
+    """
     signature = inspect.signature(module.forward)
     bound, kinds = signature.bind_partial(*inputs.args, **inputs.kwargs).arguments, signature.parameters
     by_identity: dict[int, list[int]] = {}
@@ -258,7 +262,7 @@ def _named_leaves(module: nn.Module, inputs: ModelInputs) -> dict[str, list[int]
     named: dict[str, list[int]] = {}
     for name, value in bound.items():
         values = value if kinds[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-        for argument, of_name in values.items():
+        for argument, of_name in {**values, **by_path(values)}.items():
             leaves = ModelInputs((of_name,), {}).leaves()
             named[argument] = [index for leaf in leaves for index in by_identity[id(leaf)]]
     return named

@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from para_core.dataclass_fields import leaves_of, map_leaves
 from para_core.distributed.mesh import SequenceMesh, mesh_of_groups
 from para_core.instance_patching import original_class
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan
-from para_core.torch_internals import registered_group_names, tree_leaves, tree_map
+from para_core.torch_internals import registered_group_names
 
 _NAMES = itertools.count()
 
@@ -294,13 +295,13 @@ def run_on_virtual_ranks(
 
 def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
     """Return the device of the first tensor among weights, buffers and ``inputs``; the CPU if there is none."""
-    tensors = itertools.chain(module.parameters(), module.buffers(), tree_leaves(inputs))
+    tensors = itertools.chain(module.parameters(), module.buffers(), leaves_of(inputs))
     return next((x.device for x in tensors if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``inputs`` with lists and dicts copied but not tensors, because some models empty their input lists."""
-    copied: dict[str, Any] = tree_map(lambda x: x, dict(inputs))
+    """Return ``inputs`` with lists, dicts and dataclasses copied but not tensors, because some models change them."""
+    copied: dict[str, Any] = map_leaves(lambda x: x, dict(inputs))
     return copied
 
 

@@ -287,7 +287,14 @@ class PatchHooks:
         return split_and_gather if of_inputs or rules.gathers else identify
 
     def _split_outputs(
-        self, rules: Mapping[int, ShardRule], name: str, call: Around, module: nn.Module, /, *args: Any, **kwargs: Any
+        self,
+        rules: Mapping[int | str, ShardRule],
+        name: str,
+        call: Around,
+        module: nn.Module,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         output = call(module, *args, **kwargs)
         return output if self.executor is None else self.executor.outputs_at(output, rules, name)

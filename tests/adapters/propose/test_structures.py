@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from para_core import check_parallel
 from para_core.adapters import propose_plan
-from para_core.plans.plan import SplitMask
+from para_core.plans.plan import Split, SplitMask
 from zoo.tiny.base import fill
 
 
@@ -73,4 +77,112 @@ def test_plan_of_flex_attention_in_eager_code(text, given, compiled):
     assert proposal.plan is not None, proposal
     assert any(isinstance(rule, SplitMask) for rule in proposal.plan.shard_rules)
     check = check_parallel(fill(CausalVideo(), seed=1), plan=proposal.plan, ranks=2, **causal_inputs(30, text, given))
+    assert check.error < 1e-5, check
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The arguments of a block for one kind of tokens."""
+
+    x: Tensor
+    time: Tensor
+    text: Tensor
+    enabled: bool = True
+
+
+@dataclass
+class Holder:
+    """A stream in an object that blocks change in place."""
+
+    stream: Stream
+
+
+class StreamBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.q, self.kv, self.out = nn.Linear(24, 72), nn.Linear(24, 24), nn.Linear(24, 48), nn.Linear(24, 24)
+
+    def attend(self, stream: Stream) -> Stream:
+        q, k, v = heads_of(self.qkv(stream.x * (1 + stream.time)), 3)
+        x = stream.x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        (q,), (k, v) = heads_of(self.q(x), 1), heads_of(self.kv(stream.text), 2)
+        return replace(stream, x=x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def forward(self, stream: Stream) -> Stream:
+        return self.attend(stream)
+
+
+class PairBlock(StreamBlock):
+    """Two streams in two dataclasses, of which the second sees the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_video = nn.Linear(24, 48)
+
+    def forward(self, video: Stream, audio: Stream | None) -> tuple[Stream, Stream | None]:
+        video = self.attend(video)
+        if audio is None:
+            return video, None
+        audio = self.attend(audio)
+        (q,), (k, v) = heads_of(audio.x, 1), heads_of(self.to_video(video.x), 2)
+        return video, replace(audio, x=audio.x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class HolderBlock(StreamBlock):
+    def forward(self, holder: Holder) -> Holder:
+        holder.stream = self.attend(holder.stream)
+        return holder
+
+
+class OfStreams(nn.Module):
+    """A model that is given tensors, and gives its blocks dataclasses, as ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        block = {"pair": PairBlock, "holder": HolderBlock}.get(kind, StreamBlock)
+        self.inp, self.final = nn.Linear(6, 24), nn.Linear(24, 6)
+        self.blocks = nn.ModuleList([block(), block()])
+
+    def forward(self, x: Tensor, time: Tensor, text: Tensor, audio: Tensor | None = None) -> Any:
+        stream: Any = Stream(self.inp(x), time, text)
+        other = None if audio is None else Stream(audio, time[:, :1], text)
+        holder = Holder(stream)
+        for block in self.blocks:
+            if self.kind == "pair":
+                stream, other = block(stream, other)
+            elif self.kind == "holder":
+                holder = block(holder)
+                stream = holder.stream
+            elif self.kind == "made anew":
+                stream = Stream(block(stream).x, 2 * time, text)
+            else:
+                stream = block(stream)
+        return stream if self.kind == "returned" else self.final(stream.x)
+
+
+class GivenStreams(OfStreams):
+    def forward(self, stream: Stream) -> Any:  # type: ignore[override]
+        return super().forward(stream.x, stream.time, stream.text)
+
+
+def stream_inputs(kind: str, tokens: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = {"x": (1, tokens, 6), "time": (1, tokens, 1), "text": (1, 8, 24), "audio": (1, 11, 24)}
+    inputs = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+    if kind != "pair":
+        inputs.pop("audio")
+    return {"stream": Stream(**inputs)} if kind == "given" else inputs
+
+
+@pytest.mark.parametrize("kind", ["passed on", "made anew", "holder", "pair", "returned", "given"])
+def test_plan_of_blocks_that_take_dataclasses(kind):
+    model = fill((GivenStreams if kind == "given" else OfStreams)(kind), seed=1)
+    proposal = propose_plan(model, (stream_inputs(kind, 25), stream_inputs(kind, 37)))
+    assert proposal.plan is not None, proposal
+    assert proposal.error < 1e-5
+    names = {"holder": "holder.stream", "pair": "video"}
+    of_first = proposal.plan.inner["blocks.0"]
+    assert of_first[f"{names.get(kind, 'stream')}.x"] == Split(1, segment="image")
+    check = check_parallel(model, plan=proposal.plan, ranks=(2, 3), **stream_inputs(kind, 31))
     assert check.error < 1e-5, check

@@ -1,0 +1,100 @@
+"""Read and replace fields of dataclasses and named tuples, nested in each other and in lists, tuples and dicts.
+
+A field is named by its path: ``"video.x"`` is the field ``x`` of the argument ``video``. A dataclass that is also a
+mapping, such as a ``ModelOutput`` of diffusers, counts as a mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from para_core.torch_internals import tree_map
+
+
+def has_fields(value: Any) -> bool:
+    """Whether ``value`` is an instance of a dataclass, but no mapping, or a named tuple."""
+    return _is_named_tuple(value) or (is_dataclass(value) and not isinstance(value, (type, Mapping)))
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of ``value``, which :func:`has_fields`, by name. Fields that are not set are left out."""
+    names = value._fields if _is_named_tuple(value) else [field.name for field in fields(value)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
+    """Return a copy of ``value``, which :func:`has_fields`, with the fields ``changes``.
+
+    ``__init__`` and ``__post_init__`` do not run, because they may derive other attributes from the changed fields.
+    """
+    if _is_named_tuple(value):
+        return value._replace(**changes)
+    copied = object.__new__(type(value))
+    # Use object.__setattr__, because a frozen dataclass refuses its own. A class with slots has no __dict__.
+    for name, attribute in {**getattr(value, "__dict__", {}), **fields_of(value), **changes}.items():
+        object.__setattr__(copied, name, attribute)
+    return copied
+
+
+def like_sequence(value: Sequence[Any], items: Iterable[Any]) -> Any:
+    """Return a list, tuple or named tuple of the type of ``value`` with other ``items``."""
+    kind: Callable[..., Any] = type(value)
+    return kind(*items) if _is_named_tuple(value) else kind(items)
+
+
+def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of ``value`` in which the field ``path`` is replaced by ``change(field)``. A None is not changed.
+
+    With an empty path this is ``change(value)``. A field may also be an entry of a dict.
+
+    Raises:
+        TypeError: ``value``, or a field on the path, does not have the next field.
+    """
+    if value is None or not path:
+        return None if value is None else change(value)
+    name, _, rest = path.partition(".")
+    known: Mapping[str, Any] = {}
+    if isinstance(value, Mapping):
+        known = value
+    elif has_fields(value):
+        known = fields_of(value)
+    if name not in known:
+        raise TypeError(
+            f"the plan names the field {name!r} of a {type(value).__name__}; expected a dataclass, named tuple or dict "
+            f"with that field. Its fields are {sorted(known) or 'none'}."
+        )
+    changed = {name: change_field(known[name], rest, change)}
+    return {**value, **changed} if isinstance(value, Mapping) else with_fields(value, changed)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a copy of ``value`` with each leaf of nested lists, tuples, dicts and dataclasses replaced by
+    ``function(leaf)``.
+    """
+    if has_fields(value):
+        return with_fields(value, {name: map_leaves(function, field) for name, field in fields_of(value).items()})
+    return tree_map(lambda leaf: map_leaves(function, leaf) if has_fields(leaf) else function(leaf), value)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of nested lists, tuples, dicts and dataclasses, in order."""
+    leaves: list[Any] = []
+    map_leaves(leaves.append, value)
+    return leaves
+
+
+def by_path(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``arguments`` with each value that :func:`has_fields` replaced by its fields, by path, at any depth."""
+    flat: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if has_fields(value):
+            flat |= by_path({f"{name}.{field}": entry for field, entry in fields_of(value).items()})
+        else:
+            flat[name] = value
+    return flat
