@@ -14,6 +14,7 @@ from para_core.adapters.propose.observe import (
     MaskRecord,
     ModuleCall,
     ObservedCall,
+    ObservedSoftmax,
     TensorRecord,
     output_tensors,
     tensors_of,
@@ -301,6 +302,22 @@ class ObservedRegion:
                         return parameter, dim, value.shape[dim]
         return None
 
+    def handwritten(self) -> list[ObservedSoftmax]:
+        """Return the softmaxes over scores of tokens, one for each module, that a plan would leave to one rank.
+
+        They are computed from the tokens, before these are gathered, and the model's output is computed from them.
+        """
+        ends = max((call.ended for call, _ in self._endings()), default=0)
+        larger = [softmax.shape for softmax in self.large.softmaxes]
+        by_module: dict[str, ObservedSoftmax] = {}
+        for index, softmax in enumerate(self.small.softmaxes):
+            *_, rows, columns = softmax.shape
+            grows = index < len(larger) and larger[index][-1] != columns
+            are_scores = grows or rows == columns or columns >= self.start.tokens[0]
+            if softmax.derived and softmax.is_used and softmax.time < ends and are_scores:
+                by_module.setdefault(softmax.name, softmax)
+        return [*by_module.values()]
+
     def samples(self) -> int | None:
         """Return the number of samples in the smaller call. None if the tokens at the start have no batch dim."""
         shape = self._first_arguments[self.start.streams[0]].shape
@@ -319,7 +336,7 @@ class ObservedRegion:
             ((dim, lengths),) = dims.items()
             segments = self._segments_of(lengths, choice)
             if segments is None:
-                return None
+                return self._rule_of_some(dim, lengths, choice)
             after = TEXT if segments[0] == TEXT and len(segments) > 1 else None
             return Split(dim, like=self.segment, after=after, then_replicated=segments[1:] == (TEXT,))
         if isinstance(value, MaskRecord) and isinstance(larger, MaskRecord):
@@ -341,6 +358,13 @@ class ObservedRegion:
         if len({repr(rule) for rule in rules}) == 1:
             return rules[0]
         return None if isinstance(value, Mapping) else Entries(tuple(rules))
+
+    def _rule_of_some(self, dim: int, lengths: Lengths, choice: Choice) -> Split | None:
+        """Return the rule for a tensor with an entry for some tokens: all but a fixed number of the first or last."""
+        small, large = self.start.tokens
+        if small - lengths[0] == large - lengths[1] > 0:
+            return Split(dim, like=self.segment, only="last" if choice.text_first else "first")
+        return None
 
     def _mask_rule(self, mask: MaskRecord, larger: MaskRecord, choice: Choice) -> SplitMask | None:
         if mask.derived or mask.lengths == larger.lengths:

@@ -106,20 +106,33 @@ class ObservedAttention:
     mask: tuple[int, ...] | None
 
 
+@dataclass(frozen=True)
+class ObservedSoftmax:
+    """A softmax of a tensor of ``shape``, with 3 or more dims, in module ``name``, as handwritten attention has it.
+
+    ``derived`` is that of its input. ``is_used`` says whether the output of the model was computed from it.
+    """
+
+    name: str
+    time: int
+    shape: tuple[int, ...]
+    derived: bool
+    is_used: bool = False
+
+
 @dataclass
 class ObservedCall:
     """Record of one call of a model, in the order of time.
 
     ``joined_inputs`` are the arguments that the model itself, outside of submodules, combines with derived tensors, and
-    ``sources`` those from which the marked ones (``streams`` of :func:`observe`) were computed. ``softmax`` has the
-    modules that compute a softmax of a tensor with 3 or more dims, with its shape, as handwritten attention does.
+    ``sources`` those from which the marked ones (``streams`` of :func:`observe`) were computed.
     """
 
     inputs: Mapping[str, Any] = field(default_factory=dict)
     calls: list[ModuleCall] = field(default_factory=list)
     attention: list[ObservedAttention] = field(default_factory=list)
     joined_inputs: set[str] = field(default_factory=set)
-    softmax: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    softmaxes: list[ObservedSoftmax] = field(default_factory=list)
     sources: frozenset[str] = frozenset()
 
     def of_list(self, name: str) -> list[ModuleCall]:
@@ -156,13 +169,16 @@ _DERIVED = ""
 
 
 class _CallObserver(TorchFunctionMode):
-    def __init__(self, inputs: Mapping[str, Any], start: str | None, streams: Sequence[str]) -> None:
+    def __init__(
+        self, inputs: Mapping[str, Any], start: str | None, streams: Sequence[str], inside: str | None = None
+    ) -> None:
         super().__init__()
         self.observed = ObservedCall()
-        self._start, self._streams = start, streams
+        self._start, self._streams, self._inside = start, streams, inside
         inputs = by_path(inputs)
         self._input_names = {id(x): name for name, value in inputs.items() for x in tree_leaves(value)}
-        # For each tensor: names of the model arguments from which it was computed, and _DERIVED if it is derived.
+        # For each tensor: names of the model arguments, and indices of the softmaxes, from which it was computed, and
+        # _DERIVED if it is derived.
         self._sources = WeakTensorKeyDictionary()
         for name, value in inputs.items():
             self._set_sources(value, frozenset([name]))
@@ -182,8 +198,6 @@ class _CallObserver(TorchFunctionMode):
             self._record_attention(SdpaCall(*args, **kwargs))
         elif func is flex_attention_operator:
             self._record_attention(SdpaCall(*args[:3]))
-        elif func in _SOFTMAX and isinstance(args[0], Tensor) and args[0].ndim >= 3:
-            self.observed.softmax.setdefault(self._module_names[-1], tuple(args[0].shape))
         out: Any
         if func is F.multi_head_attention_forward:
             # Compute this function's attention through the observer: torch function modes are off inside an intercepted
@@ -195,20 +209,36 @@ class _CallObserver(TorchFunctionMode):
             out = func(*args, **kwargs)
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         sources = self._sources_of(operands)
-        self._set_sources(out, sources)
+        if func in _SOFTMAX and operands and operands[0].ndim >= 3:
+            sources |= {self._record_softmax(operands[0])}
+        # An assignment to a part of a tensor returns None.
+        self._set_sources(args[0] if func is Tensor.__setitem__ else out, sources)
         if _DERIVED in sources and not self._module_names[-1]:
             names = [self._input_names[id(x)] for x in operands if id(x) in self._input_names]
             self.observed.joined_inputs.update(names)
         return out
 
-    def _set_sources(self, value: Any, names: frozenset[str]) -> None:
+    def _set_sources(self, value: Any, names: frozenset[str | int]) -> None:
         if names:
             for x in leaves_of(value):
                 if isinstance(x, Tensor):
                     self._sources[x] = names
 
-    def _sources_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
+    def _sources_of(self, tensors: Iterable[Tensor]) -> frozenset[str | int]:
         return frozenset().union(*[self._sources.get(x, frozenset()) for x in tensors])
+
+    def _record_softmax(self, x: Tensor) -> int:
+        """Record a softmax of ``x``, and return its index."""
+        derived = _DERIVED in self._sources_of([x])
+        softmaxes = self.observed.softmaxes
+        softmaxes.append(ObservedSoftmax(self._module_names[-1], self._time, tuple(x.shape), derived))
+        return len(softmaxes) - 1
+
+    def note_output(self, output: Any) -> None:
+        """Note from which softmaxes the ``output`` of the model was computed."""
+        used = self._sources_of(x for x in leaves_of(output) if isinstance(x, Tensor))
+        softmaxes = enumerate(self.observed.softmaxes)
+        self.observed.softmaxes = [replace(softmax, is_used=index in used) for index, softmax in softmaxes]
 
     def _record_attention(self, call: SdpaCall) -> None:
         self._time += 1
@@ -243,7 +273,8 @@ class _CallObserver(TorchFunctionMode):
         therefore replaced by views, and all of these are marked, but not the tensors that the model itself holds.
         """
         streams = [arguments[stream] for stream in self._streams if stream in arguments]
-        self.observed.sources = self._sources_of([by_path(arguments)[stream] for stream in self._streams]) - {_DERIVED}
+        sources = self._sources_of(by_path(arguments)[stream] for stream in self._streams)
+        self.observed.sources = frozenset(name for name in sources if isinstance(name, str) and name != _DERIVED)
         for stream in streams:
             self._set_sources(stream, self._sources_of([stream]) | {_DERIVED})
 
@@ -275,7 +306,7 @@ class _CallObserver(TorchFunctionMode):
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
             self._time += 1
-            is_recorded = block_list is not None or not self._num_running_blocks
+            is_recorded = block_list is not None or not self._num_running_blocks or name == self._inside
             self._module_names.append(name)
             self._num_running_blocks += block_list is not None
             arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
@@ -295,7 +326,8 @@ class _CallObserver(TorchFunctionMode):
             self._num_running_blocks -= block_list is not None
             began, arguments = running.pop()
             attends = bool(self.observed.attention) and self.observed.attention[-1].time > began
-            if arguments is not None and (block_list is not None or not self._module_names[-1] or attends):
+            is_wanted = block_list is not None or not self._module_names[-1] or attends or name == self._inside
+            if arguments is not None and is_wanted:
                 # A dataclass or named tuple counts as the only entry.
                 entries = [output] if has_fields(output) else output
                 call = ModuleCall(name, block_list, began, self._time, arguments, self._record(entries))
@@ -308,16 +340,23 @@ class _CallObserver(TorchFunctionMode):
 
 
 def observe(
-    module: nn.Module, inputs: Mapping[str, Any], start: str | None = None, streams: Sequence[str] = ()
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    start: str | None = None,
+    streams: Sequence[str] = (),
+    inside: str | None = None,
 ) -> ObservedCall:
     """Call ``module(**inputs)`` without gradients and return the record of the call.
+
+    Calls of the submodule ``inside`` are recorded also inside a block.
 
     The arguments ``streams`` of the block ``start`` are marked: tensors computed from them are ``derived``. The caller
     forces compiled code, such as flex_attention, to run in eager mode.
     """
-    observer = _CallObserver(inputs, start, streams)
+    observer = _CallObserver(inputs, start, streams, inside)
     with torch.no_grad(), observer.hooks_on(module), observer:
-        module(**fresh(inputs))
+        output = module(**fresh(inputs))
+    observer.note_output(output)
     observed = observer.observed
     # An nn.Sequential in which nothing calls attention holds no transformer blocks, so drop its calls.
     no_blocks = {

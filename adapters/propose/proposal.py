@@ -64,7 +64,7 @@ class Proposal:
 
 def source_of(adapter: Adapter) -> str:
     """Return the source of a module that defines a variable ``ADAPTER`` equal to ``adapter``."""
-    call = _text(adapter, 0)
+    call = expression_of(adapter, 0)
     names = sorted(name for name in set(re.findall(r"\b([A-Z]\w+)\(", call)) if hasattr(para_core.plans.plan, name))
     imports = ["from para_core.adapters.adapter import Adapter"]
     if adapter.blocks is not None:
@@ -73,21 +73,22 @@ def source_of(adapter: Adapter) -> str:
     return "\n".join([f'"""{adapter.transformer}."""', "", *imports, "", f"ADAPTER = {call}", ""])
 
 
-def _text(value: Any, indent: int) -> str:
+def expression_of(value: Any, indent: int = 0) -> str:
+    """Return ``value``, a part of an adapter, as a Python expression without defaults, indented in later lines."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = []
         for field in dataclasses.fields(value):
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if getattr(value, field.name) != default:
-                items.append(f"{field.name}={_text(getattr(value, field.name), indent + 4)}")
+                items.append(f"{field.name}={expression_of(getattr(value, field.name), indent + 4)}")
         return _wrapped(f"{type(value).__name__}(", items, ")", indent)
     if isinstance(value, Mapping):
-        items = [f"{_text(key, 0)}: {_text(entry, indent + 4)}" for key, entry in value.items()]
+        items = [f"{expression_of(key, 0)}: {expression_of(entry, indent + 4)}" for key, entry in value.items()]
         return _wrapped("{", items, "}", indent)
     if isinstance(value, tuple):
         if len(value) == 1:
-            return f"({_text(value[0], indent)},)"
-        return _wrapped("(", [_text(entry, indent + 4) for entry in value], ")", indent)
+            return f"({expression_of(value[0], indent)},)"
+        return _wrapped("(", [expression_of(entry, indent + 4) for entry in value], ")", indent)
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.propose.candidates import TEXT, ObservedRegion, Start, starts
-from para_core.adapters.propose.observe import ObservedCall, imagined_larger, observe
+from para_core.adapters.propose.observe import ObservedCall, ObservedSoftmax, imagined_larger, observe
 from para_core.adapters.propose.overrides import (
     PARAMETER_NAME,
     Answers,
@@ -20,13 +20,17 @@ from para_core.adapters.propose.overrides import (
     with_answers,
     with_samples,
 )
-from para_core.adapters.propose.proposal import Proposal
+from para_core.adapters.propose.proposal import Proposal, expression_of
 from para_core.adapters.propose.stack import StackGuess, cached_error, stacks
 from para_core.adapters.propose.text import with_sharded_text
+from para_core.adapters.propose.whole_modules import has_layers, with_whole_module
 from para_core.adapters.registry import require_kind
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
+from para_core.verify.check import find_first_difference
+from para_core.verify.first_difference import Difference
 from para_core.verify.parts import largest_error
+from para_core.verify.runs import ModelInputs, ParallelRun
 from para_core.verify.virtual_ranks import fresh, run_on_virtual_ranks
 
 # Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by dtype of the model's parameters.
@@ -88,45 +92,85 @@ def propose_plan(
 
 def _proposal(module: nn.Module, examples: Sequence[Mapping[str, Any]], segment: str, answers: Answers) -> Proposal:
     name = original_class(module).__name__
-    answered, from_answers = (tuple(f"{key}: {text}" for key in answers) for text in ("", "from answers."))
     check = _Check(module, examples, answers)
-    failures: dict[str, tuple[Plan, str]] = {}
+    failures: dict[str, _Failure] = {}
     observations = [*_observations(module, name, examples)]
     begins = [(start, large) for small_call, large in observations for start in starts(small_call, large)]
     if not begins and not form_a_plan(answers):
         raise ValueError(_nothing_grows(name, *observations[0]))
     for start, large in begins:
-        observed = observe(module, examples[0], start.block, start.streams)
-        of_start = ObservedRegion(start, observed, large, segment)
-        likeliest_here: Proposal | None = None
-        for candidate in of_start.candidates():
-            plan = with_answers(candidate.plan, answers)
-            if repr(plan) in failures:
-                continue
-            kept = [reason for reason in candidate.reasons if not reason.startswith(answered)]
-            proposal = Proposal(name, plan, error=0.0, reasons=(*kept, *from_answers))
-            error = check.error_or_failure(plan, start.tokens)
-            if isinstance(error, float):
-                proposal = replace(proposal, error=error)
-                return check.completed(check.with_text(proposal, of_start) or proposal, of_start)
-            likeliest_here = likeliest_here or proposal
-            failures[repr(plan)] = plan, f"{start.block}: {error}"
-        # No candidate of this start was exact. If one tensor holds entries of text and image, only a plan that shards
-        # text at the model's inputs can be exact, so try that.
-        sharded = likeliest_here and check.with_text(likeliest_here, of_start)
-        if sharded is not None:
-            return check.completed(sharded, of_start)
+        region = ObservedRegion(start, observe(module, examples[0], start.block, start.streams), large, segment)
+        proposal = _exact_plan(check, name, region, failures)
+        if proposal is not None:
+            return check.completed(proposal, region)
     if form_a_plan(answers):
         plan = with_answers(Plan({}, {}, (segment,)), answers)
         error = check.error_or_failure(plan)
         if isinstance(error, float):
-            return check.completed(Proposal(name, plan, error=error, reasons=from_answers), None)
-        failures = {repr(plan): (plan, f"the plan in answers: {error}"), **failures}
-    none_fits = "attention has lengths that are not those of the tokens."
-    likeliest, failure = next(iter(failures.values()), (None, none_fits))
-    questions = _questions_of([start for start, _ in begins], failure, *observations[0])
+            return check.completed(Proposal(name, plan, error=error, reasons=_from_answers(answers)), None)
+        failures = {repr(plan): _Failure(plan, f"the plan in answers: {error}"), **failures}
+    likeliest = next(iter(failures.values()), None)
+    questions = _questions_of([start for start, _ in begins], likeliest, check, *observations[0])
     unanswered = tuple(question for question in questions if question.partition(": ")[0] not in answers)
-    return Proposal(name, questions=unanswered, guess=likeliest)
+    return Proposal(name, questions=unanswered, guess=None if likeliest is None else likeliest.plan)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A plan that was not exact, the reason as a sentence, and the part of the model for which it was guessed.
+
+    ``way_out`` is a plan that is exact, but in which modules that compute much get all tokens on every rank.
+    """
+
+    plan: Plan
+    reason: str
+    region: ObservedRegion | None = None
+    way_out: Plan | None = None
+
+
+# Number of inexact candidates of a start that are tried again with modules that are given all tokens, and the number of
+# such modules.
+_MOST_WITH_WHOLE_MODULES, _MOST_WHOLE_MODULES = 4, 3
+
+
+def _from_answers(answers: Answers) -> tuple[str, ...]:
+    return tuple(f"{key}: from answers." for key in answers)
+
+
+def _exact_plan(check: _Check, name: str, region: ObservedRegion, failures: dict[str, _Failure]) -> Proposal | None:
+    """Return the first exact plan for ``region``; None if there is none.
+
+    Plans that are not exact are added to ``failures``, by their text. Plans that are among these are not tried again.
+    """
+    start, answers = region.start, check.answers
+    answered = tuple(f"{key}: " for key in answers)
+    tried: list[Proposal] = []
+    for candidate in region.candidates():
+        plan = with_answers(candidate.plan, answers)
+        if repr(plan) in failures:
+            continue
+        kept = [reason for reason in candidate.reasons if not reason.startswith(answered)]
+        proposal = Proposal(name, plan, error=0.0, reasons=(*kept, *_from_answers(answers)))
+        error = check.error_or_failure(plan, start.tokens)
+        if isinstance(error, float):
+            proposal = replace(proposal, error=error)
+            return check.with_text(proposal, region) or proposal
+        failures[repr(plan)] = _Failure(plan, f"{start.block}: {error}", region)
+        tried.append(proposal)
+    # If one tensor holds entries of text and image, only a plan that shards text at the model's inputs can be exact.
+    sharded = check.with_text(tried[0], region) if tried else None
+    if sharded is not None:
+        return sharded
+    for proposal in tried[:_MOST_WITH_WHOLE_MODULES]:
+        whole = check.with_whole_modules(proposal, region)
+        if whole is not None:
+            exact, computes_much = whole
+            if not computes_much:
+                return exact
+            failed = failures[repr(proposal.plan)]
+            failures[repr(proposal.plan)] = replace(failed, way_out=exact.plan)
+            break
+    return None
 
 
 def _checked_examples(example_inputs: Any) -> tuple[Mapping[str, Any], ...]:
@@ -186,15 +230,11 @@ class _Check:
 
         ``lengths`` are, for each sharded segment, its numbers of tokens in the examples; none if unknown.
         """
-        largest, meshes = 0.0, _SOME_MESHES
+        largest = 0.0
         for i, inputs in enumerate(self.examples):
             with torch.no_grad():
                 expected = self.module(**fresh(inputs))
-            if lengths:
-                # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide no length.
-                ranks = next(ranks for ranks in count(2) if all(of_segment[i] % ranks for of_segment in lengths))
-                meshes = ((1, ranks), (ranks, 1))
-            for ring, ulysses in meshes:
+            for ring, ulysses in self.meshes(i, lengths):
                 try:
                     outs = run_on_virtual_ranks(self.module, plan, inputs, ring=ring, ulysses=ulysses)
                 # With a wrong plan the model may raise anything, which means that the guess is wrong.
@@ -204,6 +244,42 @@ class _Check:
                 if not largest < self.tolerance:
                     return f"on {ring} × {ulysses} ranks its result is {largest:.1e} from that of the unmodified model."
         return largest
+
+    def meshes(self, example: int, lengths: Sequence[Sequence[int]]) -> Sequence[tuple[int, int]]:
+        """Return the meshes, as (ring, ulysses), on which to check a call with ``example``."""
+        if not lengths:
+            return _SOME_MESHES
+        # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide no length.
+        ranks = next(ranks for ranks in count(2) if all(of_segment[example] % ranks for of_segment in lengths))
+        return ((1, ranks), (ranks, 1))
+
+    def difference(self, plan: Plan, *lengths: Sequence[int]) -> Difference:
+        """Return the first difference between the unmodified model and ``plan``, in a call with the smaller example.
+
+        ``lengths`` are as in :meth:`error_or_failure`.
+        """
+        ((_, ranks), *_) = self.meshes(0, lengths)
+        inputs, run = ModelInputs((), self.examples[0]), ParallelRun(plan, forward=None, dims={})
+        return find_first_difference(self.module, inputs, run, "ulysses", ranks, tolerance=self.tolerance)
+
+    def with_whole_modules(self, proposal: Proposal, region: ObservedRegion) -> tuple[Proposal, bool] | None:
+        """Return ``proposal`` with a plan in which modules that failed, or differed, are given all tokens, and whether
+        one of these has weights, so that every rank computes much for all tokens. None if no such plan is exact.
+        """
+        has_weights = False
+        for _ in range(_MOST_WHOLE_MODULES):
+            if proposal.plan is None:
+                return None
+            name = self.difference(proposal.plan, region.start.tokens).module
+            candidate = with_whole_module(self.module, region, proposal.plan, name, self.examples)
+            if candidate is None:
+                return None
+            has_weights = has_weights or has_layers(self.module.get_submodule(name))
+            proposal = replace(proposal, plan=candidate.plan, reasons=(*proposal.reasons, *candidate.reasons))
+            error = self.error_or_failure(candidate.plan, region.start.tokens)
+            if isinstance(error, float):
+                return replace(proposal, error=error), has_weights
+        return None
 
     def with_text(self, proposal: Proposal, of_start: ObservedRegion) -> Proposal | None:
         """Return ``proposal`` with a plan that also shards text; None if no such plan is exact.
@@ -283,7 +359,8 @@ class _Check:
 
 def _nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> str:
     """Return the error message for two calls in which no block receives a tensor that grows with the tokens."""
-    handwritten = _handwritten_attention(name, observed)
+    softmaxes = {softmax.name: softmax for softmax in reversed(observed.softmaxes)}
+    handwritten = _handwritten_attention(name, [*reversed(softmaxes.values())])
     if not observed.attention:
         if handwritten:
             return f"{name} called no scaled_dot_product_attention, but {handwritten}"
@@ -305,21 +382,23 @@ def _nothing_grows(name: str, observed: ObservedCall, large: ObservedCall) -> st
     )
 
 
-def _handwritten_attention(name: str, observed: ObservedCall) -> str:
+def _handwritten_attention(name: str, softmaxes: Sequence[ObservedSoftmax]) -> str:
     """Return which modules compute a softmax themselves, as the end of a sentence; ``""`` if none does."""
-    softmax = [f"{module or name} (over {list(shape)})" for module, shape in observed.softmax.items()]
-    if not softmax:
+    if not softmaxes:
         return ""
+    modules = [f"{softmax.name or name} (over {list(softmax.shape)})" for softmax in softmaxes]
     return (
-        f"computes a softmax itself: in {', '.join(softmax[:3])}. Handwritten attention cannot be intercepted. Switch "
+        f"computes a softmax itself: in {', '.join(modules[:3])}. Handwritten attention cannot be intercepted. Switch "
         "the model to its fused attention (some call it flash), or call F.scaled_dot_product_attention there."
     )
 
 
-def _questions_of(begins: list[Start], failure: str, small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
+def _questions_of(
+    begins: list[Start], likeliest: _Failure | None, check: _Check, small: ObservedCall, large: ObservedCall
+) -> tuple[str, ...]:
     """Return questions for the user. Each begins with the name under which ``answers`` takes the answer, if it has one.
 
-    ``begins`` are the starts that were tried, and ``failure`` says what was wrong with the likeliest plan.
+    ``begins`` are the starts that were tried, and ``likeliest`` is the likeliest plan.
     """
     numbers = {
         f"{call.block_list}.*({parameter}): is it a number of tokens? FirstTokens and LastTokens shard those."
@@ -327,11 +406,46 @@ def _questions_of(begins: list[Start], failure: str, small: ObservedCall, large:
         for parameter, value in call.arguments.items()
         if call.block_list is not None and isinstance(value, int) and value != larger_call.arguments.get(parameter)
     }
-    failure = (
-        f"No plan that begins at {' or '.join(start.block for start in begins)} was exact. The likeliest guess failed: "
-        f"{failure.rstrip('.')}. Correct it with propose_plan(..., answers=)."
-    )
-    handwritten = _handwritten_attention("the model", small)
+    no_plan = f"No plan that begins at {' or '.join(start.block for start in begins)} was exact."
+    if likeliest is None:
+        none_fits = (
+            "Attention has lengths that are not those of the tokens. State the plan: propose_plan(..., answers=)."
+        )
+        return (*sorted(numbers), f"{no_plan} {none_fits}")
+    parts = [no_plan, f"The likeliest guess failed: {likeliest.reason.rstrip('.')}.", _where(check, likeliest)]
+    if likeliest.way_out is not None:
+        parts.append(_way_out(likeliest.plan, likeliest.way_out))
+    parts.append("Correct it with propose_plan(..., answers=).")
+    handwritten = [] if likeliest.region is None else likeliest.region.handwritten()
     if handwritten:
-        failure += f" The model also {handwritten}"
-    return (*sorted(numbers), failure)
+        parts.append(f"The model also {_handwritten_attention('the model', handwritten)}")
+    return (*sorted(numbers), " ".join(parts))
+
+
+def _where(check: _Check, failure: _Failure) -> str:
+    """Return, as sentences, in which module the plan of ``failure`` first differs, or failed."""
+    lengths = [] if failure.region is None else [failure.region.start.tokens]
+    difference = check.difference(failure.plan, *lengths)
+    module = (
+        f"{difference.module} ({difference.kind})" if difference.module else f"the model itself ({difference.kind})"
+    )
+    page = (
+        "If it computes positions, lengths or a mask of all tokens, see 'Where positions and lengths come from' in "
+        "docs/own_model.md."
+    )
+    # An error of a rank begins with its number, and is a part of the reason of the failure.
+    if difference.reason.partition(": ")[2] in failure.reason:
+        return f"It failed in {module}. {page}"
+    size = "" if difference.error is None else f" (by {difference.error:.1e})"
+    return f"The first difference is in {module}: {difference.reason}{size}. {page}"
+
+
+def _way_out(plan: Plan, way_out: Plan) -> str:
+    """Return, as a sentence, with which answers ``plan`` becomes the plan ``way_out``."""
+    answers = [
+        f'"{module}({key})": {expression_of(rule)}'
+        for module, rules in way_out.inner.items()
+        for key, rule in rules.items()
+        if module not in plan.inner
+    ]
+    return f"It is exact with answers={{{', '.join(answers)}}}, but then every rank computes that for all tokens."

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -156,6 +156,9 @@ class RuleExecutor:
             dim = split.dim % value.ndim
             apart = torch.unflatten(value, dim, (-1, self.segment(split.like or "").total))
             return self._split(apart, replace(split, dim=dim + 1, ndim=None, runs=False), name).flatten(dim, dim + 1)
+        if split.only is not None:
+            start, stop = self._own_range(split.only, value.shape[split.dim], self.segment(split.like or ""))
+            return value.narrow(split.dim, start, stop - start)
         if split.then_replicated:
             total = self.segment(split.like or "").total
             cut, rest = value.split([total, value.shape[split.dim] - total], dim=split.dim)
@@ -210,11 +213,16 @@ class RuleExecutor:
             )
 
     def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
-        segment = self.segment(cut.segment)
-        ((start, length),) = segment.runs(0 if segment.replicated else self.mesh.rank, self.mesh.ranks)
-        if isinstance(cut, FirstTokens):
-            return min(max(number - start, 0), length)
-        return min(max(start + length - (segment.total - number), 0), length)
+        which: Literal["first", "last"] = "first" if isinstance(cut, FirstTokens) else "last"
+        start, stop = self._own_range(which, number, self.segment(cut.segment))
+        return stop - start
+
+    def _own_range(self, which: Literal["first", "last"], number: int, segment: Segment) -> tuple[int, int]:
+        """Return which of the ``number`` first or last tokens of ``segment`` this rank holds, as a range of them."""
+        ((start, length),) = segment.runs(self.mesh.rank, self.mesh.ranks)
+        if which == "last":
+            start = start - (segment.total - number)
+        return min(max(start, 0), number), min(max(start + length, 0), number)
 
     def outputs_at(self, output: Any, cuts: Mapping[int | str, ShardRule], module_name: str) -> Any:
         """Return a module's output, a tensor, tuple or dataclass, with each rule of ``cuts`` applied at its index, or

@@ -37,6 +37,9 @@ class Split:
             which are replicated. The segment must have been split earlier, so that its length is known.
         runs (`bool`, defaults to `False`): Whether ``dim`` contains all tokens several times in a row, such as once per
             sample. Only with ``like``.
+        only (`"first"` or `"last"`, *optional*): Whether ``dim`` has an entry for the first or for the last tokens
+            only, such as a rotary table of the patches that follow class and register tokens. A rank gets the entries
+            of its own tokens, perhaps none. Only with ``like``.
     """
 
     dim: int
@@ -48,6 +51,7 @@ class Split:
     per: int | None = 1
     after_replicated: bool = False
     runs: bool = False
+    only: Literal["first", "last"] | None = None
 
 
 @dataclass(frozen=True)

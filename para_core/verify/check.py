@@ -281,20 +281,48 @@ class _Checker:
         return None
 
     def _first_difference(self, case: CheckedCase, inputs: ModelInputs, expected: list[Tensor]) -> Difference:
-        alone = Recording()
-        outcome = run_alone(self._module, inputs, alone)
-        if expected and largest_error(outcome.output, expected) > self._tolerance:
-            reason = "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
-            return Difference("", self._name, reason)
-        results = run_parallel(self._module, inputs, self._run, case.method, case.ranks, record=True)
-        return first_difference(
-            self._module,
-            alone,
-            [result.recording for result in results],
-            results[0].segments,
-            tolerance=self._tolerance,
-            failure=case.failure,
+        run, tolerance = self._run, self._tolerance
+        return find_first_difference(
+            self._module, inputs, run, case.method, case.ranks, expected, tolerance=tolerance, failure=case.failure
         )
+
+
+def find_first_difference(
+    module: nn.Module,
+    inputs: ModelInputs,
+    run: ParallelRun,
+    method: Method,
+    ranks: int,
+    expected: Sequence[Tensor] = (),
+    *,
+    tolerance: float,
+    failure: str | None = None,
+) -> Difference:
+    """Run ``module`` once more on one rank and on ``ranks`` virtual ranks, and return the first difference of both.
+
+    Args:
+        expected: The output tensors of an earlier call on one rank, to which those of this one are compared.
+        failure: The reason why the outputs cannot be compared. Defaults to the error of the rank that failed, if any.
+    """
+    alone = Recording()
+    outcome = run_alone(module, inputs, alone)
+    if expected and largest_error(outcome.output, expected) > tolerance:
+        reason = "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
+        return Difference("", original_class(module).__name__, reason)
+    results = run_parallel(module, inputs, run, method, ranks, record=True)
+    failed = first_error([result.outcome for result in results])
+    recordings = [result.recording for result in results]
+    if failed is not None:
+        failure = failure or f"rank {failed[0]}: {type(failed[1]).__name__}: {failed[1]}"
+    return first_difference(
+        module,
+        alone,
+        recordings,
+        results[0].segments,
+        tolerance=tolerance,
+        failure=failure,
+        failed=None if failed is None else recordings[failed[0]],
+    )
 
 
 def _error_of(

@@ -246,6 +246,7 @@ def first_difference(
     *,
     tolerance: float,
     failure: str | None = None,
+    failed: Recording | None = None,
 ) -> Difference:
     """Return the first difference, in order of time, between the recordings of the ranks and of the unmodified model.
 
@@ -256,6 +257,7 @@ def first_difference(
         module: The unmodified model.
         segments: The segments that were sharded or replicated.
         tolerance: The largest relative error that counts as equal.
+        failed: The recording of the rank that failed. The others may merely have waited for it.
     """
     describe = partial(_described, module, [alone, *ranks])
     running: list[str] = []
@@ -272,7 +274,8 @@ def first_difference(
             del running[running.index(event.module) :]
     if failure is not None:
         # If modules of a recording have not returned, its rank failed in the innermost one.
-        return describe(next((recording.running for recording in ranks if recording.running), []), failure)
+        recordings = ranks if failed is None else [failed]
+        return describe(next((recording.running for recording in recordings if recording.running), []), failure)
     return describe(
         [],
         "the outputs of all its modules agree; what differs is computed outside of them: before the first, after the "

@@ -72,10 +72,14 @@ def painter_inputs(tokens: int, text: int = 5) -> dict[str, Tensor]:
 
 
 class Chosen(nn.Module):
-    """Scales tokens by the largest of all, in a module that must see all of them."""
+    """Scales tokens by the largest of all, in a module with weights that must see all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh = nn.Linear(16, 16)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return tokens / (1 + tokens.abs().amax(dim=1, keepdim=True))
+        return tokens / (1 + self.weigh(tokens).abs().amax(dim=1, keepdim=True))
 
 
 class ChoosingLayer(Layer):

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from para_core import check_parallel
 from para_core.adapters import propose_plan
-from para_core.plans.plan import Split, SplitMask
+from para_core.plans.plan import Gather, Split, SplitMask
 from zoo.tiny.base import fill
 
 
@@ -186,3 +186,214 @@ def test_plan_of_blocks_that_take_dataclasses(kind):
     assert of_first[f"{names.get(kind, 'stream')}.x"] == Split(1, segment="image")
     check = check_parallel(model, plan=proposal.plan, ranks=(2, 3), **stream_inputs(kind, 31))
     assert check.error < 1e-5, check
+
+
+def turned(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate ``x`` ``[..., S, 8]`` by ``angles`` ``[S, 4]``."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], dim=-1)
+
+
+class Rotary(nn.Module):
+    """A rotary embedding inside attention, whose table has a row for each token, made from the number of tokens."""
+
+    def __init__(self, tokens: int | None = None) -> None:
+        super().__init__()
+        self.register_buffer("table", None if tokens is None else self.angles(tokens))
+
+    def angles(self, tokens: int) -> Tensor:
+        return torch.linspace(0.1, 5.0, tokens)[:, None] * torch.tensor([1.0, 0.4, 0.2, 0.1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return turned(x, self.angles(x.shape[-2]) if self.table is None else self.table)
+
+
+class RotaryBlock(nn.Module):
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.qkv, self.out, self.rotary = nn.Linear(24, 72), nn.Linear(24, 24), rotary
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = heads_of(self.qkv(x), 3)
+        out = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Rotated(nn.Module):
+    """RAE's structure."""
+
+    def __init__(self, tokens: int | None = None) -> None:
+        super().__init__()
+        self.inp, self.final = nn.Linear(6, 24), nn.Linear(24, 6)
+        self.blocks = nn.ModuleList([RotaryBlock(Rotary(tokens)), RotaryBlock(Rotary(tokens))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.final(x)
+
+
+def tokens_of(length: int, samples: int = 1) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, length, 6, generator=torch.Generator().manual_seed(length))}
+
+
+@pytest.mark.parametrize("tokens", [None, 25])
+def test_rotary_module_inside_attention_is_given_all_tokens(tokens):
+    model = fill(Rotated(tokens), seed=1)
+    proposal = propose_plan(model, (tokens_of(25),) if tokens else (tokens_of(25), tokens_of(37)))
+    assert proposal.plan is not None, proposal
+    assert proposal.plan.inner["blocks.*.rotary"] == {"x": Gather(-2, "image"), 0: Split(-2, like="image")}
+    check = check_parallel(model, plan=proposal.plan, ranks=(2, 3), **tokens_of(tokens or 31))
+    assert check.error < 1e-5, check
+
+
+class OfPatches(nn.Module):
+    """DINOv3's structure: the rotary table has rows for patches only, ``before`` or after which other tokens come."""
+
+    def __init__(self, *, before: bool) -> None:
+        super().__init__()
+        self.before = before
+        self.inp, self.others = nn.Linear(6, 24), nn.Parameter(torch.randn(1, 3, 24))
+        self.blocks, self.norm = nn.ModuleList([OfPatchesBlock(before), OfPatchesBlock(before)]), nn.LayerNorm(24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.others.expand(len(x), -1, -1), self.inp(x)]
+        angles = Rotary().angles(x.shape[1])
+        x = torch.cat(parts if self.before else parts[::-1], dim=1)
+        for block in self.blocks:
+            x = block(x, (angles, 2 * angles))
+        return self.norm(x)
+
+
+class OfPatchesBlock(nn.Module):
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.before = before
+        self.qkv, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        q, k, v = heads_of(self.qkv(x), 3)
+        patches = angles[0].shape[0]
+        sizes = [x.shape[1] - patches, patches] if self.before else [patches, x.shape[1] - patches]
+
+        def turn(t: Tensor) -> Tensor:
+            parts = [*t.split(sizes, dim=2)]
+            parts[self.before] = turned(turned(parts[self.before], angles[0]), angles[1])
+            return torch.cat(parts, dim=2)
+
+        return x + self.out(F.scaled_dot_product_attention(turn(q), turn(k), v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("before", "which"), [(True, "last"), (False, "first")])
+def test_table_of_patches_only_is_sharded_with_their_tokens(before, which):
+    model = fill(OfPatches(before=before), seed=1)
+    proposal = propose_plan(model, (tokens_of(25), tokens_of(37)))
+    assert proposal.plan is not None, proposal
+    assert proposal.plan.inner["blocks.*"]["angles"] == Split(0, like="image", only=which)
+    # With 5 ranks the first, or the last, holds a single patch.
+    for ranks, length in ((2, 31), (5, 13), (5, 4)):
+        check = check_parallel(model, plan=proposal.plan, ranks=ranks, **tokens_of(length))
+        assert check.error < 1e-5, check
+
+
+class Mixer(nn.Module):
+    """A layer that mixes tokens without attention, as in hybrids of Mamba and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.inp(x).cumsum(dim=1))
+
+
+class HybridLayer(nn.Module):
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.mixer, self.mlp = mixer, nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mixer(x)
+        return x + self.mlp(x)
+
+
+class Hybrid(Rotated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([HybridLayer(Mixer()), RotaryBlock(nn.Identity()), HybridLayer(Mixer())])
+
+
+def test_mixer_of_a_hybrid_is_named():
+    model = fill(Hybrid(), seed=1)
+    examples = (tokens_of(25), tokens_of(37))
+    proposal = propose_plan(model, examples)
+    assert proposal.plan is None
+    (question,) = proposal.questions
+    assert "blocks.0.mixer (Mixer)" in question
+    # The way out that it names is exact.
+    answers = {"blocks.*.mixer(x)": Gather(-2, "image"), "blocks.*.mixer(0)": Split(-2, like="image")}
+    assert all(f'"{name}"' in question for name in answers)
+    assert propose_plan(model, examples, answers=answers).error < 1e-5
+
+
+class OwnPositions(RotaryBlock):
+    """Wan's structure: a function inside attention computes positions from a grid of all tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.attn = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+        height, width = grid.tolist()
+        x = x.unflatten(1, (height, width)).flatten(1, 2)
+        return super().forward(x)
+
+
+class OfGrids(Rotated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([OwnPositions(), OwnPositions()])
+
+    def forward(self, x: Tensor, grid: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x, grid)
+        return self.final(x)
+
+
+def test_module_that_computes_positions_inside_is_named():
+    examples = [{**tokens_of(5 * width), "grid": torch.tensor([5, width])} for width in (5, 7)]
+    proposal = propose_plan(fill(OfGrids(), seed=1), examples)
+    assert proposal.plan is None
+    assert "blocks.0 (OwnPositions)" in " ".join(proposal.questions)
+    assert "docs/own_model.md" in " ".join(proposal.questions)
+
+
+class Pooled(Hybrid):
+    """A hybrid that computes softmaxes: before the blocks, in the blocks without use, and over classes."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "before":
+            x = (x @ x.mT).softmax(-1) @ x
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+            if self.kind == "unused":
+                (x @ x.mT).softmax(-1)
+            elif self.kind == "classes":
+                x = x * x.unflatten(2, (4, 6)).softmax(-1).flatten(2)
+            elif self.kind == "attention":
+                x = x + (x @ x.mT).softmax(-1) @ x
+        return self.final(x)
+
+
+@pytest.mark.parametrize("kind", ["before", "unused", "classes", "attention"])
+def test_only_softmaxes_between_split_and_gather_are_named(kind):
+    proposal = propose_plan(fill(Pooled(kind), seed=1), (tokens_of(25), tokens_of(37)))
+    assert proposal.plan is None
+    assert ("softmax" in " ".join(proposal.questions)) == (kind == "attention")

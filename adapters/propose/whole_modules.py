@@ -1,0 +1,96 @@
+"""Derive variants of a plan in which a module inside the blocks, such as a rotary embedding, is given all tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from para_core.adapters.propose.candidates import Candidate, ObservedRegion
+from para_core.adapters.propose.observe import ModuleCall, TensorRecord, observe, output_tensors
+from para_core.instance_patching import original_class
+from para_core.plans.plan import Gather, Plan, ShardRule, Split
+
+
+def with_whole_module(
+    module: nn.Module, region: ObservedRegion, plan: Plan, name: str, examples: Sequence[Mapping[str, Any]]
+) -> Candidate | None:
+    """Return ``plan`` with tokens gathered before the submodule ``name`` and sharded after it.
+
+    Returns None if the submodule calls attention, its sizes do not show which dims hold the tokens, or ``plan`` has
+    rules for it.
+    """
+    pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    if not name or pattern in plan.inner:
+        return None
+    start = region.start
+    observed = [observe(module, inputs, start.block, start.streams, inside=name) for inputs in examples]
+    calls = [[call for call in of_example.calls if call.name == name] for of_example in observed]
+    if not calls[0] or any(observed[0].attends(call.began, call.ended) for call in calls[0]):
+        return None
+    rules: dict[str | int, ShardRule] = {}
+    for pair in zip(*calls, strict=False):
+        of_call = _rules(region, plan, pair)
+        if of_call is None or any(rules.setdefault(key, rule) != rule for key, rule in of_call.items()):
+            return None
+    if not (any(isinstance(key, str) for key in rules) and 0 in rules):
+        return None
+    reason = (
+        f"{pattern}: failed, or differed, with a rank's tokens, so these are gathered before it and sharded after it. "
+        "Every rank computes it for all tokens."
+    )
+    return Candidate(replace(plan, inner={**plan.inner, pattern: rules}), (reason,))
+
+
+def has_layers(module: nn.Module) -> bool:
+    """Whether ``module`` has weights of layers of torch. Without them it computes little for each token."""
+    layers = [x for x in module.modules() if original_class(x).__module__.startswith("torch.nn.")]
+    return any([*layer.parameters()] for layer in layers)
+
+
+def _rules(region: ObservedRegion, plan: Plan, calls: Sequence[ModuleCall]) -> dict[str | int, ShardRule] | None:
+    """Return the rules for the tensors of a call, given in one or both examples. None if the tokens' dim is unknown."""
+    rules: dict[str | int, ShardRule] = {}
+    for parameter in calls[0].arguments:
+        records = [call.arguments.get(parameter) for call in calls]
+        if isinstance(records[0], TensorRecord) and records[0].derived:
+            gather = _gather(region, plan, [record for record in records if isinstance(record, TensorRecord)])
+            if gather is None:
+                return None
+            rules[parameter] = gather
+    outputs = [{(index, path): record for index, path, record in output_tensors(call.output)} for call in calls]
+    for index, path in outputs[0]:
+        gather = _gather(region, plan, [of_call[index, path] for of_call in outputs if (index, path) in of_call])
+        if gather is None or path:
+            return None
+        rules[index] = Split(
+            gather.dim,
+            like=region.segment,
+            after_replicated=gather.after_replicated,
+            then_replicated=gather.then_replicated,
+        )
+    return rules
+
+
+def _gather(region: ObservedRegion, plan: Plan, records: Sequence[TensorRecord]) -> Gather | None:
+    """Return the rule that gathers the tokens of a tensor, alone or in a joint sequence with replicated text.
+
+    With records of two examples the dim of the tokens grows. With one record, it is the last that is as long as they.
+    """
+    tokens, text = region.start.tokens, region.text_parameter()
+    sizes = [*zip(*[record.shape for record in records], strict=False)]
+    for added in dict.fromkeys([0, 0 if text is None else text[2]]):
+        lengths = tuple(number + added for number in tokens)[: len(records)]
+        dims = [dim for dim, of_dim in enumerate(sizes) if of_dim == lengths]
+        if dims:
+            image_last = plan.joint_order[-1] == region.segment
+            return Gather(
+                dims[-1] - len(sizes),
+                region.segment,
+                after_replicated=added > 0 and image_last,
+                then_replicated=added > 0 and not image_last,
+            )
+    return None
