@@ -42,18 +42,27 @@ Lengths = tuple[int, int]
 class Start:
     """A module at whose inputs tokens may be sharded: the first block of a list, or a module that contains all blocks.
 
-    ``tokens`` are their numbers in the smaller and in the larger call, and ``streams`` the parameters of the module
-    that hold them, along ``dim``.
+    ``streams`` are the parameters of the module that hold them, along ``dim``, with ``entries`` in the smaller and in
+    the larger call. Each entry is a token, or in ``[B, T, H, W, C]`` a frame of ``group`` tokens in the dims
+    ``together``.
     """
 
     block: str
-    tokens: Lengths
+    entries: Lengths
     streams: tuple[str, ...]
     dim: int
+    together: tuple[int, ...] = ()
+    group: int = 1
+
+    @property
+    def tokens(self) -> Lengths:
+        """The numbers of tokens in the smaller and in the larger call."""
+        return self.entries[0] * self.group, self.entries[1] * self.group
 
     def token_dims(self, small: TensorRecord, large: TensorRecord) -> list[int]:
-        """Return the dims that are as long as the tokens in both calls."""
-        return [dim for dim, lengths in grown_dims(small, large).items() if lengths == self.tokens]
+        """Return the dims that are as long as the tokens, or as the entries, in both calls."""
+        known = (self.tokens, self.entries)
+        return [dim for dim, lengths in grown_dims(small, large).items() if lengths in known]
 
 
 def grown_dims(small: TensorRecord, large: TensorRecord) -> dict[int, Lengths]:
@@ -117,8 +126,13 @@ def _start(call: ModuleCall, larger_call: ModuleCall, streams: Iterable[str]) ->
             growing += [(stream, dim, lengths) for dim, lengths in dims.items() if len(dims) == 1]
     if growing:
         # If several parameters grow differently, choose hidden_states, which in diffusers holds the image tokens.
-        _, dim, tokens = next((entry for entry in growing if entry[0] == "hidden_states"), growing[0])
-        yield Start(call.name, tokens, tuple(entry[0] for entry in growing if entry[1:] == (dim, tokens)), dim)
+        stream, dim, entries = next((entry for entry in growing if entry[0] == "hidden_states"), growing[0])
+        streams = tuple(entry[0] for entry in growing if entry[1:] == (dim, entries))
+        shape = call.arguments[stream].shape
+        together = tuple(range(dim + 1, len(shape) - 1))
+        if together:
+            yield Start(call.name, entries, streams, dim, together, prod(shape[dim + 1 : -1]))
+        yield Start(call.name, entries, streams, dim)
 
 
 @dataclass(frozen=True)
@@ -220,7 +234,8 @@ class ObservedRegion:
         inner: dict[str, dict[str | int, ShardRule]] = {}
         reasons = []
         for stream in self.start.streams:
-            inner.setdefault(self.start.block, {})[stream] = Split(self.start.dim, segment=self.segment)
+            split = Split(self.start.dim, segment=self.segment, together=self.start.together)
+            inner.setdefault(self.start.block, {})[stream] = split
             small, large = self.start.tokens
             reasons.append(
                 f"{self.start.block}({stream}): a stream of tokens through the blocks, {small} in the smaller call and "
@@ -321,6 +336,8 @@ class ObservedRegion:
     def samples(self) -> int | None:
         """Return the number of samples in the smaller call. None if the tokens at the start have no batch dim."""
         shape = self._first_arguments[self.start.streams[0]].shape
+        if self.start.together:
+            return int(shape[0]) if self.start.dim == 1 else None
         return int(shape[1 - self.start.dim]) if len(shape) == 3 and self.start.dim < 2 else None
 
     def _rule(self, parameter: str, value: Any, larger: Any, choice: Choice) -> ShardRule | None:
@@ -379,7 +396,7 @@ class ObservedRegion:
     def _segments_of(self, lengths: Lengths, choice: Choice) -> tuple[str, ...] | None:
         """Return the segments that make up a sequence of ``lengths`` in the two calls; None if no segments fit."""
         small, large = self.start.tokens
-        if lengths == (small, large):
+        if lengths in ((small, large), self.start.entries):
             return (self.segment,)
         if lengths[0] == lengths[1]:
             return (TEXT,)

@@ -151,7 +151,7 @@ def _exact_plan(check: _Check, name: str, region: ObservedRegion, failures: dict
             continue
         kept = [reason for reason in candidate.reasons if not reason.startswith(answered)]
         proposal = Proposal(name, plan, error=0.0, reasons=(*kept, *_from_answers(answers)))
-        error = check.error_or_failure(plan, start.tokens)
+        error = check.error_or_failure(plan, start.entries)
         if isinstance(error, float):
             proposal = replace(proposal, error=error)
             return check.with_text(proposal, region) or proposal
@@ -270,13 +270,13 @@ class _Check:
         for _ in range(_MOST_WHOLE_MODULES):
             if proposal.plan is None:
                 return None
-            name = self.difference(proposal.plan, region.start.tokens).module
+            name = self.difference(proposal.plan, region.start.entries).module
             candidate = with_whole_module(self.module, region, proposal.plan, name, self.examples)
             if candidate is None:
                 return None
             has_weights = has_weights or has_layers(self.module.get_submodule(name))
             proposal = replace(proposal, plan=candidate.plan, reasons=(*proposal.reasons, *candidate.reasons))
-            error = self.error_or_failure(candidate.plan, region.start.tokens)
+            error = self.error_or_failure(candidate.plan, region.start.entries)
             if isinstance(error, float):
                 return replace(proposal, error=error), has_weights
         return None
@@ -294,7 +294,7 @@ class _Check:
             plan = with_answers(candidate.plan, self.answers)
             errors = []
             for variant in (plan, plan.with_replicated(TEXT)):
-                error = self.error_or_failure(variant, of_start.start.tokens, text_lengths)
+                error = self.error_or_failure(variant, of_start.start.entries, text_lengths)
                 if isinstance(error, str):
                     break
                 errors.append(error)
@@ -411,6 +411,12 @@ def _questions_of(
         none_fits = (
             "Attention has lengths that are not those of the tokens. State the plan: propose_plan(..., answers=)."
         )
+        inner = next((start for start in begins if start.dim > 1), None)
+        if inner is not None:
+            none_fits += (
+                f" In {inner.streams[0]} of {inner.block} dim {inner.dim} grows. If attention flattens it with dims "
+                "before it, as in [B, T, H, W, C], pass examples that differ in the first of these, the frames."
+            )
         return (*sorted(numbers), f"{no_plan} {none_fits}")
     parts = [no_plan, f"The likeliest guess failed: {likeliest.reason.rstrip('.')}.", _where(check, likeliest)]
     if likeliest.way_out is not None:
@@ -424,7 +430,7 @@ def _questions_of(
 
 def _where(check: _Check, failure: _Failure) -> str:
     """Return, as sentences, in which module the plan of ``failure`` first differs, or failed."""
-    lengths = [] if failure.region is None else [failure.region.start.tokens]
+    lengths = [] if failure.region is None else [failure.region.start.entries]
     difference = check.difference(failure.plan, *lengths)
     module = (
         f"{difference.module} ({difference.kind})" if difference.module else f"the model itself ({difference.kind})"

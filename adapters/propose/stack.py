@@ -41,8 +41,7 @@ def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
         # A list in which nothing calls attention holds modules that are no transformer blocks, such as norms.
         if calls[0].began < began or not region.small.attends(calls[0].began, calls[-1].ended):
             continue
-        # The cache names parameters, and not fields of dataclasses.
-        streams = tuple(dict.fromkeys(_parameter(stream) for stream in streams_of(calls)))
+        streams = _parameters(streams_of(calls))
         if not all(streams):
             return None
         measured = next((name for name in map(_parameter, region.start.streams) if name in streams), streams[0])
@@ -107,6 +106,12 @@ _TIME_NAME = re.compile(r"^[trs]$|time|step|sigma|noise|guidance|scale|alpha")
 def _parameter(name: str) -> str:
     """Return the parameter of the argument ``name``, which may be the path of a field."""
     return name.partition(".")[0]
+
+
+def _parameters(streams: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the parameters of ``streams``, with one entry for all fields of a dataclass, which the cache names."""
+    kept = [stream for i, stream in enumerate(streams) if _parameter(stream) not in map(_parameter, streams[:i])]
+    return tuple(_parameter(stream) for stream in streams if "." not in stream or stream in kept)
 
 
 def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]) -> bool:

@@ -71,7 +71,9 @@ class _ModelObserver(TorchFunctionMode):
         rules: list[Mapping[Any, ShardRule]] = [plan.inputs, *plan.inner.values()]
         splits = [rule for of_module in rules for rule in of_module.values() if isinstance(rule, Split)]
         # Segments whose entries are image rows or frames. An entry consists of many tokens.
-        self._of_many_tokens = {split.segment or split.like or "" for split in splits if split.per != 1}
+        self._of_many_tokens = {
+            split.segment or split.like or "" for split in splits if split.per != 1 or split.together
+        }
         self._shards_masks = any(str(key).endswith(_KEY_MASKS) for of_module in rules for key in of_module)
         self._matches = match_modules(model, plan)
         self._segments: dict[str, Tokens] = {}

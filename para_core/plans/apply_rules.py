@@ -167,6 +167,17 @@ class RuleExecutor:
             segment = self.segment(split.segment or split.like or "")
             layout = self._layout_with_prefix(value, split.dim, segment, whole=True)
             return shard_tokens(value, split.dim, layout, self.mesh)
+        if split.together:
+            segment = self._segment_of_groups(value, split)
+            self._note(segment, split.dim, name)
+            return value if segment.replicated else self._shard_known(value, split.dim, segment)
+        known = self.segments.get(split.segment or split.like or name)
+        if known is not None and split.after is None:
+            if known.together != 1:
+                return self._shard_known(value, split.dim, known)
+            # A segment of few frames is replicated, even if it has enough tokens.
+            if known.replicated and known.total == value.shape[split.dim]:
+                return value
         first = () if split.after is None else (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         segment = self.new_segment(split.segment or split.like or name, total)
@@ -175,6 +186,30 @@ class RuleExecutor:
         if segment.replicated:
             return value
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
+
+    def _segment_of_groups(self, value: Tensor, split: Split) -> Segment:
+        """Return the segment of a tensor in which the tokens of each entry of a dim, such as a frame, stay together."""
+        entries, tokens = value.shape[split.dim], prod([value.shape[dim] for dim in split.together])
+        name = split.segment or ""
+        if entries < self.mesh.ranks:
+            return Segment(name, entries * tokens, replicated=True)
+        return Segment(name, entries * tokens, together=tokens)
+
+    def _shard_known(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
+        """Return this rank's part of ``value`` along ``dim``, which holds the tokens or the groups of ``segment``.
+
+        Raises:
+            ValueError: ``dim`` has another length.
+        """
+        by_length = {segment.total: segment, segment.total // segment.together: _groups_of(segment)}
+        if value.shape[dim] not in by_length:
+            raise ValueError(
+                f"dim {dim} of a tensor {list(value.shape)} that accompanies {segment.name} has {value.shape[dim]} "
+                f"entries; expected {segment.total}, or {segment.total // segment.together} with "
+                f"{segment.together} tokens each."
+            )
+        layout = SequenceLayout((by_length[value.shape[dim]],), self.mesh.ranks)
+        return shard_tokens(value, dim, layout, self.mesh)
 
     def new_segment(self, name: str, total: int) -> Segment:
         """Return a segment of ``total`` tokens: sharded, or replicated if there are too few tokens for every rank."""
@@ -270,6 +305,9 @@ class RuleExecutor:
             if not gather.after_replicated:
                 layout = SequenceLayout(layout.segments[::-1], self.mesh.ranks)
             return self.put_together(value, gather.dim, layout)
+        groups = _groups_of(segment)
+        if value.shape[gather.dim] == groups.size(self.mesh.rank, self.mesh.ranks):
+            segment = groups
         layout = SequenceLayout((segment,), self.mesh.ranks)
         dim = gather.dim % value.ndim
         apart = value if gather.per == 1 else torch.unflatten(value, dim, (layout.size(self.mesh.rank), -1))
@@ -280,7 +318,8 @@ class RuleExecutor:
         return whole if gather.per == 1 else whole.flatten(dim, dim + 1)
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value``, all tokens of a replicated ``segment`` along ``dim``, with the same bits on every rank.
+        """Return ``value``, all tokens or groups of a replicated ``segment`` along ``dim``, with the same bits on every
+        rank.
 
         If other segments are sharded, ranks multiply matrices with different numbers of rows, and the last bit may
         differ. Each token is therefore taken from the rank that would hold it if the segment were sharded. Collective,
@@ -288,7 +327,7 @@ class RuleExecutor:
         """
         if all(other.replicated for other in self.segments.values()):
             return value
-        layout = SequenceLayout((Segment(segment.name, segment.total),), self.mesh.ranks)
+        layout = SequenceLayout((Segment(segment.name, value.shape[dim]),), self.mesh.ranks)
         return gather_tokens(shard_tokens(value, dim, layout, self.mesh), dim, layout, self.mesh)
 
     def segment(self, name: str) -> Segment:
@@ -301,6 +340,11 @@ class RuleExecutor:
                 "of its tokens."
             )
         return self.segments[name]
+
+
+def _groups_of(segment: Segment) -> Segment:
+    """Return a segment with an entry for each group of ``segment``, whose tokens stay together; itself if none do."""
+    return segment if segment.together == 1 else Segment(segment.name, segment.total // segment.together)
 
 
 def _holds_tensors(value: Any) -> bool:

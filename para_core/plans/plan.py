@@ -40,6 +40,10 @@ class Split:
         only (`"first"` or `"last"`, *optional*): Whether ``dim`` has an entry for the first or for the last tokens
             only, such as a rotary table of the patches that follow class and register tokens. A rank gets the entries
             of its own tokens, perhaps none. Only with ``like``.
+        together (`tuple[int, ...]`, *optional*): The dims after ``dim`` that hold the other tokens of an entry, if
+            attention flattens ``dim`` and these: ``Split(1, segment="video", together=(2, 3))`` for ``[B, T, H, W,
+            C]``. The segment then has ``T * H * W`` tokens, and those of a frame stay on one rank. A later rule of the
+            segment may name a dim with all tokens, or with one entry for each frame. Only with ``segment``.
     """
 
     dim: int
@@ -52,6 +56,7 @@ class Split:
     after_replicated: bool = False
     runs: bool = False
     only: Literal["first", "last"] | None = None
+    together: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -357,7 +362,7 @@ def coarse_segments(plan: Plan) -> frozenset[str]:
     names = [
         rule.segment or rule.like if isinstance(rule, Split) else rule.segment
         for rule in rules
-        if isinstance(rule, (Split, Gather)) and rule.per != 1
+        if isinstance(rule, (Split, Gather)) and (rule.per != 1 or (isinstance(rule, Split) and rule.together))
     ]
     return frozenset([name for name in (*names, *[halo.segment for halo in plan.halos.values()]) if name is not None])
 

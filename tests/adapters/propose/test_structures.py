@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from para_core import check_parallel
 from para_core.adapters import propose_plan
-from para_core.plans.plan import Gather, Split, SplitMask
+from para_core.plans.plan import Gather, Plan, Split, SplitMask
 from zoo.tiny.base import fill
 
 
@@ -397,3 +397,66 @@ def test_only_softmaxes_between_split_and_gather_are_named(kind):
     proposal = propose_plan(fill(Pooled(kind), seed=1), (tokens_of(25), tokens_of(37)))
     assert proposal.plan is None
     assert ("softmax" in " ".join(proposal.questions)) == (kind == "attention")
+
+
+class FramesBlock(nn.Module):
+    """Attention over the flattened tokens of ``[B, T, H, W, C]``, modulated by frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.modulation = nn.Linear(24, 72), nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor, time: Tensor, angles: Tensor) -> Tensor:
+        sizes = x.shape[1:4]
+        x = x * (1 + self.modulation(time)[:, :, None, None])
+        q, k, v = heads_of(self.qkv(x).flatten(1, 3), 3)
+        out = F.scaled_dot_product_attention(turned(q, angles), turned(k, angles), v)
+        return x + self.out(out.transpose(1, 2).flatten(2).unflatten(1, sizes))
+
+
+class OfFrames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.final = nn.Linear(6, 24), nn.Linear(24, 6)
+        self.blocks = nn.ModuleList([FramesBlock(), FramesBlock()])
+
+    def forward(self, video: Tensor, time: Tensor) -> Tensor:
+        x = self.inp(video.movedim(1, -1))
+        angles = Rotary().angles(x.shape[1:4].numel())
+        for block in self.blocks:
+            x = block(x, time, angles)
+        return self.final(x).movedim(-1, 1)
+
+
+def frames_of(frames: int, height: int = 3, width: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(frames)
+    return {
+        "video": torch.randn(2, 6, frames, height, width, generator=generator),
+        "time": torch.randn(2, frames, 24, generator=generator),
+    }
+
+
+FRAMES = Plan(
+    inputs={},
+    inner={
+        "blocks.0": {"x": Split(1, segment="video", together=(2, 3))},
+        "blocks.*": {"time": Split(1, like="video"), "angles": Split(0, like="video")},
+    },
+    outputs={"final": Gather(1, "video")},
+    joint_order=("video",),
+)
+
+
+def test_plan_of_blocks_of_frames():
+    model = fill(OfFrames(), seed=1)
+    proposal = propose_plan(model, (frames_of(5), frames_of(7)), segment="video")
+    assert proposal.plan == FRAMES
+    # Fewer frames than ranks too, and other sizes.
+    for ranks, inputs in ((2, frames_of(5, 2, 5)), (3, frames_of(4)), (3, frames_of(2))):
+        check = check_parallel(model, plan=proposal.plan, ranks=ranks, **inputs)
+        assert check.error < 1e-5, check
+
+
+def test_frames_that_do_not_grow_are_asked_for():
+    (question,) = propose_plan(fill(OfFrames(), seed=1), (frames_of(5), frames_of(5, 3, 6))).questions
+    assert "dim 3" in question
