@@ -127,7 +127,7 @@ def check_equal(
     mesh: Ranks,
     explain: Callable[[list[Record]], str],
     *,
-    call: str | None = None,
+    call: str = "this call",
 ) -> None:
     """Raise ``ValueError`` on every rank if records differ; see :func:`check_consistent`, also for ``call``.
 
