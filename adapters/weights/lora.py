@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters.consistency.arguments import require_equal
 from para_core.adapters.consistency.loras import lora_layers, lora_weights
-from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.consistency import Record, differing_fields, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
 from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
@@ -54,13 +54,14 @@ def require_equal_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, An
         for name, value in named.items()
         if isinstance(value, (Mapping, bool)) or is_dataclass(value) or name == "adapter_name"
     }
-    require_equal(
-        lambda: values,
-        ranks,
-        "the method that adds a LoRA",
-        lambda: None,
-        "Load the same file, or add the same weights, on all ranks.",
-    )
+
+    def explain(records: list[Record]) -> str:
+        return (
+            "the ranks of one mesh must call the method that adds a LoRA with equal arguments. "
+            f"{'; '.join(differing_fields(records))}. Load the same file, or add the same weights, on all ranks."
+        )
+
+    require_equal(lambda: values, ranks, "the method that adds a LoRA", lambda: None, explain)
 
 
 def follow_loras(module: nn.Module, ranks: Ranks) -> None:

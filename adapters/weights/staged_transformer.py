@@ -17,7 +17,7 @@ from para_core.adapters.registry import adapter_for, transformers_of, unet_adapt
 from para_core.adapters.weights.lora import ADDS, CHANGES, on_all_ranks, require_equal_lora, require_own_values
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
-from para_core.distributed.consistency import RequireEqual, raising_on_all
+from para_core.distributed.consistency import Record, RequireEqual, differing_fields, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.instance_patching import (
     WrapperPriority,
@@ -65,13 +65,16 @@ def hold_stage(
     # Creating the stages communicates, so a rank that fails before must tell the others here.
     with raising_on_all(mesh, "stages could not be made"):
         blocks = stack_of(module, adapter)
+
+    def explain(records: list[Record]) -> str:
+        return (
+            f"the ranks of one mesh must call parallelize_pipe with equal models. {'; '.join(differing_fields(records))}. "
+            "Load the same LoRAs on all ranks before it."
+        )
+
     # Compare LoRAs while every rank has all of their weights.
     require_equal_values(
-        partial(described_model, "transformer", module),
-        mesh,
-        "parallelize_pipe",
-        lambda: None,
-        "Load the same LoRAs on all ranks before it.",
+        partial(described_model, "transformer", module), mesh, "parallelize_pipe", lambda: None, explain
     )
     stages = Stages(module, blocks, mesh.pipe, require_equal)
     stages.install()
