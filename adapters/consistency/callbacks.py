@@ -16,10 +16,12 @@ from torch import Tensor
 
 from para_core.adapters.consistency.arguments import PendingRecord, check_equal
 from para_core.adapters.consistency.loras import described
+from para_core.adapters.registry import transformers_of
 from para_core.cfg.deferred import materialize
 from para_core.distributed.consistency import Record, check_consistent, differing_fields
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
+from para_core.plans.region import region_of
 
 _WAY_OUT = (
     "A callback must make the same change on all ranks: draw random numbers from a generator with the same seed, and "
@@ -85,7 +87,15 @@ class CheckedCallbacks:
             **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
             **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},
         }
+        regions = {name: (region_of(module), module) for name, module in transformers_of(self._pipe).items()}
+        planned = {name: (region, module) for name, (region, module) in regions.items() if region is not None}
+        state |= {
+            f"changes of code inside pipe.{name}": region.check.new_code() for name, (region, _) in planned.items()
+        }
         self._compare(state)
+        # A callback may have set other attention processors or hooks.
+        for region, module in planned.values():
+            region.check_new_code(module)
         self._pending = before, PendingRecord(_values_of(outputs)), PendingRecord(described(self._pipe))
         return result
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.models.unets import REFUSED_UNETS, UnetAdapter
+from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
 from para_core.adapters.registry import PARALLEL_UNET, require_kind, supported, unet_adapter
 from para_core.adapters.rows.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
@@ -24,11 +24,13 @@ from para_core.instance_patching import (
     wrap_method,
     wrapper,
 )
+from para_core.plans.attention_check import ModelCode
+from para_core.plans.foreign_code import foreign_code
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import own_samples
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
 from para_core.torch_internals import pytree
-from para_core.user_warnings import ParallelWarning, WarningLog
+from para_core.user_warnings import ForeignCodeWarning, ParallelWarning, WarningLog
 
 Unet = TypeVar("Unet", bound=nn.Module)
 
@@ -62,17 +64,36 @@ class UnetRun:
         # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again then.
         self.inputs_verified = False
         self.warnings = WarningLog()
+        self._code: ModelCode | None = None
+
+    def _warn_of_foreign_code(self) -> None:
+        """Warn of code inside the UNet that is the user's own. Later calls look again if code has changed."""
+        self._code = ModelCode(self.unet)
+        if self.mesh.sequence.ranks == 1:
+            return
+        written_for = next(cls for cls in original_class(self.unet).__mro__ if cls.__name__ in UNETS)
+        for code in foreign_code(self.unet, written_for):
+            self.warnings.warn(
+                code,
+                f"{code} sees only this rank's rows of the image. What counts or indexes rows, or looks at the whole "
+                "image, is wrong there: compare a result with that of one process. If it does not, silence this: "
+                "warnings.filterwarnings('ignore', category=para_core.ForeignCodeWarning).",
+                ForeignCodeWarning,
+            )
 
     def apply(self) -> None:
         """Replace any wrapper of the UNet's ``__call__`` by one that shards rows. On one rank, only remove it."""
         unparallelize_unet(self.unet)
         if self.mesh.ranks > 1:
+            self._warn_of_foreign_code()
             wrap_method(self.unet, "__call__", PARALLEL_UNET, self.run, order=WrapperPriority.PLAN)
 
     def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         if not self.inputs_verified:
             self.require_equal(inputs)
+        if self._code is None or not self._code.is_unchanged():
+            self._warn_of_foreign_code()
         sample = inputs.get(self.images[0])
         if len(args) + len(kwargs) > len(inputs) or not isinstance(sample, Tensor) or sample.ndim < 4:
             # Pass invalid arguments to the model unchanged, because the model's own error explains them best.

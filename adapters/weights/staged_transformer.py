@@ -68,8 +68,8 @@ def hold_stage(
 
     def explain(records: list[Record]) -> str:
         return (
-            f"the ranks of one mesh must call parallelize_pipe with equal models. {'; '.join(differing_fields(records))}. "
-            "Load the same LoRAs on all ranks before it."
+            "the ranks of one mesh must call parallelize_pipe with equal models. "
+            f"{'; '.join(differing_fields(records))}. Load the same LoRAs on all ranks before it."
         )
 
     # Compare LoRAs while every rank has all of their weights.

@@ -265,3 +265,19 @@ def test_steps_that_a_cache_skips_pass_the_check(rank_pool):
     expected = alone(**{**flux_call(), "num_inference_steps": 4}).images
     for out in rank_pool.run(cached_and_checked, 2):
         assert relative_error(out, expected) < 1e-4
+
+
+def change_processors_in_a_callback():
+    pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
+
+    def bypass_from_now_on(pipe, step, timestep, tensors):
+        pipe.transformer.transformer_blocks[0].attn.set_processor(HandMade())
+        return tensors
+
+    with pytest.raises(RuntimeError, match=r"transformer_blocks\.0\.attn .*HandMade"):
+        pipe(**{**flux_call(), "num_inference_steps": 3}, callback_on_step_end=bypass_from_now_on)
+    return True
+
+
+def test_processors_that_a_callback_sets_are_checked(rank_pool):
+    assert all(rank_pool.run(change_processors_in_a_callback, 2))

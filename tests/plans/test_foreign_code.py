@@ -13,10 +13,11 @@ from torch import nn
 
 import para_core
 from para_core import ForeignCodeWarning, Plan
-from para_core.adapters import Adapter, parallelize_transformer
+from para_core.adapters import Adapter, parallelize_transformer, parallelize_unet
 from para_core.adapters.models.flux import FLUX
 from para_core.plans.foreign_code import foreign_code
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
 
 class Subclass(FluxTransformer2DModel):
@@ -46,7 +47,7 @@ class FirstTokens(FluxAttnProcessor):
 
 
 class Hook:
-    def __call__(self, module, args):
+    def __call__(self, module, *args):
         return None
 
 
@@ -177,3 +178,26 @@ def with_an_adapter():
 
 def test_an_adapter_for_the_subclass_silences_the_warning(rank_pool):
     assert all(rank_pool.run(with_an_adapter, 2))
+
+
+def hook_on_a_unet():
+    """Return the warnings of a UNet with a hook, when it is parallelized and after another hook was added."""
+    unet, texts = UNET_PIPELINES["sd"].build().unet, []
+    unet.mid_block.register_forward_pre_hook(observe)
+    text = torch.randn(1, 7, unet.config.cross_attention_dim)
+    inputs = {"sample": torch.randn(1, unet.config.in_channels, 8, 8), "timestep": 1, "encoder_hidden_states": text}
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if not texts:
+                parallelize_unet(unet, mesh=cpu_mesh(1, 2))
+            unet(**inputs)
+        texts.append([str(x.message) for x in caught if x.category is ForeignCodeWarning])
+        unet.conv_in.register_forward_hook(Hook())
+    return texts
+
+
+def test_hooks_in_a_unet_see_rows(rank_pool):
+    for first, second in rank_pool.run(hook_on_a_unet, 2):
+        assert len(first) == 1 and "mid_block" in first[0]
+        assert len(second) == 1 and "conv_in" in second[0]
