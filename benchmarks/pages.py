@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+from benchmarks import reports
 from benchmarks.attention import low_precision
 from benchmarks.cache import forecasts, quality
 from benchmarks.demo import gallery
@@ -165,6 +166,7 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/measured/exactness.md": (latents.parts, traffic.parts),
     "docs/measured/faults.md": (faults.parts,),
     "docs/measured/peers.md": (peers.parts, beside_diffusers.parts),
+    "docs/measured/reports.md": (reports.parts,),
     "zoo/video/README.md": (lossy.parts,),
 }
 

@@ -21,7 +21,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
 from para_core.adapters.consistency import failures
-from para_core.adapters.consistency.arguments import _record, difference_of_pipeline_calls
+from para_core.adapters.consistency.arguments import PendingRecord, difference_of_pipeline_calls
 from para_core.adapters.parallel.resolve import _global_ranks, _timeout_part
 from para_core.distributed.mesh import find_or_make_group, guided_mesh
 from para_core.distributed.point_to_point import Links
@@ -132,7 +132,7 @@ def test_differing_calls_raise_on_every_rank(rank_pool):
 )
 def test_only_other_images_are_sent_to_other_meshes(other, word):
     whole = {"prompt": "a cat", "height": 64, "num_images_per_prompt": 1}
-    records = [_record(values) for values in (whole, {**whole, **other}, whole)]
+    records = [PendingRecord(values).wait() for values in (whole, {**whole, **other}, whole)]
     message = difference_of_pipeline_calls("FluxPipeline", records)
     assert word in message
     assert ("slice of a larger mesh" in message) == ("prompt" in other)
