@@ -62,11 +62,15 @@ def _operator_name(func: Any) -> str:
 class HandwrittenAttention:
     """A record of attention by hand that was seen during one call of a model.
 
+    Args:
+        known_packages: Packages whose own code is left out, because somebody has read what it does with tokens.
+
     Attributes:
         places: For each module that computed scores over this rank's tokens, its class and the shape of the scores.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known_packages: frozenset[str] = frozenset()) -> None:
+        self._known_packages = known_packages
         self.places: dict[int, tuple[nn.Module | None, tuple[int, ...]]] = {}
         # Sizes of dims that were made from the tokens of this rank and other entries.
         self._extended: set[int] = set()
@@ -106,8 +110,10 @@ class HandwrittenAttention:
         if not isinstance(scores, Tensor) or scores.ndim < _DIMS_OF_SCORES:
             return
         dims_of_tokens = [dim for dim, size in enumerate(scores.shape) if size in tokens | self._extended]
-        if self._is_normalized(func, args, kwargs, scores, dims_of_tokens):
-            module = _innermost_module()
+        if not self._is_normalized(func, args, kwargs, scores, dims_of_tokens):
+            return
+        module, package = _caller()
+        if package not in self._known_packages:
             self.places.setdefault(id(module), (module, tuple(scores.shape)))
 
     @staticmethod
@@ -142,13 +148,22 @@ class HandwrittenAttention:
         return "; ".join(texts)
 
 
-def _innermost_module() -> nn.Module | None:
-    """Return the module whose code is running: ``self`` or ``attn`` of the innermost frame that has one."""
-    frame = sys._getframe(1)
+# Code of these packages runs between a model's line and the function that is watched.
+_BETWEEN = frozenset({"torch", "para_core", "contextlib"})
+
+
+def _caller() -> tuple[nn.Module | None, str]:
+    """Return the module whose code is running, None outside of modules, and the package of that code.
+
+    The module is ``self``, ``attn`` or ``module`` of the innermost frame that has one.
+    """
+    frame, package = sys._getframe(1), ""
     while frame is not None:
+        own = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        package = package or ("" if own in _BETWEEN else own)
         for name in ("self", "attn", "module"):
             value = frame.f_locals.get(name)
-            if isinstance(value, nn.Module):
-                return value
+            if package and isinstance(value, nn.Module):
+                return value, package
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+    return None, package

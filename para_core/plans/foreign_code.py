@@ -16,11 +16,13 @@ from torch import nn
 from para_core.instance_patching import original_class, submodules_of
 from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 
+# Packages whose models have plans that were written, and are tested, for their code.
+PACKAGES_OF_MODELS = frozenset({"diffusers", "transformers"})
 # Packages whose modules, processors and hooks are covered by plans, or treat each token alone: layers of adapters and
 # of quantized weights, and hooks that move weights.
-_KNOWN_PACKAGES = frozenset(
-    {"torch", "diffusers", "transformers", "peft", "torchao", "para_core", "accelerate", "bitsandbytes", "optimum"}
-)
+_KNOWN_PACKAGES = PACKAGES_OF_MODELS | {
+    *("torch", "peft", "torchao", "para_core", "accelerate", "bitsandbytes", "optimum"),
+}
 
 
 def processor_of(module: nn.Module) -> Any:

@@ -43,6 +43,7 @@ from para_core.modes.recomputation import is_in_backward, recomputed_under, refu
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import CHECK, AttentionCheck
 from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange, SumsOverRanks, add_halo, drop_halo
+from para_core.plans.foreign_code import PACKAGES_OF_MODELS
 from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
@@ -209,7 +210,7 @@ class Region:
         planned = PlannedAttention(self._prepared, (Attention(self.plan.joint_order),), self._bound)
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         is_checked = not torch.compiler.is_compiling() and self.check.due
-        by_hand = HandwrittenAttention() if is_checked else None
+        by_hand = HandwrittenAttention(PACKAGES_OF_MODELS) if is_checked else None
         interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module), by_hand=by_hand)
         self._interceptions.append(interception)
         try:

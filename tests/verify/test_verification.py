@@ -24,6 +24,7 @@ from para_core.verify import verification
 from tests.adapters.test_transformers import SIZES, call
 from tests.plans.test_attention_check import HandMade
 from tests.plans.test_foreign_code import FirstTokens, Mixing, Subclass, as_class
+from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
@@ -244,6 +245,7 @@ def test_compiled_transformer_is_verified_or_refused(rank_pool):
 def verify_models(names):
     texts = {}
     for name in names:
+        heartbeat()
         transformer = parallelize_transformer(MODELS[name].build(), mesh=cpu_mesh(1, 2), verify=True)
         with logged() as of_model:
             call(transformer, name, SIZES[0])
@@ -258,6 +260,12 @@ VERIFIED_MODELS = ["wan", "anyflow far", "sana", "hunyuan", "mochi", "ltx", "qwe
 def test_models_of_other_structures_are_verified(rank_pool):
     texts, *_ = rank_pool.run(verify_models, 2, VERIFIED_MODELS)
     assert [len(of_model) for of_model in texts.values()] == [1] * len(VERIFIED_MODELS)
+
+
+@pytest.mark.long
+def test_every_transformer_is_verified_without_a_warning(rank_pool):
+    texts, *_ = rank_pool.run(verify_models, 2, list(MODELS))
+    assert {name for name, of_model in texts.items() if len(of_model) != 1} == set()
 
 
 @pytest.mark.parametrize(
