@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,8 @@ from para_core.fleet.models import TINY_FLUX_FIELDS, Model, describe, find_tiny_
 from para_core.fleet.modular import describe_modular, has_modular_index, is_modular, load_modular, open_modular
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.instance_patching import original_class
+from para_core.user_warnings import ParallelWarning
+from para_core.verify import verification
 from para_core.weights.pipefusion import PipeFusion
 
 
@@ -87,6 +91,8 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         pipe = _load_whole(recipe, weights, text_encoders, device, encode_first)
     if text_encoders is not None and not text_encoders_of(pipe):
         text_encoders = recipe.text_encoders
+    if recipe.verify:
+        _show_verification()
     parallelize_pipe(
         pipe,
         mesh=mesh,
@@ -114,6 +120,15 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     if not is_modular(pipe):
         pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _show_verification() -> None:
+    """Print on stderr what ``verify`` finds, which commands otherwise hide with the messages of libraries."""
+    logger = logging.getLogger(verification.__name__)
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+    warnings.filterwarnings("default", category=ParallelWarning)
 
 
 def build_unmodified(recipe: Recipe) -> Any:

@@ -1,6 +1,9 @@
 """A request on the ranks of a group, without Ray: every way to put a pipeline on them, and stopping together."""
 
+import contextlib
 import io
+import logging
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +25,7 @@ from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, refuse_op
 from para_core.fleet.request import Delivery, Lora, Request
 from para_core.fleet.work import Watch, generate, generate_batch
 from para_core.plans.region import region_of
+from para_core.verify import verification
 
 FIELDS = {**TINY_FLUX_FIELDS, "height": 48, "width": 64, "num_inference_steps": 4, "prompt": "a large red circle"}
 REQUEST = Request(FIELDS, seed=3)
@@ -68,6 +72,22 @@ def test_each_recipe_equals_plain_pipeline(rank_pool, options, mesh):
     recipe = Recipe(str(find_tiny_flux()), **options)
     assert foresee_mesh(without_weights(find_model(None), dtype_of(recipe)), recipe, 2) == mesh
     assert np.abs(pixels(results[0]) - plain_pixels()).max() <= 1
+
+
+def verified(recipe):
+    """Return what this rank prints while it generates."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        generate(build(recipe), REQUEST, recipe)
+    for handler in [*logging.getLogger(verification.__name__).handlers]:
+        logging.getLogger(verification.__name__).removeHandler(handler)
+    return printed.getvalue()
+
+
+def test_verified_recipe_prints_error_and_bits_on_first_rank(rank_pool):
+    first, second = rank_pool.run(verified, 2, Recipe(str(find_tiny_flux()), verify=True))
+    assert len(re.findall(r"on 2 ranks .* error [0-9.e-]+, .* bits", first)) == 1
+    assert "on 2 ranks" not in second
 
 
 def preview(recipe):
