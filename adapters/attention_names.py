@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import plan_for
 from para_core.attention.backend_selection import Backend
 from para_core.attention.libraries import require_library
@@ -77,10 +78,12 @@ def refuse_mixed_attention(settings: Sequence[ProcessorBackend], name: str) -> N
         other = next((setting for setting in kind if setting.name not in _SEEN), None)
         odd = next((setting for setting in kind if other is not None and setting.backend != other.backend), None)
         if other is not None and odd is not None:
-            raise RuntimeError(
+            raise refusal(
+                RuntimeError,
                 f"{name} attends with diffusers' backend {other.name!r} in {other.path!r} and {odd.name!r} in "
                 f"{odd.path!r}. On several ranks all attention of a kind, to the own sequence or to another, has one "
-                f"backend. Set it for all: {name}.set_attention_backend({other.name!r})."
+                "backend.",
+                f"Set it for all: {name}.set_attention_backend({other.name!r}).",
             )
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from functools import reduce
+from os import PathLike
 from typing import Any, Literal
 
 from torch import nn
@@ -11,6 +15,7 @@ from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unets import UNETS, UnetAdapter
 from para_core.adapters.models.unsupported import REFUSED
+from para_core.adapters.refusal import refusal
 from para_core.cache.blocks import CachedBlocks
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import original_class, uncompiled, wrapper
@@ -135,6 +140,14 @@ def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) 
 
     ``other`` completes the message: what to call with an object of the other kind.
     """
+    if instance is None or isinstance(instance, (str, bytes, PathLike, int, float, Mapping, Sequence)):
+        kind_given = "None" if instance is None else f"a {type(instance).__name__}"
+        raise TypeError(f"expected a {kind}, got {kind_given}. Pass the object that from_pretrained(...) returned.")
+    if isinstance(instance, type):
+        raise TypeError(
+            f"expected a {kind}, got the class {instance.__name__}. Pass the object that "
+            f"{instance.__name__}.from_pretrained(...) returned."
+        )
     module = uncompiled(instance)
     is_model = isinstance(module, nn.Module)
     if is_model and kind == "pipeline" and not is_transformer_class(type(module)):
@@ -181,20 +194,46 @@ def component_of(pipe: Any, path: str) -> Any:
     return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), pipe)
 
 
-def supported() -> str:
-    """Return the names of the pipelines that run in parallel, as one string for messages."""
-    return "; ".join(
-        [
-            *[adapter.pipelines for adapter in ADAPTERS if adapter.plan is not None],
-            *[adapter.pipelines for adapter in UNETS.values() if adapter.pipelines],
-            "every model that publishes a _cp_plan",
-        ]
+def closest_supported(*names: str) -> str:
+    """Return the five supported names that are closest to ``names``, class names, as one string for messages."""
+    transformers = [(adapter.transformer, adapter.pipelines) for adapter in ADAPTERS]
+    return _closest(
+        [*transformers, *[(name, adapter.pipelines) for name, adapter in _supported_unets().items()]], names
     )
 
 
-def cached() -> str:
-    """Return the names of the pipelines that First Block Cache supports, as one string for messages."""
-    return "; ".join(adapter.pipelines for adapter in ADAPTERS if adapter.blocks is not None)
+def closest_cached(*names: str) -> str:
+    """Return the five names closest to ``names`` among what First Block Cache supports, as one string for messages."""
+    return _closest([(adapter.transformer, adapter.pipelines) for adapter in ADAPTERS if adapter.blocks], names)
+
+
+def supported_unets() -> str:
+    """Return the names of the pipelines with a supported UNet, as one string for messages."""
+    return "; ".join(adapter.pipelines for adapter in _supported_unets().values())
+
+
+def _supported_unets() -> Mapping[str, UnetAdapter]:
+    # ControlNets, which no pipeline consists of, have no names of pipelines.
+    return {name: adapter for name, adapter in UNETS.items() if adapter.pipelines}
+
+
+def _closest(kinds: Sequence[tuple[str, str]], names: Sequence[str]) -> str:
+    """Return the pipelines of the five of ``kinds``, pairs of a class name and pipelines, most similar to ``names``."""
+
+    def similarity(kind: tuple[str, str]) -> float:
+        pairs = [(_stem(own), _stem(name)) for own in kind for name in names]
+        return max(SequenceMatcher(None, own, name).ratio() for own, name in pairs)
+
+    return "; ".join(pipelines for _, pipelines in sorted(kinds, key=similarity, reverse=True)[:5])
+
+
+def _stem(name: str) -> str:
+    """Return a class name in lower case without the words that most models share.
+
+    >>> _stem("WanTransformer3DModel"), _stem("FluxFillPipeline")
+    ('wan', 'fluxfill')
+    """
+    return re.sub(r"Transformer|Pipeline|Model|Condition|[123]D|[^A-Za-z0-9]", "", name).lower()
 
 
 # Keys of the wrappers of ``__call__`` on parallel pipelines and UNets, whose handlers have a ``mesh``.
@@ -225,18 +264,23 @@ def _mesh_of_handler(instance: Any, key: str) -> GuidedMesh | None:
 def refuse_missing_transformer(owner: Any, module: Any) -> None:
     """Refuse parallelism for a pipeline without a transformer."""
     if module is None:
-        raise TypeError(
-            f"{original_class(owner).__name__} is not supported: it has no transformer. Supported are {supported()}."
+        name = original_class(owner).__name__
+        raise refusal(
+            TypeError,
+            f"{name} is not supported: it has no transformer. The closest names of those that are supported: "
+            f"{closest_supported(name)}.",
+            "Use one of the pipelines of docs/pipelines.md, or give each rank its own prompts.",
         )
 
 
 def refuse_other_type_of_adapter(adapter: Any, module: nn.Module) -> None:
     """Refuse an adapter= that is not an Adapter."""
     if adapter is not None and not isinstance(adapter, Adapter):
-        raise TypeError(
-            f"adapter is {adapter!r}; expected an Adapter, or None: "
-            f"adapter=Adapter(transformer={original_class(module).__name__!r}, pipelines='…', "
-            "blocks=CachedBlocks(...), plan=Plan(...))."
+        raise refusal(
+            TypeError,
+            f"adapter is {adapter!r}; expected an Adapter, or None.",
+            f"Pass adapter=Adapter(transformer={original_class(module).__name__!r}, pipelines='…', "
+            "blocks=CachedBlocks(...), plan=Plan(...)), or leave it out.",
         )
 
 
@@ -244,9 +288,12 @@ def refuse_class_without_plan(owner: Any, module: nn.Module, adapter: Adapter | 
     """Refuse a transformer class that cannot run on several ranks."""
     reason = next((REFUSED[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in REFUSED), None)
     if reason is not None and plan_for(module, adapter=adapter) is None:
-        raise TypeError(
-            f"{original_class(owner).__name__} is not supported: {original_class(module).__name__} has no plan, "
-            f"because {reason}. Give each rank its own prompts instead. Supported are {supported()}."
+        name = original_class(module).__name__
+        raise refusal(
+            TypeError,
+            f"{original_class(owner).__name__} is not supported: {name} has no plan, because {reason}. The closest "
+            f"names of those that are supported: {closest_supported(name)}.",
+            "Give each rank its own prompts, or use one of the pipelines of docs/pipelines.md.",
         )
 
 
@@ -259,7 +306,9 @@ def require_plan(owner: Any, module: nn.Module, adapter: Adapter | None, text: T
             f"{original_class(module).__name__}. A plan says in about ten lines what the model shards and gathers: "
             f"parallelize_pipe(pipe, mesh=mesh, adapter=Adapter(transformer={original_class(module).__name__!r}, "
             "pipelines=..., plan=Plan(...))). propose_plan finds most plans; docs/new_model.md shows how to write one. "
-            f"Supported are {supported()}."
+            "The closest names of those that are supported: "
+            f"{closest_supported(original_class(owner).__name__, original_class(module).__name__)}; docs/pipelines.md "
+            "has all."
         )
     return plan
 
@@ -288,16 +337,22 @@ def refuse_other_mesh(module: nn.Module, name: str, applied: SequenceMesh | None
 def refuse_cache_without_transformer(owner: Any, module: Any) -> None:
     """Refuse a cache for a pipeline without a transformer."""
     if module is None:
-        raise TypeError(f"{original_class(owner).__name__} cannot be cached: it has no transformer.")
+        raise refusal(
+            TypeError,
+            f"{original_class(owner).__name__} cannot be cached: it has no transformer.",
+            "Leave the cache out, or use one of the pipelines of docs/pipelines.md.",
+        )
 
 
 def refuse_cache_on_unet(owner: Any, module: nn.Module) -> None:
     """Refuse a cache on a UNet."""
     if unet_adapter(module) is not None:
-        raise TypeError(
+        raise refusal(
+            TypeError,
             f"{original_class(owner).__name__} cannot be cached: First Block Cache skips blocks whose output has the "
             f"size of their input. The blocks of {original_class(module).__name__} pass residuals of many sizes to "
-            "each other."
+            "each other.",
+            "Leave the cache out; parallelize_pipe runs it on several ranks.",
         )
 
 
@@ -315,11 +370,13 @@ def refuse_unknown_blocks(owner: Any, module: nn.Module, adapter: Adapter | None
     """Refuse a cache on blocks that no adapter describes."""
     adapter = adapter_for(module, adapter)
     if adapter is None or adapter.blocks is None:
-        raise TypeError(
+        raise refusal(
+            TypeError,
             f"{original_class(owner).__name__} cannot be cached: no adapter describes the blocks of "
-            f"{original_class(module).__name__}. Supported are {cached()}. Describe them: "
-            "apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', "
-            "blocks=CachedBlocks((BlockGroup(('blocks',)),))))."
+            f"{original_class(module).__name__}. The closest names of those that are supported: "
+            f"{closest_cached(original_class(module).__name__)}.",
+            "Describe them: apply_cache_on_pipe(pipe, adapter=Adapter(transformer='…', pipelines='…', "
+            "blocks=CachedBlocks((BlockGroup(('blocks',)),)))).",
         )
 
 

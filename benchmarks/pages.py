@@ -53,15 +53,29 @@ def checks_of(phase: Callable[..., None]) -> list[Callable[..., None]]:
     return [function for function in functions if (function.__doc__ or "").startswith("Refuse ")]
 
 
-def error_of(check: Callable[..., None]) -> tuple[str, str]:
-    """Return the class of the error that ``check`` raises, and its message without what differs from case to case."""
-    nodes = ast.walk(ast.parse(inspect.getsource(check)))
-    error: Any = next(node.exc for node in nodes if isinstance(node, ast.Raise))
-    parts = getattr(error.args[0], "values", [error.args[0]])
-    texts = [
+def errors_of(check: Callable[..., None]) -> tuple[str, str]:
+    """Return the class of the errors that ``check`` raises, and what to do instead, without what differs by case."""
+    tree = ast.parse(inspect.getsource(check))
+    raised: list[Any] = [node.exc for node in ast.walk(tree) if _is_new_error(node)]
+    raised.sort(key=lambda error: error.lineno)
+    advice = []
+    for error in raised:
+        field = error.args[2] if error.func.id == "refusal" else None
+        advice.append(way_out(_text(error.args[0])) if field is None else _text(field))
+    kind = raised[0].args[0] if raised[0].func.id == "refusal" else raised[0].func
+    return kind.id, _cell(" ".join(dict.fromkeys(advice)))
+
+
+def _is_new_error(node: ast.AST) -> bool:
+    return isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
+
+
+def _text(message: Any) -> str:
+    """Return the text of a string or an f-string, with an ellipsis for what differs from case to case."""
+    parts = getattr(message, "values", [message])
+    return "".join(
         part.value if isinstance(part, ast.Constant) else _WORDS.get(ast.unparse(part.value), "…") for part in parts
-    ]
-    return error.func.id, _cell("".join(texts))
+    )
 
 
 def _cell(text: str) -> str:
@@ -78,22 +92,22 @@ def refused_rows() -> list[list[str]]:
     rows = []
     for check, names in phases.items():
         combination = inspect.cleandoc(check.__doc__ or "").splitlines()[0]
-        error, message = error_of(check)
+        error, advice = errors_of(check)
         title = combination.removeprefix("Refuse ").removesuffix(".")
-        rows.append([_cell(title), ", ".join(names), f"`{error}`", way_out(message)])
+        rows.append([_cell(title), ", ".join(names), f"`{error}`", advice])
     return rows
 
 
 def way_out(message: str) -> str:
-    """Return the sentences of a message after the first, without the list of what is supported.
+    """Return the sentences of a message after the first, which says why; the others say what to do.
 
-    >>> way_out("pipe runs in stages. Use a mesh without 'pipe'. Supported are ….")
+    >>> way_out("pipe runs in stages. Use a mesh without 'pipe'.")
     "Use a mesh without 'pipe'."
     >>> way_out("it cannot run: there is no transformer.")
-    'it cannot run: there is no transformer.'
+    ''
     """
-    first, *rest = re.split(r"(?<=\.) (?=[A-Z])", message)
-    return " ".join(sentence for sentence in rest if not re.match("(Supported|Known) are", sentence)) or first
+    _, *rest = re.split(r"(?<=\.) (?=[A-Z])", message)
+    return " ".join(rest)
 
 
 def tried_combinations() -> list[str]:

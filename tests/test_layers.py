@@ -28,7 +28,7 @@ LAYERS = (
     ("para_core/__init__.py",),
     ("para_core/planner",),
     ("para_core/doctor.py",),
-    ("adapters/adapter.py", "adapters/scheduler_tracker.py"),
+    ("adapters/adapter.py", "adapters/refusal.py", "adapters/scheduler_tracker.py"),
     ("adapters/models",),
     ("adapters/registry.py",),
     ("adapters/components.py", "adapters/attention_names.py"),

@@ -22,6 +22,7 @@ from para_core.adapters.attention_names import (
     refuse_unseen_attention,
 )
 from para_core.adapters.consistency.arguments import require_equal
+from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import (
     component_of,
     decoders_of,
@@ -36,7 +37,6 @@ from para_core.adapters.registry import (
     refuse_uncached_blocks,
     refuse_unknown_blocks,
     require_plan,
-    supported,
     transformers_of,
     unet_adapter,
     unets_of,
@@ -163,6 +163,7 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
         refuse_late_quantization(module, name)
         if model.is_unet:
             refuse_compiled_unet(module, name, model.called)
+            refuse_freeu(module, name)
         if mesh.sequence.ranks > 1:
             refuse_compiled_weights_of_diffusers(module, name, model.called)
             backends = processor_backends(module)
@@ -269,9 +270,11 @@ def refuse_compiled_weights_of_diffusers(module: nn.Module, name: str, called: A
     is_gguf = type(vars(module).get("hf_quantizer")).__name__ == "GGUFQuantizer"
     if is_gguf or any(type(hook).__name__ == "LayerwiseCastingHook" for _, hook in hooks_of(module)):
         reason = "comes from a GGUF file" if is_gguf else "casts its weights while layers compute"
-        raise RuntimeError(
+        raise refusal(
+            RuntimeError,
             f"{name} {reason} and is compiled. Dynamo cannot trace diffusers' layers of that kind while attention is "
-            f"intercepted. Use it uncompiled, or with weights in 16 bits{f': {name}.dequantize()' if is_gguf else ''}."
+            "intercepted.",
+            f"Use it uncompiled, or with weights in 16 bits (of a GGUF file: {name}.dequantize()).",
         )
 
 
@@ -285,13 +288,6 @@ _WEIGHT_HOOKS = (
 )
 # Hooks that skip layers. Their results on a part of the tokens are right, unless they apply random dropout.
 _SKIP_HOOKS = ("TransformerBlockSkipHook", "AttentionProcessorSkipHook", "FeedForwardSkipHook")
-_DROPS = "it drops activations at random, and each rank would draw its own values. Skip whole layers (dropout=1.0)"
-_BLURS = (
-    "it blurs the queries of the full image, and a rank has a part of them. Use ranks for guidance only "
-    "(max_ring_dim_size=1, max_ulysses_dim_size=1), or another guider"
-)
-_OWN_PARALLELISM = "it also shards tokens. Load the transformer without parallel_config"
-_UNKNOWN = "it may need tokens of other ranks. Remove it, or unparallelize_pipe(pipe)"
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -311,13 +307,34 @@ def refuse_hooks_of_diffusers(module: nn.Module, name: str, sequence_ranks: int)
         kind = type(hook).__name__
         if not type(hook).__module__.startswith("diffusers.") or kind in _WEIGHT_HOOKS:
             continue
-        reason: str | None = _OWN_PARALLELISM if kind.startswith("ContextParallel") else _UNKNOWN
         if kind in _SKIP_HOOKS:
-            reason = _DROPS if _drops(hook) else None
+            if _drops(hook):
+                raise refusal(
+                    RuntimeError,
+                    f"{name} has diffusers' {kind} at {path!r}: it drops activations at random, and each rank would "
+                    "draw its own values.",
+                    "Skip whole layers (dropout=1.0).",
+                )
         elif kind == "SmoothedEnergyGuidanceHook":
-            reason = _BLURS if sequence_ranks > 1 else None
-        if reason is not None:
-            raise RuntimeError(f"{name} has diffusers' {kind} at {path!r}: {reason}.")
+            if sequence_ranks > 1:
+                raise refusal(
+                    RuntimeError,
+                    f"{name} has diffusers' {kind} at {path!r}: it blurs the queries of the full image, and a rank has "
+                    "a part of them.",
+                    "Use ranks for guidance only (max_ring_dim_size=1, max_ulysses_dim_size=1), or another guider.",
+                )
+        elif kind.startswith("ContextParallel"):
+            raise refusal(
+                RuntimeError,
+                f"{name} has diffusers' {kind} at {path!r}: it also shards tokens.",
+                "Load the transformer without parallel_config.",
+            )
+        else:
+            raise refusal(
+                RuntimeError,
+                f"{name} has diffusers' {kind} at {path!r}: it may need tokens of other ranks.",
+                "Remove the hook, or unparallelize_pipe(pipe).",
+            )
 
 
 def _drops(hook_or_config: Any) -> bool:
@@ -329,10 +346,31 @@ def refuse_guider(pipe: Any, sequence_ranks: int) -> None:
     guider = getattr(pipe, "guider", None)
     for configs in () if guider is None else vars(guider).values():
         for config in configs if isinstance(configs, list) else [configs]:
-            blurs = type(config).__name__ == "SmoothedEnergyGuidanceConfig" and sequence_ranks > 1
-            if blurs or (type(config).__name__ == "LayerSkipConfig" and _drops(config)):
-                reason = _BLURS if blurs else _DROPS
-                raise RuntimeError(f"pipe.guider is a {type(guider).__name__}: {reason}.")
+            if type(config).__name__ == "SmoothedEnergyGuidanceConfig" and sequence_ranks > 1:
+                raise refusal(
+                    RuntimeError,
+                    f"pipe.guider is a {type(guider).__name__}: it blurs the queries of the full image, and a rank has "
+                    "a part of them.",
+                    "Use ranks for guidance only (max_ring_dim_size=1, max_ulysses_dim_size=1), or another guider.",
+                )
+            if type(config).__name__ == "LayerSkipConfig" and _drops(config):
+                raise refusal(
+                    RuntimeError,
+                    f"pipe.guider is a {type(guider).__name__}: it drops activations at random, and each rank would "
+                    "draw its own values.",
+                    "Skip whole layers (dropout=1.0).",
+                )
+
+
+def refuse_freeu(module: nn.Module, name: str) -> None:
+    """Refuse FreeU, which filters the frequencies of whole images, in a UNet."""
+    blocks = getattr(module, "up_blocks", ())
+    if any(getattr(block, factor, None) for block in blocks for factor in ("s1", "s2", "b1", "b2")):
+        raise refusal(
+            RuntimeError,
+            f"{name} has FreeU, which filters the frequencies of whole images, and each rank has some rows of them.",
+            "Call pipe.disable_freeu(), or unparallelize_pipe(pipe).",
+        )
 
 
 def refuse_parallelism_of_diffusers(module: Any) -> None:
@@ -349,6 +387,5 @@ def refuse_perturbed_joint_attention(owner: Any, module: Any) -> None:
     if original_class(module).__name__ == "SD3Transformer2DModel" and hasattr(owner, "pag_applied_layers"):
         raise TypeError(
             f"{original_class(owner).__name__} is not supported: its perturbed attention masks image tokens by their "
-            "number, which is that of one rank. Use the pipeline without perturbed attention. "
-            f"Supported are {supported()}."
+            "number, which is that of one rank. Use the pipeline without perturbed attention."
         )

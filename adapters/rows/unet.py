@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
-from para_core.adapters.registry import PARALLEL_UNET, require_kind, supported, unet_adapter
+from para_core.adapters.registry import PARALLEL_UNET, require_kind, supported_unets, unet_adapter
 from para_core.adapters.rows.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
@@ -159,8 +159,8 @@ def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:
         reason = REFUSED_UNETS.get(original_class(module).__name__, "para_core has no adapter for it")
         raise TypeError(
             f"{original_class(owner).__name__} is not supported: the rows of images in "
-            f"{original_class(module).__name__} cannot be sharded: {reason}. Give each rank its own "
-            f"prompts instead. Supported are {supported()}."
+            f"{original_class(module).__name__} cannot be sharded: {reason}. Give each rank its own prompts instead. "
+            f"Supported are the UNets of {supported_unets()}."
         )
     return adapter
 

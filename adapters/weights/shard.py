@@ -13,6 +13,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.components import components_of
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
+from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import mesh_of, require_kind, tensor_plan_for, transformers_of
 from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY, require_not_offloaded
 from para_core.adapters.weights.sharded_component import (
@@ -137,13 +138,14 @@ def refuse_moved_weights(pipe: Any) -> None:
             hook = getattr(module, "_hf_hook", None)
             # Model offload (CpuOffload) is allowed: it moves whole components and leaves sharded ones alone.
             if hook is not None and type(hook).__name__ != "CpuOffload":
-                raise ValueError(
+                raise refusal(
+                    ValueError,
                     f"pipe.{name} is moved by a hook of accelerate, layer by layer ({type(hook).__name__} on "
                     f"{path or 'the component'}: enable_sequential_cpu_offload, device_map). Its weights are on the "
-                    "meta device and are loaded for each call of a layer, so there is nothing to shard. Call "
-                    "pipe.remove_all_hooks() first. pipe.enable_model_cpu_offload() works with sharded weights, and "
-                    "shard_weights(pipe, mesh, offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()) keeps each "
-                    "rank's shard in host memory."
+                    "meta device and are loaded for each call of a layer, so there is nothing to shard.",
+                    "Call pipe.remove_all_hooks() first. pipe.enable_model_cpu_offload() works with sharded weights, "
+                    "and shard_weights(pipe, mesh, offload_policy=torch.distributed.fsdp.CPUOffloadPolicy()) keeps "
+                    "each rank's shard in host memory.",
                 )
 
 

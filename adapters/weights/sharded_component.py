@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from para_core.adapters.components import blocks_of, components_of
 from para_core.adapters.consistency.loras import lora_weights
+from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import adapter_for
 from para_core.adapters.weights.lora import follow_loras, leave_loras
 from para_core.distributed.consistency import Signature, check_consistent, raising_on_all, signature
@@ -269,10 +270,11 @@ def refuse_shards_beyond_sequence(module: nn.Module, name: str, reason: str) -> 
     mesh, applied = shard_mesh(module) if is_sharded(module) else None, mesh_of_plan(module)
     shared, sequence = 1 if mesh is None else mesh.size(), 1 if applied is None else applied.ranks
     if shared > sequence:
-        raise RuntimeError(
+        raise refusal(
+            RuntimeError,
             f"{name} has its weights sharded over {shared} ranks, and its sequence over {sequence}. The other ranks "
-            f"have {reason}, so they may run other blocks, and ranks would wait for each other. Shard weights over the "
-            "sequence ranks: shard_weights(pipe, mesh) with the mesh of parallelize_pipe."
+            f"have {reason}, so they may run other blocks, and ranks would wait for each other.",
+            "Shard weights over the sequence ranks: shard_weights(pipe, mesh) with the mesh of parallelize_pipe.",
         )
 
 
@@ -286,20 +288,22 @@ def refuse_cached_graph_of_shards(module: nn.Module, name: str, called: Any) -> 
     by_tensor = tensor_mesh(module) is not None or mesh_of_diffusers(module) is not None
     if (by_fsdp or by_tensor) and (called is not module or is_compiled(module)):
         method = "fsdp" if by_fsdp else "tensor"
-        raise RuntimeError(
+        raise refusal(
+            RuntimeError,
             f"{name} is compiled as one graph, with a cache, and its weights are sharded (weights={method!r}). The "
-            "branches of torch.cond support neither hooks of FSDP2 nor DTensors. Compile its blocks instead: "
-            f"{name}.compile_repeated_blocks(fullgraph=True); or leave out one of the three."
+            "branches of torch.cond support neither hooks of FSDP2 nor DTensors.",
+            f"Compile its blocks: {name}.compile_repeated_blocks(fullgraph=True); or leave out one of the three.",
         )
 
 
 def refuse_graph_of_fsdp(module: nn.Module, name: str, called: Any) -> None:
     """Refuse one graph (fullgraph=True) for a model whose weights are sharded by FSDP2."""
     if is_sharded(module) and (_is_compiled_without_breaks(called) or _is_compiled_without_breaks(module)):
-        raise RuntimeError(
+        raise refusal(
+            RuntimeError,
             f"{name} is compiled with fullgraph=True, and its weights are sharded (weights='fsdp'). FSDP2 gathers the "
-            "weights of each block in a hook, where the graph breaks. Compile its blocks instead: "
-            f"{name}.compile_repeated_blocks(fullgraph=True); or leave fullgraph=True out."
+            "weights of each block in a hook, where the graph breaks.",
+            f"Compile its blocks: {name}.compile_repeated_blocks(fullgraph=True); or leave fullgraph=True out.",
         )
 
 

@@ -311,6 +311,7 @@ def unknown(func: Function, rows: RowTag | ShardedSize | None, reason: str) -> M
     if isinstance(rows, RowTag):
         sharding = f" on a tensor whose dim {rows.dim} is sharded over {len(rows.layout)} ranks as {list(rows.layout)}"
     return MixesRows(
-        f"{name_of(func)}{sharding}: {reason}. Run this model on one rank (unparallelize_vae, unparallelize_pipe), or "
-        "a VAE in distributed tiles (method='tiled')."
+        f"{name_of(func)}{sharding}: {reason}. Leave out what calls it, or run this model on one rank: "
+        "unparallelize_vae(vae), or unparallelize_pipe(pipe) for a UNet. A VAE may run in distributed tiles instead "
+        "(method='tiled')."
     )

@@ -15,9 +15,15 @@ from torch import nn
 from torchao.quantization import Int8Tensor, PerRow
 
 from benchmarks.harness import fake_group
-from benchmarks.pages import checks_of, error_of
+from benchmarks.pages import checks_of, errors_of
 from para_core import PipeFusion
-from para_core.adapters import apply_cache_on_transformer, parallelize_pipe, parallelize_transformer
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    apply_cache_on_transformer,
+    parallelize_pipe,
+    parallelize_transformer,
+    shard_weights,
+)
 from para_core.adapters.compatibility.phases import (
     PHASES,
     CheckedModel,
@@ -29,7 +35,7 @@ from para_core.adapters.compatibility.phases import (
     models_to_check,
 )
 from para_core.adapters.components import blocks_of
-from para_core.adapters.registry import require_plan, tensor_plan_for
+from para_core.adapters.registry import closest_supported, require_plan, tensor_plan_for
 from para_core.adapters.weights.staged_transformer import hold_stage
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.options import CacheOptions
@@ -43,7 +49,7 @@ from zoo.tiny.pipelines.image import stable_diffusion_3
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
-SUPPORTED = r"Supported are FLUX\.1: "
+SUPPORTED = r"docs/pipelines\.md"
 
 
 class NoTransformer(DiffusionPipeline):
@@ -77,12 +83,37 @@ def test_pipe_without_transformer_is_refused():
 
 
 def test_unknown_unet_is_refused():
-    with pytest.raises(TypeError, match=r"^OtherUnet .* Linear .*" + SUPPORTED):
+    with pytest.raises(TypeError, match=r"^OtherUnet .* Linear .*Stable Diffusion XL"):
         parallelize_pipe(OtherUnet(nn.Linear(1, 1)))
 
 
 class OtherModel(ModelMixin, ConfigMixin):
     """A model without an adapter."""
+
+
+@pytest.mark.parametrize("function", [parallelize_pipe, apply_cache_on_pipe, shard_weights], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    ("given", "named"), [(None, "None"), ("a/path", "str"), (OtherTransformer, "OtherTransformer"), ({}, "dict")]
+)
+def test_what_is_no_pipeline_is_named(function, given, named):
+    with pytest.raises(TypeError, match=rf"pipeline.* {named}\b"):
+        function(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"),
+    [
+        ("WanMoveTransformer3DModel", "Wan"),
+        ("ChronoEdit2Pipeline", "ChronoEdit"),
+        ("MiniMaxH4Transformer3DModel", "MiniMax-H3"),
+        ("StableDiffusionXLRefinerPipeline", "Stable Diffusion"),
+    ],
+)
+def test_closest_supported_names_are_few_and_begin_with_the_nearest(name, closest):
+    names = closest_supported(name)
+    assert names.split("; ")[0].startswith(closest)
+    assert names.count("; ") == 4
+    assert len(names) < 200
 
 
 @pytest.mark.parametrize(
@@ -210,7 +241,7 @@ def perturb():
     pipe = stable_diffusion_3("StableDiffusion3PAGPipeline")
     with pytest.raises(
         TypeError,
-        match=r"StableDiffusion3PAGPipeline .*perturbed .*" + SUPPORTED,
+        match=r"StableDiffusion3PAGPipeline .*perturbed ",
     ):
         parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2)["ring"])
@@ -342,6 +373,11 @@ def named_twice(model, mesh):
             submodule.processor._attention_backend = "flash"
 
 
+def with_freeu(pipe):
+    pipe.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
+    return pipe
+
+
 CASES = {
     "refuse_missing_transformer": (
         check_parallelize,
@@ -398,7 +434,7 @@ CASES = {
     "refuse_unknown_blocks": (
         check_cache,
         lambda _: case(OtherModel(), OtherModel()),
-        "^OtherModel .*cached.* blocks .*FLUX",
+        r"^OtherModel .*cached.* blocks .*adapter=Adapter\(",
     ),
     "refuse_missing_scheduler": (
         check_cached_call,
@@ -502,6 +538,11 @@ CASES = {
         lambda mesh: case(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
         "^unet .*compiled",
     ),
+    "refuse_freeu": (
+        check_parallel_call,
+        lambda mesh: case(*[with_freeu(UNET_PIPELINES["sd"].build()).unet] * 2, mesh=mesh),
+        r"^unet .*FreeU.* pipe\.disable_freeu\(\)",
+    ),
     "refuse_unseen_attention": (
         check_parallel_call,
         lambda mesh: on_flux(
@@ -558,7 +599,7 @@ def test_each_check_has_a_case(name):
     attention = other_attention if name == "refuse_replaced_attention" else F.scaled_dot_product_attention
     with fake_group(2), mock.patch.object(F, "scaled_dot_product_attention", attention):
         of_case = make(guided_mesh(cpu_mesh(1, 2)))
-        with pytest.raises(getattr(builtins, error_of(check)[0]), match=message) as caught:
+        with pytest.raises(getattr(builtins, errors_of(check)[0]), match=message) as caught:
             run(phase, *of_case)
     assert caught.traceback[-1].name == check.__name__
 
