@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.overrides import TorchFunctionMode
 
@@ -20,6 +21,7 @@ from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import gather_tokens
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.instance_patching import original_class
 from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import at_the_dispatcher, call_original, intercept, not_at_the_dispatcher
@@ -205,8 +207,11 @@ def planned_layouts(
         return query_layout, SequenceLayout((past, *query_layout.segments), mesh.ranks)
     if guard_or_false(num_keys != num_queries):
         raise ValueError(
-            f"an attention call has {num_queries} queries and {num_keys} keys on this rank; the plan takes both to be "
-            f"{' + '.join(attention.queries)}. Say in Plan.attention what the module that makes it attends to."
+            f"{_caller()} attends from {num_queries} queries to {num_keys} keys on this rank, where the tokens are "
+            f"sharded; expected equal numbers, those of {' + '.join(attention.queries)}. Something inside the model "
+            "adds keys or tokens: an argument (given images whose keys are cached, an adapter), or code of your own (a "
+            "subclass, a processor, a hook). Leave it out, or run this pipeline on one rank: unparallelize_pipe(pipe). "
+            "If you wrote the plan, say in Plan.attention what this module attends to."
         )
     return query_layout, query_layout
 
@@ -226,11 +231,26 @@ def layout_of_segments(
     # A length that depends on data is unknown while tracing, so guard_or_false skips the check for it.
     if guard_or_false(remaining < 0 if len(unknown) == 1 else remaining != 0):
         raise ValueError(
-            f"{kind} has {held} tokens on this rank; of {' + '.join(names)} it holds {local}. The plan does not fit "
-            "what the model does: say in Plan.attention what the module that makes this call attends to."
+            f"{_caller()} attends with {held} {kind} tokens on this rank; expected {local}, the rank's part of "
+            f"{' + '.join(names)}. Something inside the model adds or drops tokens where they are sharded: code of "
+            "your own (a subclass, a processor, a hook), or an argument. Add them before the transformer is called and "
+            "drop them from its output, leave them out, or run this pipeline on one rank: unparallelize_pipe(pipe). If "
+            "you wrote the plan, say in Plan.attention what this module attends to."
         )
     parts = [by_name[name] if name in by_name else Segment(name, remaining, replicated=True) for name in names]
     return SequenceLayout(tuple(parts), mesh.ranks)
+
+
+def _caller() -> str:
+    """Return the class of the module that makes the attention call, or of its processor, for messages."""
+    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    while frame is not None:
+        variables = frame.f_locals
+        # A processor of diffusers gets its module as ``attn``.
+        if isinstance(variables.get("self"), nn.Module) or isinstance(variables.get("attn"), nn.Module):
+            return original_class(variables.get("self", variables.get("attn"))).__name__
+        frame = frame.f_back
+    return "a module"
 
 
 class PlannedAttnMode(TorchFunctionMode):
