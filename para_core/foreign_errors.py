@@ -64,6 +64,13 @@ def mask_length_mismatch(error: BaseException | None) -> str | None:
     return None if compared is None else compared.group()
 
 
+def sizes_that_differ(error: BaseException) -> set[int]:
+    """Return the numbers in the message of torch that sizes do not fit together; empty for other errors."""
+    if not isinstance(error, (RuntimeError, IndexError)) or not _says(error, ("size", "shape")):
+        return set()
+    return {int(number) for number in re.findall(r"\d+", str(error))}
+
+
 def is_slow_start_of_ray(error: BaseException) -> bool:
     """Whether Ray gave up because a Ray node did not start in time. Ray raises a plain ``Exception`` for this."""
     return type(error) is Exception and _says(error, ("timed out",))

@@ -16,6 +16,7 @@ from para_core.foreign_errors import (
     is_out_of_patience,
     is_slow_start_of_ray,
     mask_length_mismatch,
+    sizes_that_differ,
 )
 
 # Messages of gloo, equal in torch 2.11, 2.13 and 2.15.
@@ -143,6 +144,24 @@ def test_a_slow_node_of_ray_is_a_bare_exception():
     assert is_slow_start_of_ray(Exception(sentence))
     assert not is_slow_start_of_ray(RuntimeError(sentence))
     assert not is_slow_start_of_ray(Exception("no room"))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: torch.ones(32) * torch.ones(63),
+        lambda: torch.ones(32)[torch.ones(63, dtype=torch.bool)],
+        lambda: torch.ones(2, 32) @ torch.ones(63, 2),
+        lambda: torch.ones(32).expand(63),
+        lambda: torch.cat([torch.ones(32, 1), torch.ones(63, 2)]),
+        lambda: torch.ones(32).copy_(torch.ones(63)),
+    ],
+)
+def test_sizes_that_differ_are_read_from_errors_of_torch(function):
+    with pytest.raises((RuntimeError, IndexError)) as caught:
+        function()
+    assert sizes_that_differ(caught.value) & {63, 2}
+    assert sizes_that_differ(RuntimeError("63 apples")) == set()
 
 
 def test_a_plain_error_is_none_of_these():

@@ -59,6 +59,7 @@ from para_core.plans.plan import (
 )
 from para_core.plans.planned_attention import Interception, PlannedAttention, PreparedAttention
 from para_core.plans.samples import all_samples, own_arguments
+from para_core.plans.whole_arguments import explain_whole_tensor
 from para_core.torch_internals import CALL_WITH_HOOKS, COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
 from para_core.user_warnings import WarningLog
 
@@ -240,8 +241,10 @@ class Region:
                 output = self._executor.outputs(output, as_tuple(rule))
             return output if samples is None or self.batch is None else all_samples(output, samples, self.batch)
         # flex_attention raises a ValueError for a wrong mask size, and a RuntimeError since torch 2.15.
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, IndexError) as error:
             explain_unsharded_mask(error)
+            name = type(module).__name__
+            explain_whole_tensor(error, name, self.parameters, args, kwargs, self.segments, self.mesh)
             raise
         finally:
             self._interceptions.clear()

@@ -1,0 +1,65 @@
+"""Explain errors of tensors for all tokens that a user passes through a dict, past the rules of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from para_core.distributed.layout import Segment
+from para_core.distributed.mesh import SequenceMesh
+from para_core.foreign_errors import sizes_that_differ
+
+
+def explain_whole_tensor(
+    error: BaseException,
+    model: str,
+    parameters: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    segments: Sequence[Segment],
+    mesh: SequenceMesh,
+) -> None:
+    """Raise ``ValueError`` if ``error`` says that sizes differ, and a dict among the arguments holds a tensor with an
+    entry for each token of a sharded segment, which may be why. Otherwise do nothing.
+
+    A plan has no rules for the entries of dicts such as ``joint_attention_kwargs``, because the processors decide what
+    they are. ``args`` and ``kwargs`` are those of a call of ``model``, whose positional parameters are ``parameters``.
+    """
+    if torch.compiler.is_compiling():
+        return
+    sizes = sizes_that_differ(error)
+    totals = {segment.total: segment for segment in segments if not segment.replicated and segment.total in sizes}
+    arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    for name, x in _tensors_in_dicts(arguments):
+        for size in x.shape if totals else ():
+            if size in totals:
+                segment = totals[size]
+                held = segment.size(mesh.rank, mesh.ranks)
+                raise ValueError(
+                    f"{model} was given {name} {list(x.shape)}, with an entry for each of the {size} {segment.name} "
+                    f"tokens; this rank holds {held} of them, and entries of this argument are not sharded. This is "
+                    "not supported on several ranks. Leave it out, apply it to the inputs or the output of the "
+                    "transformer, or run on one rank: unparallelize_pipe(pipe)."
+                ) from error
+
+
+def _tensors_in_dicts(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors inside the dicts among ``arguments``, each with an expression for it, such as ``a['b'][0]``."""
+    for name, value in arguments.items():
+        if isinstance(value, Mapping):
+            for key, entry in value.items():
+                yield from _tensors_in(f"{name}[{key!r}]", entry)
+
+
+def _tensors_in(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _tensors_in(f"{name}[{key!r}]", entry)
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            yield from _tensors_in(f"{name}[{index}]", entry)
