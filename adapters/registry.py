@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any, Literal
 
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.models import ADAPTERS
@@ -125,7 +126,10 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
         for name, part in attributes.items()
         if name not in USUAL_NAMES
         and isinstance(part, nn.Module)
-        and (is_transformer_class(type(uncompiled(part))) or getattr(uncompiled(part), "_cp_plan", None) is not None)
+        and (
+            is_transformer_class(type(wrapped_model(uncompiled(part)) or uncompiled(part)))
+            or getattr(uncompiled(part), "_cp_plan", None) is not None
+        )
     ]
     modules: dict[str, nn.Module] = {}
     for name in (*USUAL_NAMES, *sorted(others)):
@@ -133,6 +137,31 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
         if isinstance(module, nn.Module) and module not in modules.values():
             modules[name] = module
     return modules
+
+
+def wrapped_model(wrapper: Any) -> nn.Module | None:
+    """Return the model inside ``wrapper``, a module such as ``DistributedDataParallel``; None if it is no wrapper.
+
+    Wrappers for training keep the model in their attribute ``module``, and may be nested. A class that is not torch's
+    counts as a wrapper only if the class of the model is supported.
+    """
+    inner: Any = wrapper
+    while not _is_known_class(inner):
+        deeper = uncompiled(getattr(inner, "module", None))
+        if not isinstance(deeper, nn.Module):
+            break
+        inner = deeper
+    if inner is wrapper or not (_is_known_class(inner) or isinstance(wrapper, _TRAINING_WRAPPERS)):
+        return None
+    model: nn.Module = inner
+    return model
+
+
+_TRAINING_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, FullyShardedDataParallel)
+
+
+def _is_known_class(module: nn.Module) -> bool:
+    return is_transformer_class(type(module)) or unet_adapter(module) is not None
 
 
 def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) -> None:
@@ -270,6 +299,28 @@ def refuse_missing_transformer(owner: Any, module: Any) -> None:
             f"{name} is not supported: it has no transformer. The closest names of those that are supported: "
             f"{closest_supported(name)}.",
             "Use one of the pipelines of docs/pipelines.md, or give each rank its own prompts.",
+        )
+
+
+def refuse_fsdp1(module: nn.Module, name: str) -> None:
+    """Refuse a model that FSDP1, FullyShardedDataParallel, has sharded."""
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise TypeError(
+            f"{name} is sharded by FullyShardedDataParallel (FSDP1), which keeps the weights of a module in one flat "
+            f"tensor: neither it nor the {original_class(wrapped_model(module) or module).__name__} inside it can run "
+            "here. Load the model again without it; to shard the weights, pass weights='fsdp' to parallelize_pipe, "
+            "which is FSDP2."
+        )
+
+
+def refuse_wrapped_model(module: nn.Module, name: str, adapter: Adapter | None = None) -> None:
+    """Refuse a model inside a wrapper for training, such as DistributedDataParallel."""
+    inner = None if adapter_for(module, adapter) is not None else wrapped_model(module)
+    if inner is not None:
+        raise TypeError(
+            f"{name} is a {original_class(module).__name__} around a {original_class(inner).__name__}: a wrapper for "
+            "training, which has no part in inference (accelerator.prepare wraps each model that it gets). Take the "
+            f"model out: {name} = {name}.module"
         )
 
 

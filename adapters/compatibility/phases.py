@@ -29,6 +29,7 @@ from para_core.adapters.registry import (
     refuse_cache_on_unet,
     refuse_cache_without_transformer,
     refuse_class_without_plan,
+    refuse_fsdp1,
     refuse_missing_transformer,
     refuse_other_mesh,
     refuse_other_type_of_adapter,
@@ -36,6 +37,7 @@ from para_core.adapters.registry import (
     refuse_replaced_model,
     refuse_uncached_blocks,
     refuse_unknown_blocks,
+    refuse_wrapped_model,
     require_plan,
     transformers_of,
     unet_adapter,
@@ -128,6 +130,8 @@ def check_parallelize(
         owner, module, adapter = model.owner, model.module, model.adapter
         refuse_missing_transformer(owner, module)
         refuse_other_type_of_adapter(adapter, module)
+        refuse_fsdp1(module, model.name)
+        refuse_wrapped_model(module, model.name, adapter)
         if model.component == "unet":
             require_unet_adapter(owner, module)
         if not model.is_unet:
@@ -188,6 +192,8 @@ def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> Non
     refuse_cache_without_transformer(owner, module)
     refuse_cache_on_unet(owner, module)
     refuse_other_type_of_adapter(adapter, module)
+    refuse_fsdp1(module, model.name)
+    refuse_wrapped_model(module, model.name, adapter)
     refuse_uncached_blocks(owner, module, adapter)
     refuse_unknown_blocks(owner, module, adapter)
     if options is not None:

@@ -24,7 +24,7 @@ from para_core.adapters.propose.proposal import Proposal, expression_of
 from para_core.adapters.propose.stack import StackGuess, cached_error, stacks
 from para_core.adapters.propose.text import with_sharded_text
 from para_core.adapters.propose.whole_modules import has_layers, with_whole_module
-from para_core.adapters.registry import require_kind
+from para_core.adapters.registry import refuse_fsdp1, refuse_wrapped_model, require_kind
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
 from para_core.verify.check import find_first_difference
@@ -82,12 +82,15 @@ def propose_plan(
             the model does not call scaled_dot_product_attention.
     """
     require_kind("model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...).")
+    module = uncompiled(transformer)
+    refuse_fsdp1(module, "transformer")
+    refuse_wrapped_model(module, "transformer")
     examples = _checked_examples(example_inputs)
     require_answers(answers or {})
     # Compile nothing: a mode sees what a function does only in eager code, and flex_attention, for example, compiles
     # itself.
     with torch.compiler.set_stance("force_eager"):
-        return _proposal(uncompiled(transformer), examples, segment, answers or {})
+        return _proposal(module, examples, segment, answers or {})
 
 
 def _proposal(module: nn.Module, examples: Sequence[Mapping[str, Any]], segment: str, answers: Answers) -> Proposal:

@@ -19,7 +19,7 @@ from para_core.adapters.consistency.failures import Places, places_of_all, reaso
 from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.consistency.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
-from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE, require_kind
+from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE, refuse_fsdp1, refuse_wrapped_model, require_kind
 from para_core.adapters.rows.call import Gather, RowRanks, deliver, holds_distribution, on_rows
 from para_core.adapters.rows.diffusion_decoder import DecoderRows, window_attentions
 from para_core.adapters.rows.vae_compile import traceable
@@ -139,6 +139,8 @@ def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdap
     """Return the adapter of the autoencoder ``module``. Raises the errors of :func:`parallelize_vae`."""
     adapter = vae_adapter(module)
     if adapter is None:
+        refuse_fsdp1(module, "vae")
+        refuse_wrapped_model(module, "vae")
         name = original_class(module).__name__
         reason = REFUSED_VAES.get(name, "para_core has no adapter for it")
         raise TypeError(f"{name} does not run on several ranks: {reason}. Supported are {', '.join(VAES)}.")

@@ -125,9 +125,10 @@ def refuse_replaced_attention(ranks: int) -> None:
     kind = type(function)
     name = f"{getattr(function, '__module__', kind.__module__)}.{getattr(function, '__qualname__', kind.__qualname__)}"
     raise RuntimeError(
-        f"torch.nn.functional.scaled_dot_product_attention was replaced by {name}. Calls that this function computes "
-        f"itself cannot be intercepted: each of {ranks} ranks would attend to its own tokens only. Restore torch's "
-        "function, and compute local attention by the other one: attn_func=. For SageAttention that is backend='sage'."
+        f"torch.nn.functional.scaled_dot_product_attention was replaced by {name}, and calls that this function "
+        f"computes itself cannot be intercepted: each of {ranks} ranks would attend to its own tokens only. Restore "
+        "torch's function, and compute local attention by the other one: attn_func=. For SageAttention that is "
+        "backend='sage'."
     )
 
 

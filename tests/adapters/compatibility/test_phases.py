@@ -44,6 +44,7 @@ from para_core.plans.region import apply_plan, mesh_of_plan
 from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import weights_mesh
 from para_core.weights.tensor import shard_tensors
+from tests.adapters.compatibility.test_wrappers import by_fsdp1
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.pipelines.image import stable_diffusion_3
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
@@ -393,6 +394,16 @@ CASES = {
         check_parallelize,
         lambda _: case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
         "^OtherUnet .* Linear ",
+    ),
+    "refuse_fsdp1": (
+        check_parallelize,
+        lambda _: case(*[by_fsdp1(flux_transformer())] * 2),
+        r"^transformer .*FSDP1.*FluxTransformer2DModel.*weights='fsdp'",
+    ),
+    "refuse_wrapped_model": (
+        check_parallelize,
+        lambda _: case(*[nn.DataParallel(flux_transformer())] * 2),
+        r"^transformer .*DataParallel .*FluxTransformer2DModel.*transformer = transformer\.module",
     ),
     "refuse_replaced_attention": (
         check_parallel_call,
