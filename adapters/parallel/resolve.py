@@ -29,6 +29,7 @@ from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of
 from para_core.adapters.weights.shard import check_shard, require_mesh_fits, weights_groups
 from para_core.adapters.weights.sharded_component import METHODS
+from para_core.adapters.weights.vae_offload import OffloadedVaes
 from para_core.attention.attention_options import KeptKeys
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
@@ -196,8 +197,8 @@ def _parts_of_weights(
         parts.append(OffloadPart(offloaded, "placing the text encoders"))
     if options.vae_placement in ("offload", "first"):
         first, vaes = options.vae_placement == "first", vaes_of(pipe)
-        offloaded = OffloadedModules(vaes, mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first)
-        parts.append(OffloadPart(offloaded, "placing the VAE"))
+        in_host_memory = OffloadedVaes(vaes, mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first)
+        parts.append(OffloadPart(in_host_memory, "placing the VAE"))
     if options.offload is not None:
         blocks = OffloadedBlocks(transformers_of(pipe), mesh, num_resident(options.resident_blocks))
         parts.append(OffloadPart(blocks, "offloading the blocks"))

@@ -41,7 +41,7 @@ class OffloadedBlocks:
     def __init__(self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, resident: int) -> None:
         self.transformers, self.mesh, self.resident = dict(transformers), mesh, resident
         self._undo = ExitStack()
-        self._blocks: dict[nn.Module, _Block] = {}
+        self._blocks: dict[nn.Module, HostBlock] = {}
         self._stream: Any = None
 
     def apply(self) -> None:
@@ -61,7 +61,7 @@ class OffloadedBlocks:
                 rollback.callback(module.to, next(module.parameters()).device)
                 for wrapped in (module, *blocks):
                     rollback.callback(unwrap, wrapped, BLOCKS_KEY)
-                module_blocks = [_Block(block, device, stream) for block in blocks]
+                module_blocks = [HostBlock(block, device, stream) for block in blocks]
                 for block, following in pairwise(module_blocks):
                     block.following = following
                 _move_others(module, set(blocks), device)
@@ -104,12 +104,12 @@ class OffloadedBlocks:
                 self._stream.synchronize()
 
 
-class _Block:
-    """One block in host memory, and its copy on the device while there is one."""
+class HostBlock:
+    """One block, or another module, in host memory, and its copy on the device while there is one."""
 
     def __init__(self, module: nn.Module, device: torch.device, stream: Any) -> None:
         self.module, self.device, self.stream = module, device, stream
-        self.following: _Block | None = None
+        self.following: HostBlock | None = None
         self._is_loaded = False
         self._state: list[tuple[int, int]] = []
         self._offload()

@@ -55,14 +55,14 @@ def require_not_offloaded(modules: Mapping[str, nn.Module], instead: str) -> Non
 class OffloadedModules:
     """Components whose weights are in host memory, by diffusers' group offload of single layers.
 
-    Each layer is copied to the device of ``mesh`` while it computes.
+    Each layer is copied to the device of ``mesh`` while it computes: on CUDA from pinned memory, and the next layer
+    while the current one computes.
 
     Args:
         modules: Components by name.
         mesh: Ranks that call the pipeline.
         option: The option of parallelize_pipe by which they are offloaded, for messages.
-        methods: Names of the methods by which a pipeline calls the components. With ``"__call__"`` among them, on CUDA,
-            the next layer is copied from pinned memory while the current one computes.
+        methods: Names of the methods by which a pipeline calls the components.
         first_rank_only: Whether only the first rank of ``mesh`` runs the components and sends the outputs to the
             others. Each call of a component is then a collective call.
     """
@@ -76,8 +76,6 @@ class OffloadedModules:
 
     def apply(self) -> None:
         """Offload the weights. Raise ``ValueError`` if other code has offloaded them. A failure changes nothing."""
-        from diffusers.hooks import apply_group_offloading
-
         require_not_offloaded(self.modules, f"Leave {self.option} out")
         for name, module in self.modules.items():
             if self.first_rank_only and is_wrapped(module, PARALLEL_VAE):
@@ -91,19 +89,25 @@ class OffloadedModules:
             for name, module in self.modules.items():
                 before = {part: {name for name in _LEFT_BY_HOOKS if name in vars(part)} for part in module.modules()}
                 rollback.callback(_remove_offload, module, next(module.parameters()).device, before)
-                apply_group_offloading(
-                    module,
-                    onload_device=device,
-                    offload_device=torch.device("cpu"),
-                    offload_type="leaf_level",
-                    use_stream=device.type == "cuda" and "__call__" in self.methods,
-                )
+                self._place(module, device, rollback)
                 if self.first_rank_only and self.mesh.ranks > 1:
                     rollback.callback(unwrap, module, FIRST_RANK)
                     around = partial(_run_on_first, self.mesh, device, name)
                     for method in self.methods:
                         wrap_method(module, method, FIRST_RANK, around, order=WrapperPriority.PARALLEL)
             self._undo = rollback.pop_all()
+
+    def _place(self, module: nn.Module, device: torch.device, rollback: ExitStack) -> None:
+        """Offload one component. ``rollback`` gets callbacks that undo what :func:`_remove_offload` does not."""
+        from diffusers.hooks import apply_group_offloading
+
+        apply_group_offloading(
+            module,
+            onload_device=device,
+            offload_device=torch.device("cpu"),
+            offload_type="leaf_level",
+            use_stream=device.type == "cuda",
+        )
 
     def remove(self) -> None:
         """Remove the offload, and move the weights back to the devices on which they were."""

@@ -342,10 +342,10 @@ def _sent(shape: MeshShape, work: Workload, machine: Machine) -> int:
 
 
 def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = None) -> float:
-    """Return the peak bytes of device memory of a rank: its weights, and the larger need of a step and of encoding.
+    """Return the peak bytes of device memory of a rank: its weights, and the largest need of a step and of the rest.
 
-    A step needs memory for its activations at their peak, gathered weights, buffers of exchanges, and keys stored by
-    PipeFusion.
+    The rest is encoding the prompt, and the weights of a VAE that waits in host memory. A step needs memory for its
+    activations at their peak, gathered weights, buffers of exchanges, and keys stored by PipeFusion.
     """
     placement = placement or Placement(default_text_encoders(shape))
     weights = work.quantized(placement).weights
@@ -364,4 +364,5 @@ def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = No
     largest = max((exchanged(of_tensor_rank(x, shape.tensor)) for x in attention), default=0.0)
     gathered = weights.transformer.at_once if shape.fsdp else 0.0
     denoising = gathered + own.peak[0] * share + own.peak[1] + kept + largest
-    return weights.at_rest(shape, placement) + max(denoising, weights.while_encoding(placement))
+    other = max(weights.while_encoding(placement), weights.while_decoding(placement))
+    return weights.at_rest(shape, placement) + max(denoising, other)

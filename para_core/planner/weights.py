@@ -152,6 +152,10 @@ class Weights:
             return self.encoders.at_once
         return self.encoders.largest_layer if placement.text_encoders in ("offload", "first") else 0.0
 
+    def while_decoding(self, placement: Placement) -> float:
+        """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the VAE runs."""
+        return self.vae if placement.vae_waits else 0.0
+
     def in_host_memory(self, placement: Placement) -> float:
         """Return the bytes of weights in the host memory of each rank: text encoders, VAE and transformer blocks."""
         encoders = self.encoders.total if placement.text_encoders in ("offload", "first") else 0

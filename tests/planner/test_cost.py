@@ -27,7 +27,7 @@ from para_core.planner.hardware import (
     measured_figures,
 )
 from para_core.planner.mesh_plan import PUBLISHED_RATIOS, make_plan
-from para_core.planner.prediction import Workload, divisors, predict, shapes
+from para_core.planner.prediction import Workload, divisors, memory_of, predict, shapes
 from para_core.planner.traffic import CallWork, CountedAttention, CountedGather, MeshShape, ModelCall, Product, Tokens
 from para_core.planner.weights import Choices, ModuleBytes, Placement, Weights
 from para_core.weights.pipefusion import PipeFusion
@@ -305,8 +305,13 @@ def test_int8_is_considered_if_nothing_exact_fits_and_said():
 
 
 def work_with_vae(transformer):
-    """Work whose blocks are not described, so no mesh of one rank saves memory of the transformer. A VAE has 4 GiB."""
-    return replace(work(), weights=Weights(ModuleBytes(transformer << 30), vae=4 << 30))
+    """Work whose blocks are not described, so no mesh of one rank saves memory of the transformer. A VAE has 4 GiB.
+
+    ``transformer`` are GiB of weights and of whole activations, of which a step has 4: a VAE that waits needs no more.
+    """
+    part = model()
+    of_step = replace(part, peak=(part.peak[0], 4 << 30))
+    return replace(work(of_step), weights=Weights(ModuleBytes((transformer - 4) << 30), vae=4 << 30))
 
 
 @pytest.mark.parametrize(("ranks", "placement"), [(1, "offload"), (2, "first")])
@@ -326,10 +331,20 @@ def test_vae_waits_in_host_memory_where_nothing_else_fits(ranks, placement):
     assert not any(row.placement.vae_waits for row in make_plan(work_with_vae(60), machine(), ranks).rows)
 
 
+def test_a_vae_that_waits_is_on_the_device_while_it_decodes():
+    weights = Weights(ModuleBytes(10 << 30), vae=20 << 30)
+    at_rest, waiting = (
+        memory_of(MeshShape(), replace(work(), weights=weights), Placement(vae=placement))
+        for placement in ("replicate", "offload")
+    )
+    assert waiting == 30 << 30
+    assert at_rest > waiting
+
+
 def test_vae_waits_before_int8_is_considered():
     def best(transformer, in_8_bits):
         some = work_with_vae(transformer)
-        quantized = replace(some.weights, transformer=ModuleBytes(in_8_bits << 30))
+        quantized = replace(some.weights, transformer=ModuleBytes((in_8_bits - 4) << 30))
         placement = make_plan(replace(some, weights=replace(some.weights, in_8_bits=quantized)), machine(), 1)
         return placement.best.placement.vae, placement.best.placement.quantize
 

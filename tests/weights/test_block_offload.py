@@ -21,7 +21,7 @@ from para_core.adapters import (
     unparallelize_pipe,
 )
 from para_core.adapters.components import stack_of
-from para_core.adapters.weights.block_offload import _Block
+from para_core.adapters.weights.block_offload import HostBlock
 from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY
 from para_core.instance_patching import is_wrapped
 from tests.tiny import relative_error
@@ -255,7 +255,7 @@ class WithBuffer(nn.Module):
 def test_buffer_changed_in_place_is_used():
     module, device = WithBuffer(), torch.device("cpu")
     with mock.patch("diffusers.hooks.group_offloading.ModuleGroup", CopyingGroup):
-        block = _Block(module, device, None)
+        block = HostBlock(module, device, None)
     for factor in (1, 2):
         block.load()
         assert module(1).tolist() == [factor] * 3

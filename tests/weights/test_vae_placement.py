@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from diffusers.hooks import apply_group_offloading
+from diffusers.hooks.group_offloading import ModuleGroup
 from torch import nn
 
 from para_core import init_context_parallel_mesh
@@ -177,6 +178,101 @@ def test_a_vae_is_offloaded_on_one_rank_and_restored():
     unparallelize_pipe(pipe)
     require_as(pipe.vae, before)
     assert torch.equal(generate(pipe, "flux"), expected)
+
+
+class CopyingGroup(ModuleGroup):
+    """A group as on CUDA, where the copies on the device are not the weights in host memory. Counts copied tensors."""
+
+    copies = 0
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **{**kwargs, "stream": mock.Mock(), "record_stream": True})
+
+    @staticmethod
+    def _to_cpu(tensor, low_cpu_mem_usage):
+        return tensor.data.clone()
+
+    def _onload_from_memory(self):
+        for x, held in self.cpu_param_dict.items():
+            x.data = held.clone()
+            CopyingGroup.copies += 1
+
+
+def tensors_of(*modules):
+    return [x for module in modules for x in (*module.parameters(), *module.buffers())]
+
+
+@torch.no_grad()
+def test_a_video_is_decoded_and_encoded_with_one_copy_of_the_weights():
+    pipe, expected = make("wan"), make("wan").vae
+    vae = pipe.vae
+    with mock.patch("diffusers.hooks.group_offloading.ModuleGroup", CopyingGroup):
+        parallelize_pipe(pipe, vae_placement="offload")
+        held = [x.data_ptr() for x in tensors_of(vae)]
+        for frames in (1, 3, 5):
+            CopyingGroup.copies = 0
+            latents = torch.randn(1, vae.config.z_dim, frames, 4, 3)
+            assert torch.equal(vae.decode(latents).sample, expected.decode(latents).sample)
+            assert CopyingGroup.copies == len(tensors_of(vae.decoder, vae.post_quant_conv, vae.quant_conv))
+            CopyingGroup.copies = 0
+            video = torch.randn(1, 3, 4 * frames - 3, 16, 24)
+            assert torch.equal(vae.encode(video).latent_dist.mean, expected.encode(video).latent_dist.mean)
+            assert CopyingGroup.copies == len(tensors_of(vae.encoder, vae.post_quant_conv, vae.quant_conv))
+            # The weights in host memory are the same tensors: nothing was copied back.
+            assert [x.data_ptr() for x in tensors_of(vae)] == held
+        vae.decoder.conv_out.weight.data.mul_(1.5)
+        expected.decoder.conv_out.weight.data.mul_(1.5)
+        assert torch.equal(vae.decode(latents).sample, expected.decode(latents).sample)
+        # A failure frees the copies, too.
+        with pytest.raises(RuntimeError):
+            vae.decode(torch.ones(1, 1, 1, 1, 1))
+        assert [x.data_ptr() for x in tensors_of(vae)] == held
+        unparallelize_pipe(pipe)
+    assert torch.equal(vae.decode(latents).sample, expected.decode(latents).sample)
+
+
+@torch.no_grad()
+def test_a_lora_that_is_loaded_later_leaves_the_vae_offloaded():
+    """diffusers then applies its group offload again, to all components that seem to have it."""
+    pipe, alone = make("flux"), make("flux")
+    before = state_of(pipe.vae)
+    with mock.patch("diffusers.hooks.group_offloading.ModuleGroup", CopyingGroup):
+        parallelize_pipe(pipe, vae_placement="offload")
+        weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(3))
+        lora = {
+            "transformer.context_embedder.lora_A.weight": torch.randn(2, alone.transformer.context_embedder.in_features)
+        }
+        lora["transformer.context_embedder.lora_B.weight"] = weight.T.contiguous()
+        for each in (pipe, alone):
+            each.load_lora_weights(dict(lora))
+        CopyingGroup.copies = 0
+        assert torch.equal(generate(pipe, "flux"), generate(alone, "flux"))
+        assert CopyingGroup.copies == len(tensors_of(pipe.vae.decoder))
+        unparallelize_pipe(pipe)
+    require_as(pipe.vae, before)
+
+
+def test_diffusers_finds_the_device_of_an_offloaded_vae():
+    pipe = make("flux")
+    parallelize_pipe(pipe, vae_placement="offload")
+    with mock.patch.object(pipe.vae._diffusers_hook.get_hook("group_offloading").config, "onload_device", "there"):
+        assert pipe._execution_device == pipe.vae.device == "there"
+    unparallelize_pipe(pipe)
+    assert pipe._execution_device == pipe.vae.device == torch.device("cpu")
+
+
+@torch.no_grad()
+def test_the_decoder_of_an_offloaded_vae_may_be_compiled():
+    pipe, latents = make("flux"), torch.randn(1, 16, 9, 7)
+    latents = latents[:, : pipe.vae.config.latent_channels]
+    expected = pipe.vae.decode(latents).sample
+    parallelize_pipe(pipe, vae_placement="offload")
+    decode = torch.compile(pipe.vae.decode, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"vae\.decoder\.compile"):
+        decode(latents)
+    torch.compiler.reset()
+    pipe.vae.decoder.compile(backend="eager", fullgraph=True)
+    assert torch.equal(pipe.vae.decode(latents).sample, expected)
 
 
 def test_refused_placements_change_nothing():

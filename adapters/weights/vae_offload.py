@@ -1,0 +1,108 @@
+"""Keep the weights of autoencoders in host memory, and copy them to the device once per ``encode`` or ``decode``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from para_core.adapters.components import VAE_METHODS
+from para_core.adapters.weights.block_offload import HostBlock
+from para_core.adapters.weights.offloaded_modules import OffloadedModules
+from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method
+from para_core.torch_internals import pytree
+
+_KEY = "VAE in host memory"
+# The parts of an autoencoder that one of its methods needs no weights of.
+_UNUSED = {"encode": "decoder", "decode": "encoder"}
+
+
+class OffloadedVaes(OffloadedModules):
+    """Autoencoders in host memory. On CUDA they are copied from pinned memory, and never copied back.
+
+    diffusers' group offload would copy each layer in each of its calls, and a video is decoded frame by frame.
+    """
+
+    def _place(self, module: nn.Module, device: torch.device, rollback: ExitStack) -> None:
+        from diffusers.hooks import HookRegistry
+
+        host = _HostVae(module, device)
+        for x in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+            x.data = x.data.to(device)
+        rollback.callback(unwrap, module, _KEY)
+        for method in VAE_METHODS:
+            wrap_method(module, method, _KEY, partial(host.run, method), order=WrapperPriority.PARALLEL)
+        # By this hook diffusers finds the device on which the autoencoder computes, and refuses to move it.
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(_hook_for(device), "group_offloading")
+
+
+class _HostVae:
+    """The parts of one autoencoder in host memory, and their copies on ``device`` while a method runs."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._blocks: dict[nn.Module, HostBlock] = {}
+        self._loaded: set[str] = set()
+        self._blocks_of(module, unused=None)
+
+    def run(self, method: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        """Run ``method`` of the autoencoder with its weights on the device. Inputs are moved there, too."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"vae_placement='offload' and 'first' copy weights before {method}, so it cannot be one graph. Compile "
+                "the part inside it: vae.decoder.compile(fullgraph=True)."
+            )
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), (args, kwargs))
+        with self._on_device(module, _UNUSED.get(method)):
+            return call(module, *args, **kwargs)
+
+    @contextmanager
+    def _on_device(self, module: nn.Module, unused: str | None) -> Iterator[None]:
+        # If a method of the autoencoder calls another one, that may need all parts.
+        blocks = self._blocks_of(module, None if self._loaded else unused)
+        added = blocks.keys() - self._loaded
+        self._loaded |= added
+        try:
+            for name in added:
+                blocks[name].load()
+                blocks[name].wait()
+            yield
+        finally:
+            for name in added:
+                blocks[name].free()
+            self._loaded -= added
+            if self._stream is not None:
+                # The caller may now change the weights in host memory, so wait for the last copy from there.
+                self._stream.synchronize()
+
+    def _blocks_of(self, module: nn.Module, unused: str | None) -> dict[str, HostBlock]:
+        """Return the children of ``module`` by name, except the one named ``unused``."""
+        children = {name: uncompiled(child) for name, child in module.named_children() if name != unused}
+        for child in children.values():
+            if child not in self._blocks:
+                self._blocks[child] = HostBlock(child, self.device, self._stream)
+        return {name: self._blocks[child] for name, child in children.items()}
+
+
+def _hook_for(device: torch.device) -> Any:
+    """Return a hook of diffusers that tells ``device`` as a hook of group offload does, and moves nothing."""
+    from diffusers.hooks import ModelHook
+    from diffusers.hooks.group_offloading import GroupOffloadingConfig, GroupOffloadingType
+
+    hook: Any = ModelHook()
+    hook.config = GroupOffloadingConfig(
+        onload_device=device,
+        offload_device=torch.device("cpu"),
+        offload_type=GroupOffloadingType.BLOCK_LEVEL,
+        non_blocking=False,
+        record_stream=False,
+        low_cpu_mem_usage=False,
+        num_blocks_per_group=1,
+    )
+    return hook
