@@ -64,7 +64,12 @@ FLUX2 = Adapter(
         inputs=INPUTS,
         outputs={"": Gather(dim=1, segment="image")},
         joint_order=("text", "image"),
-        refused={"kv_cache": "it holds the keys of full reference images, by their positions in the full sequence"},
+        refused={
+            # The first step passes this argument alone, and the later ones both.
+            "kv_cache_mode": "reference images then attend to themselves only, and later steps attend to their keys, "
+            "which the plan does not describe (a Flux2KleinPipeline takes reference images without it)",
+            "kv_cache": "it holds the keys of full reference images, by their positions in the full sequence",
+        },
     ),
     blocks=CachedBlocks(
         (
@@ -72,8 +77,8 @@ FLUX2 = Adapter(
             # The single blocks take text and image tokens as one tensor, which alone is compared and stored.
             BlockGroup(("single_transformer_blocks",), chained=True),
         ),
-        # With kv_cache each block stores its keys in the cache, so no block may be skipped.
-        uncached=("kv_cache",),
+        # With these each block stores its keys for later steps, or reads them, so no block may be skipped.
+        uncached=("kv_cache_mode", "kv_cache"),
     ),
 )
 

@@ -205,21 +205,28 @@ def test_unseen_attention_raises_on_every_rank(rank_pool, compiled):
         assert relative_error(out, expected) < 1e-5
 
 
-def give_kv_cache():
-    model = MODELS["flux2"]
-    transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 2))
-    for _ in range(2):
-        with pytest.raises(
-            ValueError,
-            match=r"^Flux2Transformer2DModel .*kv_cache, .*unparallelize_pipe",
-        ):
-            transformer(**model.inputs(3, 6, 10), kv_cache=object())
-        # A compiled call raises the same error, not one of Dynamo.
-        transformer.compile(backend="eager", fullgraph=True)
+# Reference images of 4 tokens. The first step of a pipeline passes the mode alone.
+REFERENCE = [{"kv_cache_mode": "extract", "num_ref_tokens": 4}, {"kv_cache_mode": "cached", "kv_cache": object()}]
 
 
-def test_cache_of_reference_images_is_refused(rank_pool):
-    rank_pool.run(give_kv_cache, 2)
+def give_kv_cache(index):
+    model, given = MODELS["flux2"], REFERENCE[index]
+    inputs = model.inputs(3, 6, 10)
+    transformer = model.build()
+    with torch.no_grad():
+        expected = transformer(**inputs).sample
+        parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"^Flux2Transformer2DModel .*kv_cache_mode, .*unparallelize_pipe"):
+                transformer(**inputs, **given)
+            assert relative_error(transformer(**inputs).sample, expected) < 1e-5
+            # A compiled call raises the same error, not one of Dynamo.
+            transformer.compile(backend="eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("index", range(len(REFERENCE)))
+def test_keys_of_reference_images_are_refused(rank_pool, index):
+    rank_pool.run(give_kv_cache, 2, index)
 
 
 def replace_transformer():
