@@ -21,6 +21,7 @@ from para_core.adapters.propose.observe import (
 )
 from para_core.plans.plan import (
     Attention,
+    CumulativeLengths,
     Entries,
     FirstTokens,
     Gather,
@@ -163,6 +164,9 @@ _CHOICES.append(Choice(text_first=False, split_masks=False, mask="pairs"))
 CHOICES = tuple(replace(choice, numbers=numbers) for numbers in (FirstTokens, LastTokens) for choice in _CHOICES)
 
 
+_PER_TOKEN = "has an entry for each token"
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A plan that agrees with the observed sizes, and a sentence with the reason for each of its entries."""
@@ -291,7 +295,8 @@ class ObservedRegion:
             equal = len({repr(rule) for rule in by_block.values()}) == 1
             of_all = equal and len(by_block) == len(blocks[owner]) and owner != self.start.block
             for name, rule in [(f"{owner}.*", next(iter(by_block.values())))] if of_all else by_block.items():
-                why = f"{name}({parameter}): has an entry for each token, and is not computed from the tokens."
+                what = "holds the length of the sequence" if isinstance(rule, CumulativeLengths) else _PER_TOKEN
+                why = f"{name}({parameter}): {what}, and is not computed from the tokens."
                 companions[name, parameter] = (rule, why)
             cuts = [cut for rule in by_block.values() for cut in (rule.cuts if isinstance(rule, Entries) else [rule])]
             if text is not None and any(isinstance(cut, Split) and cut.after for cut in cuts):
@@ -346,6 +351,8 @@ class ObservedRegion:
         Entries with different rules are possible in the outermost list only.
         """
         if isinstance(value, TensorRecord) and isinstance(larger, TensorRecord):
+            if [value.values, larger.values] == [(0, tokens) for tokens in self.start.tokens]:
+                return CumulativeLengths(self.segment)
             dims = grown_dims(value, larger)
             stays_whole = not choice.split_masks and ("mask" in parameter or not value.dtype.is_floating_point)
             if value.derived or len(dims) != 1 or stays_whole:

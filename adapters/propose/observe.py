@@ -29,12 +29,16 @@ from para_core.verify.virtual_ranks import fresh
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Record of a tensor. ``identity`` is unique within the call; ``derived`` says if a marked one gave rise to it."""
+    """Record of a tensor. ``identity`` is unique within the call; ``derived`` says if a marked one gave rise to it.
+
+    ``values`` are those of two integers, which may be the cumulative lengths of a sequence.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     identity: int
     derived: bool
+    values: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,9 @@ class _CallObserver(TorchFunctionMode):
                 return MaskRecord((x.seq_lengths[0], x.seq_lengths[1]), id(x), derived)
             if not isinstance(x, Tensor):
                 return x
-            return TensorRecord(tuple(x.shape), x.dtype, id(x), derived=_DERIVED in self._sources_of([x]))
+            is_pair = x.shape == (2,) and x.dtype in (torch.int32, torch.int64)
+            values = tuple(x.tolist()) if is_pair else ()
+            return TensorRecord(tuple(x.shape), x.dtype, id(x), _DERIVED in self._sources_of([x]), values)
 
         return tree_map(record, value)
 

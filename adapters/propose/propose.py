@@ -23,7 +23,7 @@ from para_core.adapters.propose.overrides import (
 from para_core.adapters.propose.proposal import Proposal, expression_of
 from para_core.adapters.propose.stack import StackGuess, cached_error, stacks
 from para_core.adapters.propose.text import with_sharded_text
-from para_core.adapters.propose.whole_modules import has_layers, with_whole_module
+from para_core.adapters.propose.whole_modules import computes_much, with_whole_module
 from para_core.adapters.registry import refuse_fsdp1, refuse_wrapped_model, require_kind
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
@@ -167,8 +167,8 @@ def _exact_plan(check: _Check, name: str, region: ObservedRegion, failures: dict
     for proposal in tried[:_MOST_WITH_WHOLE_MODULES]:
         whole = check.with_whole_modules(proposal, region)
         if whole is not None:
-            exact, computes_much = whole
-            if not computes_much:
+            exact, much = whole
+            if not much:
                 return exact
             failed = failures[repr(proposal.plan)]
             failures[repr(proposal.plan)] = replace(failed, way_out=exact.plan)
@@ -267,9 +267,9 @@ class _Check:
 
     def with_whole_modules(self, proposal: Proposal, region: ObservedRegion) -> tuple[Proposal, bool] | None:
         """Return ``proposal`` with a plan in which modules that failed, or differed, are given all tokens, and whether
-        one of these has weights, so that every rank computes much for all tokens. None if no such plan is exact.
+        every rank then computes much for all tokens. None if no such plan is exact.
         """
-        has_weights = False
+        much = False
         for _ in range(_MOST_WHOLE_MODULES):
             if proposal.plan is None:
                 return None
@@ -277,11 +277,11 @@ class _Check:
             candidate = with_whole_module(self.module, region, proposal.plan, name, self.examples)
             if candidate is None:
                 return None
-            has_weights = has_weights or has_layers(self.module.get_submodule(name))
+            much = much or computes_much(self.module, region, name)
             proposal = replace(proposal, plan=candidate.plan, reasons=(*proposal.reasons, *candidate.reasons))
             error = self.error_or_failure(candidate.plan, region.start.entries)
             if isinstance(error, float):
-                return replace(proposal, error=error), has_weights
+                return replace(proposal, error=error), much
         return None
 
     def with_text(self, proposal: Proposal, of_start: ObservedRegion) -> Proposal | None:

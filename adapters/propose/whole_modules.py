@@ -18,7 +18,7 @@ from para_core.plans.plan import Gather, Plan, ShardRule, Split
 def with_whole_module(
     module: nn.Module, region: ObservedRegion, plan: Plan, name: str, examples: Sequence[Mapping[str, Any]]
 ) -> Candidate | None:
-    """Return ``plan`` with tokens gathered before the submodule ``name`` and sharded after it.
+    """Return ``plan`` with tokens gathered before the submodule ``name``, and sharded after it if it returns tokens.
 
     Returns None if the submodule calls attention, its sizes do not show which dims hold the tokens, or ``plan`` has
     rules for it.
@@ -36,18 +36,24 @@ def with_whole_module(
         of_call = _rules(region, plan, pair)
         if of_call is None or any(rules.setdefault(key, rule) != rule for key, rule in of_call.items()):
             return None
-    if not (any(isinstance(key, str) for key in rules) and 0 in rules):
+    if not any(isinstance(key, str) for key in rules):
         return None
     reason = (
-        f"{pattern}: failed, or differed, with a rank's tokens, so these are gathered before it and sharded after it. "
-        "Every rank computes it for all tokens."
+        f"{pattern}: failed, or differed, with a rank's tokens, so these are gathered before it, and what it returns "
+        "for each is sharded again. Every rank computes it for all tokens."
     )
     return Candidate(replace(plan, inner={**plan.inner, pattern: rules}), (reason,))
 
 
-def has_layers(module: nn.Module) -> bool:
-    """Whether ``module`` has weights of layers of torch. Without them it computes little for each token."""
-    layers = [x for x in module.modules() if original_class(x).__module__.startswith("torch.nn.")]
+def computes_much(module: nn.Module, region: ObservedRegion, name: str) -> bool:
+    """Whether the submodule ``name`` is a part of the blocks and has weights of layers of torch.
+
+    Without them it computes little for each token. Outside of the blocks it is called only a few times.
+    """
+    lists = {call.block_list for call in region.small.calls if region.small.attends(call.began, call.ended)}
+    if not any(name.startswith(f"{block_list}.") for block_list in lists if block_list is not None):
+        return False
+    layers = [x for x in module.get_submodule(name).modules() if original_class(x).__module__.startswith("torch.nn.")]
     return any([*layer.parameters()] for layer in layers)
 
 
@@ -64,7 +70,9 @@ def _rules(region: ObservedRegion, plan: Plan, calls: Sequence[ModuleCall]) -> d
     outputs = [{(index, path): record for index, path, record in output_tensors(call.output)} for call in calls]
     for index, path in outputs[0]:
         gather = _gather(region, plan, [of_call[index, path] for of_call in outputs if (index, path) in of_call])
-        if gather is None or path:
+        if gather is None:
+            continue
+        if path:
             return None
         rules[index] = Split(
             gather.dim,

@@ -20,7 +20,18 @@ from para_core.distributed.collectives import gather_tokens, shard_tokens
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.block_masks import shard_block_mask
-from para_core.plans.plan import Count, Entries, FirstTokens, Gather, LastTokens, Replicate, ShardRule, Split, SplitMask
+from para_core.plans.plan import (
+    Count,
+    CumulativeLengths,
+    Entries,
+    FirstTokens,
+    Gather,
+    LastTokens,
+    Replicate,
+    ShardRule,
+    Split,
+    SplitMask,
+)
 
 
 class RuleExecutor:
@@ -99,6 +110,8 @@ class RuleExecutor:
             raise TypeError(
                 f"{name} is a {type(value).__name__}; the plan splits it, so a tensor or a list of tensors is expected."
             )
+        if isinstance(cut, CumulativeLengths):
+            return self._own_lengths(value, cut, name)
         if isinstance(cut, Gather):
             return self._gather(value, cut)
         if isinstance(cut, Replicate):
@@ -258,6 +271,15 @@ class RuleExecutor:
         if which == "last":
             start = start - (segment.total - number)
         return min(max(start, 0), number), min(max(start + length, 0), number)
+
+    def _own_lengths(self, lengths: Tensor, cut: CumulativeLengths, name: str) -> Tensor:
+        if lengths.shape != (2,):
+            raise ValueError(
+                f"{name} has shape {list(lengths.shape)}; expected [2], the cumulative lengths of one sequence, whose "
+                f"tokens, {cut.segment}, the plan shards. Call the model once for each sequence."
+            )
+        # Reading a length would wait for the device.
+        return lengths.clamp(max=self.segment(cut.segment).size(self.mesh.rank, self.mesh.ranks))
 
     def outputs_at(self, output: Any, cuts: Mapping[int | str, ShardRule], module_name: str) -> Any:
         """Return a module's output, a tensor, tuple or dataclass, with each rule of ``cuts`` applied at its index, or

@@ -95,6 +95,16 @@ class LastTokens:
 
 
 @dataclass(frozen=True)
+class CumulativeLengths:
+    """A rule that replaces ``[0, n]``, the cumulative lengths (``cu_seqlens``) of a single sequence, which is
+    ``segment``, by those of the tokens that this rank holds. Several sequences raise, because attention of a plan is
+    over one.
+    """
+
+    segment: str
+
+
+@dataclass(frozen=True)
 class Gather:
     """A rule that gathers the tokens of ``segment`` from all ranks along ``dim``.
 
@@ -144,7 +154,7 @@ class SplitMask:
 
 
 # Includes Gather, which is usually the rule of an output, because a module that needs all tokens has it for an input.
-ShardRule = Split | Replicate | Count | FirstTokens | LastTokens | Gather | Entries | SplitMask
+ShardRule = Split | Replicate | Count | FirstTokens | LastTokens | CumulativeLengths | Gather | Entries | SplitMask
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from para_core import check_parallel
 from para_core.adapters import propose_plan
-from para_core.plans.plan import Gather, Plan, Split, SplitMask
+from para_core.plans.plan import CumulativeLengths, Gather, Plan, Split, SplitMask
 from zoo.tiny.base import fill
 
 
@@ -460,3 +460,57 @@ def test_plan_of_blocks_of_frames():
 def test_frames_that_do_not_grow_are_asked_for():
     (question,) = propose_plan(fill(OfFrames(), seed=1), (frames_of(5), frames_of(5, 3, 6))).questions
     assert "dim 3" in question
+
+
+class PackedBlock(RotaryBlock):
+    """Qwen3-VL's structure: attention splits tokens ``[S, C]`` by the cumulative lengths of the images."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+
+    def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:  # type: ignore[override]
+        lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).tolist()
+        q, k, v = (part[None] for part in self.qkv(x).unflatten(-1, (3, 3, 8)).permute(1, 2, 0, 3).unbind())
+        parts = zip(*(t.split(lengths, dim=2) for t in (q, k, v)), strict=True)
+        out = torch.cat([F.scaled_dot_product_attention(*part) for part in parts], dim=2)
+        return x + self.out(out[0].transpose(0, 1).flatten(1))
+
+
+class Tower(nn.Module):
+    """A merger of groups of tokens also reads the blocks' tokens between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.merger = nn.Linear(6, 24), Merger()
+        self.blocks = nn.ModuleList([PackedBlock(), PackedBlock()])
+
+    def forward(self, x: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+        x, cu_seqlens = self.inp(x[0]), F.pad(grid.prod(-1).cumsum(0), (1, 0))
+        first = self.blocks[0](x, cu_seqlens)
+        merged = self.merger(first)
+        return self.blocks[1](first, cu_seqlens), merged
+
+
+class Merger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(5 * 24, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x.reshape(-1, 5 * 24))
+
+
+def images_of(*widths: int) -> dict[str, Tensor]:
+    return {**tokens_of(5 * sum(widths)), "grid": torch.tensor([(5, width) for width in widths])}
+
+
+def test_cumulative_lengths_of_one_sequence_are_those_of_a_rank():
+    model = fill(Tower(), seed=1)
+    proposal = propose_plan(model, (images_of(5), images_of(9)))
+    assert proposal.plan is not None, proposal
+    assert proposal.plan.inner["blocks.*"] == {"cu_seqlens": CumulativeLengths("image")}
+    assert proposal.plan.inner["merger"] == {"x": Gather(-2, "image")}
+    check = check_parallel(model, plan=proposal.plan, ranks=(2, 3), **images_of(7))
+    assert check.error < 1e-5, check
+    several = check_parallel(model, plan=proposal.plan, ranks=2, **images_of(4, 3))
+    assert all("ValueError" in case.failure and "cu_seqlens" in case.failure for case in several.cases)
