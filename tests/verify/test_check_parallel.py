@@ -150,6 +150,46 @@ def test_an_exception_on_one_rank_is_a_finding():
     assert "five tokens" in check.first_difference.reason
 
 
+class Short(nn.Module):
+    def forward(self, x):
+        if x.shape[1] == 6:
+            raise IndexError("6 tokens")
+        return x
+
+
+class FailsOnSecondRank(Model):
+    """The first rank waits in attention, while the second has failed before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(Short(), Block()), Block()])
+
+
+def test_module_of_the_rank_that_failed_is_named():
+    check = check_parallel(FailsOnSecondRank(), torch.randn(2, 13, 4), ranks=2)
+    assert "6 tokens" in check.cases[0].failure
+    assert check.first_difference.module == "blocks.0.0"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: torch.Tensor
+    scale: torch.Tensor
+
+
+class OfInputs(Model):
+    def forward(self, inputs):
+        return super().forward(inputs.x * inputs.scale)
+
+
+@pytest.mark.parametrize("dim", [1, {"inputs": 1}, {"inputs.x": 1, "inputs.scale": 1}])
+def test_tensors_in_a_dataclass_are_sharded(dim):
+    inputs = Inputs(torch.randn(2, 13, 4), torch.randn(1, 13, 1))
+    check = check_parallel(OfInputs(), inputs, dim=dim, ranks=2)
+    assert check.exact
+    assert {case.tokens for case in check.cases} == {13, 12}
+
+
 def test_a_model_that_fails_alone_raises_what_it_raised():
     with pytest.raises(ArithmeticError, match="five tokens"):
         check_parallel(Fails(), torch.randn(1, 5, 4))
