@@ -99,6 +99,11 @@ class SchedulerTracker:
                 unwrap(scheduler, self._key)
             self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
 
+    @property
+    def moment(self) -> int | None:
+        """The number of steps that the scheduler has taken; None if it does not tell the step of a model call."""
+        return None if self._scheduler is None or self._with_copies else self._num_taken
+
     def position(self, branch: str) -> Position:
         """Return the step that the next call of the model for ``branch`` belongs to."""
         if not self._times:

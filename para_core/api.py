@@ -1,7 +1,7 @@
 """All public names of :mod:`para_core`. The package imports this module when a public name is first accessed."""
 
 from para_core.attention.libraries import flash_attention_3, flash_attention_4, sage_attention
-from para_core.cache.apply import apply_cache, model_cache_report, remove_cache, reset_cache
+from para_core.cache.apply import apply_cache, cache_context, model_cache_report, remove_cache, reset_cache
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.decision import Verdict
 from para_core.cache.forecasts import Forecast
@@ -89,6 +89,7 @@ __all__ = [
     "Verdict",
     "apply_cache",
     "apply_context_parallel",
+    "cache_context",
     "check_parallel",
     "flash_attention_3",
     "flash_attention_4",

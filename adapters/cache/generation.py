@@ -191,6 +191,7 @@ class PipelineCache:
                 partial(call, module, *args, **kwargs),
                 arguments,
                 lambda branch: step_of(cache.options, *self._tracker.position(branch)),
+                self._tracker.moment,
             )
 
         return around
@@ -206,7 +207,7 @@ class PipelineCache:
         if cache is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
             return
         arguments = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}
-        cache.announce(materialize(arguments))
+        cache.announce(materialize(arguments), self._tracker.moment)
 
     def remove(self, pipe: Any) -> None:
         """Remove the caches and their hooks from the transformers of ``pipe``."""
@@ -254,7 +255,7 @@ class PipelineCache:
         if any(row.verdict is Verdict.NOT_FINITE for row in rows):
             self._warnings.warn(
                 f"{name}: residual",
-                f"the first-block residual of the {name} was zero or not finite at some steps, which were computed: "
+                f"the first-block residual of the {name} was not finite at some steps, which were computed: "
                 "see cache_report(pipe).",
                 CacheWarning,
             )

@@ -70,6 +70,10 @@ def run_cached(model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, int]:
     conditions = conditions_of(model, adapter.blocks)
     later = {name: value for name, value in inputs.items() if name not in conditions}
     later = tree_map_only(Tensor, lambda x: x * OTHER_STEP if x.is_floating_point() else x, later)
+    # A timestep may be an integer.
+    for clock in ("timestep", "t"):
+        if clock in inputs and not inputs[clock].is_floating_point():
+            later[clock] = inputs[clock] - 1
     out = run(model, {**inputs, **later})
     hits = model_cache_report(model).hits
     remove_cache(model)

@@ -87,6 +87,10 @@ def call(transformer: Any, name: str, change: float = 0.0) -> Tensor:
     # Z-Image takes a list of samples.
     latents = "hidden_states" if "hidden_states" in inputs else "x"
     inputs[latents] = tree_map(lambda x: x * (1 + change), inputs[latents])
+    if change:
+        # It is another step, so the timestep is another one.
+        clock = "timestep" if "timestep" in inputs else "t"
+        inputs[clock] = inputs[clock] - inputs[clock].new_ones(())
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         out: Tensor = tree_leaves(transformer(**inputs, return_dict=False))[0]

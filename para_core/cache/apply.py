@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.cache.attachment import ModelCallHook
+from para_core.cache.attachment import ModelCallHook, host_of
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
@@ -33,8 +34,9 @@ def apply_cache(
     """Apply First Block Cache to a model that you call in your own denoising loop. Not exact.
 
     The transformer blocks after the first are skipped in steps in which the first-block residual hardly changes. Call
-    :func:`reset_cache` before each generation. A call inside ``with model.cache_context(name)``, a method of models of
-    diffusers, belongs to the CFG branch ``name``. Other calls are assigned to branches by ``blocks.conditions``.
+    :func:`reset_cache` before each generation. A call inside ``with cache_context(model, name)`` belongs to the CFG
+    branch ``name``. Other calls are assigned to branches by ``blocks.conditions``. Calls of one step that their
+    arguments do not tell apart are computed, with a warning.
     Calling this function again replaces the settings; :func:`remove_cache` removes the cache.
 
     Args:
@@ -68,10 +70,12 @@ def apply_cache(
     parameters = parameters_of(module)
 
     def run(call: Callable[..., Any], called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if torch.compiler.is_compiling():
             cache.find_mesh()
+            # All calls need one order, and Dynamo 2.13 sorts no names.
+            cache.compare_in_graph({name: arguments[name] for name in parameters if name in arguments})
             return call(called, *args, **kwargs)
-        arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
         return cache.run(partial(call, called, *args, **kwargs), arguments, lambda _: Step())
 
     caller.run, caller.cache = run, cache
@@ -100,6 +104,24 @@ def reset_cache(model: nn.Module) -> None:
     cache = _required(model)
     cache.reset()
     cache.readings.clear()
+
+
+@contextmanager
+def cache_context(model: nn.Module, name: str) -> Iterator[None]:
+    """Name the CFG branch of the calls of ``model`` inside the ``with`` block.
+
+    Needed if the arguments of a model do not tell its branches apart, or if it is called for several tiles or images in
+    turn: each call of a step needs another name, and keeps it from step to step. Models of diffusers have a method
+    ``cache_context(name)``, which does the same.
+
+    Raises:
+        ValueError: The model has no cache.
+    """
+    host = host_of(uncompiled(model))
+    if host is None:
+        raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
+    with host.in_branch(name):
+        yield
 
 
 def model_cache_report(model: nn.Module) -> CacheReport:

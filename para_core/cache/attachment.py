@@ -83,11 +83,15 @@ class BlockHookHost:
     @contextmanager
     def _run_named(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Run diffusers' ``cache_context(name)``, and record the name of the CFG branch."""
-        before, name = self.branch, str(args[0] if args else kwargs["name"])
-        self._local.branch = name
-        in_branch = nullcontext() if self.resident is None else self.resident.in_branch(name)
+        with self.in_branch(str(args[0] if args else kwargs["name"])), call(module, *args, **kwargs):
+            yield
+
+    @contextmanager
+    def in_branch(self, name: str) -> Iterator[None]:
+        """Name the CFG branch of the model calls of this thread inside the ``with`` block."""
+        before, self._local.branch = self.branch, name
         try:
-            with in_branch, call(module, *args, **kwargs):
+            with nullcontext() if self.resident is None else self.resident.in_branch(name):
                 yield
         finally:
             self._local.branch = before
@@ -196,6 +200,12 @@ def detach(module: nn.Module, roles: Roles, cache: BlockCache, *, traced: bool) 
         installed.remove()
         if host.traced:
             _COMPILED[module] = host
+
+
+def host_of(module: nn.Module) -> BlockHookHost | None:
+    """Return the object that holds the cache hooks on ``module``; None if no cache is attached to it."""
+    hooks = next((hooks for hooks in map(_hooks_of, submodules_of(module)) if hooks is not None), None)
+    return None if hooks is None else hooks.host
 
 
 def _hooks_of(block: nn.Module) -> BlockHooks | None:

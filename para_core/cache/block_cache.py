@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -21,7 +22,8 @@ from torch import Tensor, nn
 
 from para_core.cache.attachment import BlockHookHost, attach, detach, require_no_foreign_cache
 from para_core.cache.blocks import BlockRole, CachedBlocks, as_tuple, roles_of
-from para_core.cache.branches import MOST_BRANCHES, Branches, conditions_of
+from para_core.cache.branches import MOST_BRANCHES, Agree, Branches, conditions_of, is_clock
+from para_core.cache.call_digest import CallDigest, digest_of
 from para_core.cache.cond import GroupBlocks, Streams, cond
 from para_core.cache.decision import (
     DecisionInput,
@@ -32,15 +34,18 @@ from para_core.cache.decision import (
     TensorDecider,
     Verdict,
     blocks_before_deciding,
+    forced_if_mixed,
 )
 from para_core.cache.options import CacheOptions
 from para_core.cache.report import Readings, StepRecord, Stopwatch
 from para_core.cache.residuals import CacheState
+from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_data_dependent
 from para_core.instance_patching import original_class
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.current_call import attention_is_skipped, on_all_stages, ranks_sharing_samples
+from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import mesh_of_plan
 from para_core.torch_internals import function_mode_stack
 from para_core.user_warnings import CacheWarning, WarningLog
@@ -82,7 +87,9 @@ class BlockCache:
         self.num_branches, self.batch = 1, 0
         # The name of the argument that made the last call run without the cache; None if the cache was used.
         self.uncached_by: str | None = None
-        self._branches = Branches(conditions_of(module, blocks))
+        self._conditions = conditions_of(module, blocks)
+        self._clocks = tuple(name for name in parameters_of(module) if is_clock(name))
+        self._branches = self._new_branches()
         self.readings = Readings()
         self.step = Step()
         parameter = next(module.parameters(), None)
@@ -112,15 +119,21 @@ class BlockCache:
         """Return all options, with the current threshold, as ``{name: text}``, which ranks can compare."""
         return {**self.options.as_text(), "residual_diff_threshold": str(self.threshold)}
 
-    def run(self, call: Callable[[], Any], arguments: Mapping[str, Any], step_of: Callable[[str], Step]) -> Any:
+    def run(
+        self,
+        call: Callable[[], Any],
+        arguments: Mapping[str, Any],
+        step_of: Callable[[str], Step],
+        moment: int | None = None,
+    ) -> Any:
         """Run one call of the model with the cache, and return its output. The model or its blocks may be compiled.
 
         ``call()`` calls the model with ``arguments``, by name. ``step_of(branch)`` returns the position of the call of
-        this CFG branch in the schedule.
+        this CFG branch in the schedule. ``moment`` changes from step to step; None if only the arguments can tell.
 
         Raises:
-            RuntimeError: The model already runs with this cache, or the user's policy function branches on values of
-                tensors, so it cannot be compiled.
+            RuntimeError: The model already runs with this cache, two calls of one step were taken for one branch, or
+                the user's policy function branches on values of tensors, so it cannot be compiled.
         """
         if getattr(self.module, "_cache_config", None) is not None:
             require_no_foreign_cache(self.module)
@@ -134,27 +147,29 @@ class BlockCache:
         if self.uncached_by is not None:
             with self.paused():
                 return call()
-        branch = host.branch or self._branches.name_of(arguments)
+        self.find_mesh()
+        device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), self.params_on_device.device)
+        branch, repeated, begins = self._branches.identify(arguments, host.branch, moment, self._agreement(device))
         if branch is None:
             self.reset_states()
-            self._warnings.warn("branches", self._branches.why_unknown(type(self.module).__name__), CacheWarning)
+            self._warnings.warn("branches", self._branches.why_unknown(), CacheWarning)
             with self.paused():
                 return call()
         # Ask for the step before looking up the state: for the first call of a section of a video, step_of() resets the
         # cache.
         step = step_of(branch)
+        if repeated:
+            step = replace(step, forced=Verdict.REPEATED)
         state = self.state_of(branch)
         signature = tuple((name, *_form(x)) for name, x in sorted(arguments.items()) if isinstance(x, Tensor))
-        if state.signature != signature:
+        if begins or state.signature != signature:
             state.clear()
             state.signature = signature
         self.state, self.step = state, step
-        self.find_mesh()
         self.unchained = [
             not group.chained or any(arguments.get(name) is not None for name in group.between)
             for group in self.blocks.groups
         ]
-        device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), self.params_on_device.device)
         self.params = DecisionParams.of(step, self.options, self.threshold)
         # Create a new tensor instead of overwriting the previous tensor, which the device may still have to read.
         self.params_on_device = self.params.tensor(device)
@@ -180,14 +195,36 @@ class BlockCache:
         finally:
             host.running = None
         stopwatch.stop()
+        self._branches.decided(self.outcome)
         position = step.index, branch, self.num_branches, self.batch, self.threshold
         self.readings.append(StepRecord(*position, self.outcome, self.options.num_residuals, stopwatch))
         return output
 
-    def announce(self, arguments: Mapping[str, Any]) -> None:
+    def announce(self, arguments: Mapping[str, Any], moment: int | None) -> None:
         """Identify the CFG branch of the next call of the model from its ``arguments``: :meth:`Branches.announce`."""
         if self.attach().branch is None:
-            self._branches.announce(arguments)
+            self._branches.announce(arguments, moment)
+
+    def _new_branches(self) -> Branches:
+        name = original_class(self.module).__name__
+        return Branches(self._conditions, name, lambda key, text: self._warnings.warn(key, text, CacheWarning))
+
+    def _agreement(self, device: torch.device) -> Agree | None:
+        """Return the function by which ranks agree on values of arguments; None if each rank has all of them.
+
+        Without a plan, the arguments may be this rank's part of the inputs, which may be equal on one rank only.
+        """
+        mesh = self.mesh
+        if mesh is None or mesh_of_plan(self.module) is not None:
+            return None
+
+        def agree(values: Tensor) -> Tensor:
+            values = values.to(device)
+            for dim in mesh.dims:
+                values = all_gather(values[None], [1] * dim.size, 0, dim).amax(dim=0)
+            return values
+
+        return agree
 
     def find_mesh(self) -> None:
         """Set ``mesh`` for the next call, because a plan may have been applied or removed since the last one.
@@ -234,7 +271,7 @@ class BlockCache:
     def reset(self) -> None:
         """Drop all stored residuals and forget all branches. The report is kept."""
         self.reset_states()
-        self._branches = Branches(self._branches.conditions)
+        self._branches = self._new_branches()
         for group in self._group_blocks:
             group.refresh()
 
@@ -252,8 +289,28 @@ class BlockCache:
         self._group_outputs: list[Streams | None] = [None] * len(self.blocks.groups)
         self._entries: list[Streams | None] = [None] * len(self.blocks.groups)
         self._before: Tensor | None = None
+        # In a graph that identifies no branches, a tensor that is 1 if calls of several branches share the state.
+        self._mixed: Tensor | None = None
         self._skip: bool | Tensor | None = None
         self._skip_on_device: Any = None
+
+    def compare_in_graph(self, arguments: Mapping[str, Any]) -> None:
+        """Compare a call that a graph makes with the last call of the state, which may have been of another branch.
+
+        A graph cannot look up the state of a branch. If the calls of several branches share one, all are computed.
+        """
+        device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), self.params_on_device.device)
+        now, last = digest_of(arguments, self._conditions, self._clocks, device), self.state.last_call
+        mixed = None
+        if last is None:
+            self.state.last_call = now
+        elif last.conditions.shape == now.conditions.shape and last.clock.shape == now.clock.shape:
+            agree = self._agreement(device)
+            mixed = last.update(now, (lambda x: x) if agree is None else agree)
+        else:
+            mixed = torch.ones_like(now.mixed)
+            self.state.last_call = CallDigest(now.conditions, now.clock, mixed)
+        self._mixed = mixed
 
     def run_block(
         self, role: BlockRole, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -315,6 +372,8 @@ class BlockCache:
         if sample.dim() < 3:
             sample = sample[None]
         params = self.params_on_device if traced else self.params
+        if traced and self._mixed is not None:
+            params = forced_if_mixed(self.params_on_device, self._mixed)
         inputs = DecisionInput(sample, self.options, params, self.mesh, ranks_sharing_samples(self.module))
         decider = state.decider
         if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):

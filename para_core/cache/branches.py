@@ -1,16 +1,22 @@
-"""Identify the CFG branch of a model call by its arguments, if the pipeline does not name the branch."""
+"""Identify the CFG branch of a model call by its arguments, and calls of one branch within one step."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from para_core.cache.blocks import CachedBlocks
+from para_core.cache.decision import DecisionOutcome, Verdict
 from para_core.instance_patching import original_class
 from para_core.torch_internals import pytree, version_of
 from para_core.user_warnings import CacheWarning, warn_user
@@ -45,194 +51,565 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
     return blocks.conditions
 
 
-# In this number of first calls, the cache looks for arguments that alternate between branches.
-_MOST_COMPARED = 6
-
-
-@dataclass
-class _Branch:
-    leaves: list[Any]
-    name: str
-    came_back: bool = False
-
-
-class _FirstCalls:
-    """The arguments of the first calls of a model, to detect CFG branches that the conditions do not tell apart.
-
-    A pipeline may create new tensors with the same text or latents for each call. Tensors in different memory are
-    therefore compared by value, for which the host waits for the device.
-    """
-
-    def __init__(self) -> None:
-        self._branches: list[str] = []
-        self._calls: list[dict[str, list[_Leaf]]] = []
-        self._over = False
-
-    def alternating(self, branch: str, arguments: Mapping[str, Any]) -> list[str]:
-        """Add a call of ``branch``, and return the names of the ``arguments`` (without the conditions) that seem to
-        alternate between two branches of one step.
-
-        Branches that are called in turn are recognized by this pattern: two calls have the same latents, the next call
-        has new latents, and the text of an earlier call comes back.
-        """
-        if self._over:
-            return []
-        self._branches.append(branch)
-        self._calls.append({name: [_Leaf(x) for x in pytree.tree_leaves(value)] for name, value in arguments.items()})
-        alternating: list[str] = []
-        if len(self._calls) > 2 and self._branches[-2] == self._branches[-3]:
-            now, before, first = self._calls[-1], self._calls[-2], self._calls[-3]
-            changed = [name for name in now if not _are_same(now[name], before.get(name))]
-            returned = [
-                name
-                for name in changed
-                if not _are_same(before.get(name), first.get(name))
-                and any(_are_same(now[name], call.get(name)) for call in self._calls[:-2])
-            ]
-            if returned and any(_are_same(before.get(name), first.get(name)) for name in changed):
-                alternating = returned
-        if alternating or len(self._calls) == _MOST_COMPARED:
-            self._over = True
-            self._calls = []
-        return alternating
+# Arguments with these names hold the position in the denoising schedule, so they change from step to step.
+_CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
+# A clock with more elements is compared on the device; a smaller one is read by the host.
+_MOST_READ = 1 << 16
+# Bounds of the search in nested arguments. What is nested more deeply, or has more values, is compared by identity.
+_DEEPEST, _MOST_LEAVES = 8, 512
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, range, slice, type)
 
 
 class _Leaf:
-    """A tensor or another value in an argument of a call, with the version counter of the tensor during that call."""
+    """A tensor or another value inside an argument of a call, with the version counter of the tensor in that call."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.is_tensor = isinstance(value, Tensor)
         self.is_plain = type(value) in (Tensor, nn.Parameter)
-        self.version = version_of(value) if self.is_plain and not value.is_inference() else 0
+        self.has_version = self.is_plain and not value.is_inference()
+        self.version = version_of(value) if self.has_version else 0
 
-    def is_same(self, other: _Leaf) -> bool:
+    def compare(self, other: _Leaf) -> bool | None:
+        """Return whether the values are equal; None if two tensors must be compared by value to know."""
         x, y = self.value, other.value
-        if type(x) is type(y) and isinstance(x, (bool, int, float, str)):
-            return bool(x == y)
-        if not (self.is_plain and other.is_plain) or not _form_is_same(x, y):
-            # Only compare the objects: comparing the values of a deferred tensor (see para_core.cfg) would compute it.
-            return x is y
-        if x.is_meta or _place_of(x) == _place_of(y):
-            return self.version == other.version
-        if self._is_changed() or other._is_changed() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not (self.is_tensor and other.is_tensor):
+            return _values_are_same(x, y)
+        if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
             return False
-        return torch.equal(x, y)
+        if not (self.is_plain and other.is_plain):
+            return True if x is y else None
+        if x is y or x.is_meta or _place_of(x) == _place_of(y):
+            return self.version == other.version
+        if self._is_changed() or other._is_changed():
+            return False
+        return None
 
     def _is_changed(self) -> bool:
-        return not self.value.is_inference() and version_of(self.value) != self.version
+        return self.has_version and version_of(self.value) != self.version
+
+
+# The leaves of the arguments of one call, by their path, such as ``joint_attention_kwargs['scale']``.
+_Leaves = dict[str, _Leaf]
+
+
+def _values_are_same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, float) and x != x:
+        return bool(y != y)
+    return isinstance(x, (*_PLAIN, tuple, frozenset)) and bool(x == y)
 
 
 def _place_of(x: Tensor) -> tuple[Any, ...]:
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.stride()
 
 
-def _are_same(leaves: list[_Leaf] | None, others: list[_Leaf] | None) -> bool:
-    if leaves is None or others is None:
-        return leaves is others
-    return len(leaves) == len(others) and all(x.is_same(y) for x, y in zip(leaves, others, strict=True))
+def _leaves_of(arguments: Mapping[str, Any]) -> _Leaves:
+    leaves: _Leaves = {}
+    for name, value in arguments.items():
+        _add_leaves(leaves, name, value, ())
+    return leaves
+
+
+def _add_leaves(leaves: _Leaves, path: str, value: Any, outer: tuple[int, ...]) -> None:
+    """Add the values inside ``value`` to ``leaves``: copies of Python values, so a change in place is noticed."""
+    if isinstance(value, (Tensor, *_PLAIN)):
+        leaves[path] = _Leaf(value)
+        return
+    if isinstance(value, (set, frozenset)):
+        leaves[path] = _Leaf(frozenset(value))
+        return
+    if hasattr(value, "tobytes") and hasattr(value, "dtype"):
+        # This is a NumPy array or number.
+        leaves[path] = _Leaf((str(value.dtype), str(value.shape), value.tobytes()))
+        return
+    inner = None if id(value) in outer or len(outer) == _DEEPEST else _items_of(value)
+    if inner is None or len(leaves) + len(inner) > _MOST_LEAVES:
+        leaves[path] = _Leaf(value)
+        return
+    leaves[path] = _Leaf(type(value))
+    for key, item in inner.items():
+        _add_leaves(leaves, f"{path}{key}", item, (*outer, id(value)))
+
+
+def _items_of(value: Any) -> dict[str, Any] | None:
+    """Return the values inside a container, function or object, by their place in it; None if it is one value."""
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": item for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"[{index}]": item for index, item in enumerate(value)}
+    if isinstance(value, functools.partial):
+        return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
+    if isinstance(value, types.MethodType):
+        return {".__func__": value.__func__, ".__self__": value.__self__}
+    if isinstance(value, types.FunctionType):
+        # A function that is defined again has the same code; what it refers to may differ.
+        cells = {cell: content for cell, content in _cells_of(value) if content is not value}
+        return {".code": value.__code__, ".defaults": value.__defaults__, **cells}
+    if is_dataclass(value):
+        return {f".{each.name}": getattr(value, each.name, None) for each in fields(value)}
+    if isinstance(value, (nn.Module, torch.Generator, types.CodeType, types.ModuleType)):
+        return None
+    attributes = getattr(value, "__dict__", None)
+    return {f".{name}": item for name, item in attributes.items()} if isinstance(attributes, dict) else None
+
+
+def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:
+            # The variable has no value yet.
+            yield f".{name}", None
+
+
+def _argument_of(path: str) -> str:
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def is_clock(name: str) -> bool:
+    """Whether an argument with this ``name`` holds the position in the denoising schedule."""
+    return _CLOCK.fullmatch(name) is not None
+
+
+def _is_clock(path: str) -> bool:
+    return is_clock(_argument_of(path))
+
+
+class BranchCall(NamedTuple):
+    """The CFG branch of one model call.
+
+    Args:
+        name: The name of the branch; None if it is unknown.
+        repeated: Whether calls of this branch within one step cannot be told apart, so that they must be computed.
+        begins: Whether a generation begins, so that the state of the branch is not valid.
+    """
+
+    name: str | None
+    repeated: bool = False
+    begins: bool = False
+
+
+@dataclass
+class _Branch:
+    """Calls that are equal in all arguments that do not change from step to step.
+
+    Args:
+        leaves, before: The arguments of the last call, and of the call before it.
+        moment: The step of the last call, if the scheduler tells it.
+        has_neighbour: Whether another branch with these conditions was called in the same step.
+        outcome: The decision about the last call.
+        start, direction: The timestep of the first call, and the sign of the change of the timestep after it.
+    """
+
+    name: str
+    leaves: _Leaves
+    moment: int | None
+    has_neighbour: bool = False
+    before: _Leaves | None = None
+    outcome: DecisionOutcome | None = None
+    start: float | None = None
+    direction: float = 0.0
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the last call skipped blocks. If a graph decided, the host waits for it."""
+        return self.outcome is not None and Verdict(int(self.outcome.verdict)).skips
+
+
+@dataclass
+class _Group:
+    """The branches with one ``cache_context`` name, or with equal conditions, whose tensors and values are ``leaves``.
+
+    Args:
+        told_by: Paths of tensors that differ between calls of one step, and so tell branches apart.
+        varying: Paths of values that change from step to step, and so tell no branches apart.
+        unseen: The number of steps in which the value at a path was new.
+        mixed: Whether calls of one step could not be told apart, so that everything is computed from then on.
+    """
+
+    leaves: list[_Leaf]
+    name: str
+    came_back: bool = False
+    branches: list[_Branch] = field(default_factory=list)
+    told_by: set[str] = field(default_factory=set)
+    varying: set[str] = field(default_factory=set)
+    unseen: Counter[str] = field(default_factory=Counter)
+    mixed: bool = False
+
+
+# A function that returns the largest value of each element of a tensor over all ranks.
+Agree = Callable[[Tensor], Tensor]
 
 
 class Branches:
-    """The CFG branches of a model, identified by arguments of its calls (the conditions), never by counting calls.
+    """The CFG branches of a model, identified by arguments of its calls, never by counting calls.
+
+    Within one step, a branch is called once. If two calls of one step agree in the conditions, other arguments that
+    differ between them tell them apart. If only arguments differ that change from step to step (two tiles), or none,
+    nothing tells them apart, and all calls with these conditions must be computed.
 
     Args:
         conditions: Names of the arguments that differ between branches and stay equal from step to step.
+        model: The name of the model, for messages.
+        warn: ``warn(key, message)`` warns the user. Defaults to :func:`~para_core.user_warnings.warn_user`.
     """
 
-    def __init__(self, conditions: tuple[str, ...]) -> None:
+    def __init__(
+        self, conditions: tuple[str, ...], model: str = "model", warn: Callable[[str, str], None] | None = None
+    ) -> None:
         self.conditions = conditions
-        self._branches: list[_Branch] = []
+        self.model = model
+        self.warn = warn or (lambda key, message: warn_user(message, CacheWarning))
+        self._groups: list[_Group] = []
+        self._named: dict[str, _Group] = {}
         self._count = 0
-        self._first_calls = _FirstCalls()
-        # If :meth:`announce` was called, a tuple with the branch name of the next call; the name may be None.
-        self._announced: tuple[str | None] | None = None
+        self._last: _Branch | None = None
+        # If :meth:`announce` was called, the branch of the next call.
+        self._announced: BranchCall | None = None
 
-    def announce(self, arguments: Mapping[str, Any]) -> None:
-        """Identify the branch of the next model call from its arguments, and keep its name for :meth:`name_of`.
+    def announce(self, arguments: Mapping[str, Any], moment: int | None) -> None:
+        """Identify the branch of the next model call, and keep it for :meth:`identify`.
 
         With CFG parallelism all ranks call this for every model call, also if another rank runs the model, so that the
         branches get the same names on all ranks.
         """
-        self._announced = (self._name_of(arguments),)
+        self._announced = self._identify(arguments, None, moment, None)
 
-    def name_of(self, arguments: Mapping[str, Any]) -> str | None:
-        """Return the name of the branch of a model call: ``branch 0``, ``branch 1``, …; None if it is unknown.
+    def identify(
+        self, arguments: Mapping[str, Any], context: str | None, moment: int | None, agree: Agree | None = None
+    ) -> BranchCall:
+        """Return the branch of a model call.
 
-        The host waits for the device once if conditions are new tensors, to compare their values. In the first calls,
-        the values of other arguments are compared as well, to detect branches that the conditions do not tell apart.
+        The host waits for the device if conditions are new tensors, to compare their values, and, if ``moment`` is
+        None, to read the timestep.
+
+        Args:
+            arguments: The arguments of the call by name.
+            context: The name that diffusers' ``cache_context`` gave the branch, or None.
+            moment: A number that changes from step to step; None if only the arguments can tell.
+            agree: If the arguments are this rank's part of the inputs, the function by which ranks agree.
+
+        Raises:
+            RuntimeError: The cache has skipped a call of this step that belongs to another branch.
         """
         announced, self._announced = self._announced, None
-        name = self._name_of(arguments) if announced is None else announced[0]
-        if name is None:
-            return None
-        others = {other: x for other, x in arguments.items() if other not in self.conditions}
-        unnamed = self._first_calls.alternating(name, others)
-        if unnamed:
-            named = (*self.conditions, *unnamed)
-            warn_user(
-                f"{' and '.join(unnamed)} differ(s) between the calls of one step, and "
-                f"CachedBlocks(conditions={self.conditions!r}) does not name it: the cache treats these calls as one "
-                f"CFG branch, and mixes their residuals. Write CachedBlocks(conditions={named!r}), or call the model "
-                "inside `with model.cache_context(name)`.",
-                CacheWarning,
-            )
-        return name
+        if announced is not None and context is None:
+            return announced
+        return self._identify(arguments, context, moment, agree)
 
-    def why_unknown(self, model: str) -> str:
-        """Return the text of the warning to show after :meth:`name_of` returned None."""
+    def decided(self, outcome: DecisionOutcome) -> None:
+        """Record the decision about the call that was identified last."""
+        if self._last is not None:
+            self._last.outcome = outcome
+
+    def name_of(self, arguments: Mapping[str, Any]) -> str | None:
+        """Return the name of the branch by its conditions alone: ``branch 0``, ``branch 1``, …; None if unknown.
+
+        The host waits for the device once if conditions are new tensors, to compare their values.
+        """
+        group = self._group_of(arguments, None)
+        return None if group is None else group.name
+
+    def why_unknown(self) -> str:
+        """Return the text of the warning to show after :meth:`identify` returned no name."""
         return (
-            f"{' and '.join(self.conditions)} of this {model} change from step to step, so its CFG branches cannot be "
-            "identified, and all steps are computed. Call it inside `with model.cache_context(name)`, or name in "
-            "CachedBlocks(conditions=...) arguments that stay equal from step to step."
+            f"{' and '.join(self.conditions)} of this {self.model} change from step to step, so its CFG branches "
+            "cannot be identified, and all steps are computed. Call it inside `with model.cache_context(name)`, or "
+            "name in CachedBlocks(conditions=...) arguments that stay equal from step to step."
         )
 
-    def _name_of(self, arguments: Mapping[str, Any]) -> str | None:
-        if self._count > _MOST_NEW and not any(branch.came_back for branch in self._branches):
+    def _identify(
+        self, arguments: Mapping[str, Any], context: str | None, moment: int | None, agree: Agree | None
+    ) -> BranchCall:
+        self._last = None
+        if context is None:
+            group = self._group_of(arguments, agree)
+        else:
+            group = self._named.setdefault(context, _Group([], context))
+        if group is None:
+            return BranchCall(None)
+        if group.mixed:
+            return BranchCall(group.name, repeated=True)
+        leaves = _leaves_of(arguments)
+        if moment is None:
+            _read_clocks(leaves)
+        if context is None:
+            leaves = {
+                path: leaf
+                for path, leaf in leaves.items()
+                if _argument_of(path) not in self.conditions or _is_clock(path)
+            }
+        return _Search(self, group, leaves, moment, agree).run()
+
+    def _group_of(self, arguments: Mapping[str, Any], agree: Agree | None) -> _Group | None:
+        if self._count > _MOST_NEW and not any(group.came_back for group in self._groups):
             return None
-        leaves = pytree.tree_leaves([arguments.get(name) for name in self.conditions])
+        values = pytree.tree_leaves([arguments.get(name) for name in self.conditions])
         # Include all bools and strings, because some pipelines call the model a third time per step with some layers
         # left out, and say so by an argument of this kind.
-        leaves += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
-        branch = self._find(leaves)
-        if branch is not None:
-            branch.came_back = True
+        values += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
+        leaves = [_Leaf(x) for x in values]
+        group = self._find(leaves, agree)
+        if group is not None:
+            group.came_back = True
             # Store the new tensors: if the next call passes the same objects, their values need not be compared.
-            branch.leaves = leaves
-            return branch.name
+            group.leaves = leaves
+            return group
         self._count += 1
-        if self._count > _MOST_NEW and not any(branch.came_back for branch in self._branches):
-            self._branches = []
+        if self._count > _MOST_NEW and not any(group.came_back for group in self._groups):
+            self._groups = []
             return None
-        name = f"branch {self._count - 1}"
-        self._branches = [*self._branches, _Branch(leaves, name)][-MOST_BRANCHES:]
-        return name
+        self._groups = [*self._groups, _Group(leaves, f"branch {self._count - 1}")][-MOST_BRANCHES:]
+        return self._groups[-1]
 
-    def _find(self, leaves: list[Any]) -> _Branch | None:
-        # First compare tensors by shape, dtype and device only, which does not wait for the device.
-        candidates = [
-            branch
-            for branch in self._branches
-            if len(branch.leaves) == len(leaves) and all(map(_form_is_same, branch.leaves, leaves))
-        ]
-        for branch in candidates:
-            if all(x is y for x, y in zip(branch.leaves, leaves, strict=True) if isinstance(x, Tensor)):
-                return branch
-        if not candidates:
-            return None
-        equal = [
-            torch.stack(
-                [(x == y).all() for x, y in zip(branch.leaves, leaves, strict=True) if isinstance(x, Tensor)]
-            ).all()
-            for branch in candidates
-        ]
-        return next(
-            (branch for branch, is_equal in zip(candidates, torch.stack(equal).tolist(), strict=True) if is_equal), None
+    def _find(self, leaves: list[_Leaf], agree: Agree | None) -> _Group | None:
+        candidates: dict[int, list[_Pair]] = {}
+        for index, group in enumerate(self._groups):
+            if len(group.leaves) != len(leaves):
+                continue
+            # First compare without the values of tensors, which does not wait for the device.
+            pairs = list(zip(group.leaves, leaves, strict=True))
+            results = [x.compare(y) for x, y in pairs]
+            if all(results):
+                return group
+            if False not in results:
+                candidates[index] = [pair for pair, result in zip(pairs, results, strict=True) if result is None]
+        equal = _all_equal(list(candidates.values()), agree)
+        return next((self._groups[i] for i, is_equal in zip(candidates, equal, strict=True) if is_equal), None)
+
+
+_Pair = tuple[_Leaf, _Leaf]
+
+
+def _all_equal(cases: Sequence[Sequence[_Pair]], agree: Agree | None) -> list[bool]:
+    """Return, for each of the ``cases``, whether the tensors of all its pairs have equal values.
+
+    The host waits once, unless the tensors are on several devices. With ``agree`` this is a collective call.
+    """
+    if not cases:
+        return []
+    devices = {pair[0].value.device for pairs in cases for pair in pairs}
+    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
+        return [False] * len(cases)
+    first = next(iter(devices))
+    differ = torch.stack(
+        [torch.stack([(x.value != y.value).any().to(first) for x, y in pairs]).any() for pairs in cases]
+    )
+    return [not value for value in (differ if agree is None else agree(differ.to(torch.uint8))).tolist()]
+
+
+def _read_clocks(leaves: _Leaves) -> None:
+    """Replace small tensors that hold the timestep by tuples of their values, for which the host waits."""
+    for path, leaf in leaves.items():
+        if leaf.is_plain and _is_clock(path) and not leaf.value.is_meta and leaf.value.numel() <= _MOST_READ:
+            x = leaf.value.detach()
+            if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                leaves[path] = _Leaf(tuple(x.flatten().tolist()))
+
+
+class _Search:
+    """The search for the branch of one call among the branches of its group."""
+
+    def __init__(
+        self, owner: Branches, group: _Group, leaves: _Leaves, moment: int | None, agree: Agree | None
+    ) -> None:
+        self._owner = owner
+        self._group = group
+        self._leaves = leaves
+        self._moment = moment
+        self._agree = agree
+        # The first tensor of a model's arguments is the latents.
+        self._latents = next((path for path, leaf in leaves.items() if leaf.is_tensor and not _is_clock(path)), None)
+
+    def run(self) -> BranchCall:
+        group = self._group
+        if not group.branches:
+            return self._add()
+        equal = [branch for branch in group.branches if not self._keyed(branch)]
+        if not equal:
+            return self._unseen()
+        branch = equal[-1]
+        if self._is_same_step(branch):
+            return self._again(branch)
+        return self._continue(branch)
+
+    def _add(self) -> BranchCall:
+        """Return a branch that begins with this call."""
+        group = self._group
+        if len(group.branches) == MOST_BRANCHES:
+            return self._give_up([])
+        name = f"{group.name}.{len(group.branches)}" if group.branches else group.name
+        branch = _Branch(name, self._leaves, self._moment)
+        group.branches.append(branch)
+        self._owner._last = branch
+        return BranchCall(name)
+
+    def _continue(self, branch: _Branch) -> BranchCall:
+        """Return ``branch``, of which this call is the next step."""
+        begins = self._is_begin(branch)
+        branch.before, branch.leaves, branch.moment = branch.leaves, self._leaves, self._moment
+        # A new list order, the branch that was called last at the end, decides between branches that become equal.
+        self._group.branches.remove(branch)
+        self._group.branches.append(branch)
+        self._owner._last = branch
+        return BranchCall(branch.name, begins=begins)
+
+    def _unseen(self) -> BranchCall:
+        """Return the branch of a call whose values at some paths no branch of the group had in its last call."""
+        group = self._group
+        neighbours = [branch for branch in group.branches if self._is_same_step(branch)]
+        if neighbours:
+            paths = self._keyed(neighbours[-1])
+            self._warn_of(paths)
+            for branch in neighbours:
+                branch.has_neighbour = True
+            call = self._add()
+            if not call.repeated:
+                group.branches[-1].has_neighbour = True
+            return call
+        # The values changed from one step to the next.
+        nearest = min(reversed(group.branches), key=lambda branch: len(self._keyed(branch)))
+        for path in self._keyed(nearest):
+            group.unseen[path] += 1
+            if path in group.told_by:
+                group.told_by.discard(path)
+            elif group.unseen[path] >= 2:
+                group.varying.add(path)
+        equal = [branch for branch in group.branches if not self._keyed(branch)]
+        if not equal:
+            return self._add()
+        if len(equal) > 1:
+            if any(branch.has_neighbour for branch in equal):
+                return self._give_up([])
+            group.branches = [branch for branch in group.branches if branch not in equal[:-1]]
+        return self._continue(equal[-1])
+
+    def _again(self, branch: _Branch) -> BranchCall:
+        """Return the branch of a call in the same step as the last call of ``branch``."""
+        group = self._group
+        paths = self._differing(branch)
+        # If the last call differed from the call before it where this call does not, it was no call of this branch.
+        was_other = branch.before is not None and any(
+            not self._is_same(branch.before.get(path), branch.leaves.get(path))
+            and self._is_same(branch.before.get(path), self._leaves.get(path))
+            for path in paths
+        )
+        if (was_other or not paths) and branch.is_skipped:
+            raise RuntimeError(
+                f"this {self._owner.model} was called twice in one step for the CFG branch {branch.name!r}, with a "
+                f"difference in {_names(paths) or 'no argument'}, and the cache has skipped blocks of the first call "
+                "by residuals that may belong to the second. Name each call of a step: `with cache_context(model, "
+                "name)`, of para_core, or `with model.cache_context(name)` of diffusers."
+            )
+        told_by = [path for path in paths if path not in group.varying and path != self._latents]
+        if not told_by:
+            return self._give_up(paths)
+        self._warn_of(told_by)
+        group.told_by.update(told_by)
+        branch.has_neighbour = True
+        call = self._add()
+        if not call.repeated:
+            group.branches[-1].has_neighbour = True
+        return call
+
+    def _give_up(self, paths: Sequence[str]) -> BranchCall:
+        """Let all later calls of the group be computed, and warn. ``paths`` are the differences of two calls."""
+        self._group.mixed = True
+        self._owner.warn(
+            f"repeated {self._group.name}",
+            f"this {self._owner.model} was called more than once in one step for the CFG branch "
+            f"{self._group.name!r}. The calls differ in {_names(paths) or 'no argument'}, by which the cache cannot "
+            "tell them apart in the next step (tiles, images in turn, settings changed on the model, a solver that "
+            "calls it twice at one timestep), so all these calls are computed. Name each call of a step: "
+            "`with cache_context(model, name)`, of para_core, or `with model.cache_context(name)` of diffusers.",
+        )
+        return BranchCall(self._group.name, repeated=True)
+
+    def _warn_of(self, paths: Sequence[str]) -> None:
+        """Warn that the values at ``paths`` tell branches apart, unless they are settings, which cost no wait."""
+        both = [leaves.get(path) for path in paths for leaves in (self._leaves, self._group.branches[-1].leaves)]
+        if not any(leaf is not None and (leaf.is_tensor or isinstance(leaf.value, float)) for leaf in both):
+            return
+        arguments = dict.fromkeys(_argument_of(path) for path in paths)
+        named = (*self._owner.conditions, *(name for name in arguments if name not in self._owner.conditions))
+        self._owner.warn(
+            f"unnamed {self._group.name}",
+            f"{_names(paths)} of this {self._owner.model} differ(s) between the calls of one step, and "
+            f"CachedBlocks(conditions={self._owner.conditions!r}) does not name it. The cache compares it at each call "
+            f"to tell the CFG branches apart. Write CachedBlocks(conditions={named!r}), or name each call of a step: "
+            "`with cache_context(model, name)`, of para_core.",
         )
 
+    def _keyed(self, branch: _Branch) -> list[str]:
+        """Return the paths at which this call differs from ``branch`` in what tells branches apart."""
+        group = self._group
+        return [
+            path
+            for path in self._paths(branch)
+            if path not in group.varying
+            and (path in group.told_by or not self._are_tensors(branch, path))
+            and not self._is_same(branch.leaves.get(path), self._leaves.get(path))
+        ]
 
-def _form_is_same(x: Any, y: Any) -> bool:
-    if x is y:
-        return True
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
-    return type(x) is type(y) and bool(x == y)
+    def _differing(self, branch: _Branch) -> list[str]:
+        """Return all paths, except the timestep, at which this call differs from the last call of ``branch``."""
+        return [
+            path for path in self._paths(branch) if not self._is_same(branch.leaves.get(path), self._leaves.get(path))
+        ]
+
+    def _paths(self, branch: _Branch) -> list[str]:
+        return [path for path in {**branch.leaves, **self._leaves} if not _is_clock(path)]
+
+    def _are_tensors(self, branch: _Branch, path: str) -> bool:
+        leaves = branch.leaves.get(path), self._leaves.get(path)
+        return all(leaf is not None and leaf.is_tensor for leaf in leaves)
+
+    def _is_same_step(self, branch: _Branch) -> bool:
+        """Whether the last call of ``branch`` was in the step of this call."""
+        if self._moment is not None and branch.moment != self._moment:
+            return False
+        clocks = [path for path in self._leaves if _is_clock(path) and path in branch.leaves]
+        if self._moment is not None or clocks:
+            return self._agreed(all(self._is_same(branch.leaves[path], self._leaves[path]) for path in clocks))
+        # Without a timestep, only equal latents say that a call belongs to the same step.
+        if self._latents is None or self._latents not in branch.leaves:
+            return False
+        before, now = branch.leaves[self._latents], self._leaves[self._latents]
+        return before.has_version and now.has_version and before.compare(now) is True
+
+    def _is_begin(self, branch: _Branch) -> bool:
+        """Whether the timestep returned to that of the first call of ``branch``, so that a generation begins."""
+        clock = next((leaf.value for path, leaf in self._leaves.items() if _is_clock(path)), None)
+        values = clock if isinstance(clock, tuple) else (clock,)
+        if self._moment is not None or not values or not all(isinstance(value, (int, float)) for value in values):
+            return False
+        now = float(max(values))
+        if branch.start is None:
+            before = next(leaf.value for path, leaf in branch.leaves.items() if _is_clock(path))
+            branch.start = float(max(before if isinstance(before, tuple) else (before,)))
+        change = now - branch.start
+        begins = self._agreed(branch.direction != 0.0 and change * branch.direction <= 0.0)
+        branch.start = now if begins else branch.start
+        branch.direction = 0.0 if begins else branch.direction or float(change > 0) - float(change < 0)
+        return begins
+
+    def _is_same(self, x: _Leaf | None, y: _Leaf | None) -> bool:
+        if x is None or y is None:
+            return x is y
+        same = x.compare(y)
+        if same is None and not (x.is_plain and y.is_plain):
+            # Do not compare the values of a deferred tensor (see para_core.cfg), which would compute it.
+            return False
+        return _all_equal([[(x, y)]], self._agree)[0] if same is None else same
+
+    def _agreed(self, value: bool) -> bool:
+        """Return whether ``value`` is True on all ranks."""
+        return value if self._agree is None else not self._agree(torch.tensor([int(not value)])).item()
+
+
+def _names(paths: Sequence[str]) -> str:
+    return " and ".join(paths)

@@ -33,6 +33,8 @@ class Verdict(IntEnum):
     NOT_FINITE = 5
     # The step was skipped, because compute_steps is set and does not contain it.
     MASKED = 6
+    # The step was computed, because calls of its branch within one step cannot be told apart.
+    REPEATED = 7
 
     @property
     def skips(self) -> bool:
@@ -40,7 +42,7 @@ class Verdict(IntEnum):
 
 
 # The verdicts as floats, because a graph computes with float tensors.
-_HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED = map(float, Verdict)
+_HIT, _MISS, _WARMUP, _LIMIT, _, _NOT_FINITE, _MASKED, _REPEATED = map(float, Verdict)
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,11 @@ class DecisionParams(NamedTuple):
     def tensor(self, device: torch.device) -> Tensor:
         """Return the fields as a float64 tensor ``[8]`` on ``device``, for which the host does not wait."""
         return torch.tensor(self, dtype=torch.float64).to(device, non_blocking=True)
+
+
+def forced_if_mixed(params: Tensor, mixed: Tensor) -> Tensor:
+    """Return the tensor ``params`` of a graph, forced to compute the step if ``mixed``, of one element, is not 0."""
+    return torch.cat([torch.where(mixed > 0, _REPEATED, params[:1]), params[1:]])
 
 
 class BranchCounters(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.cache.call_digest import CallDigest
 from para_core.cache.cond import Streams
 from para_core.cache.decision import NumberDecider, TensorDecider
 from para_core.cache.forecasts import forecast
@@ -59,13 +60,14 @@ class CacheState:
     """The stored residuals of each block group, and the decider, of one CFG branch.
 
     ``decider`` is None before the first step. ``signature`` holds the shapes, dtypes and devices of the model's
-    arguments for which the residuals are valid.
+    arguments for which the residuals are valid. ``last_call`` describes the last call, if a graph identifies branches.
     """
 
     def __init__(self, num_groups: int, room: int) -> None:
         self.groups = [Residuals(room) for _ in range(num_groups)]
         self.decider: NumberDecider | TensorDecider | None = None
         self.signature: object = None
+        self.last_call: CallDigest | None = None
 
     def leave_graph(self) -> None:
         """Clone all tensors that a graph returned, before the next replay of a CUDA graph overwrites them.
@@ -78,7 +80,7 @@ class CacheState:
             group.histories = [None if history is None else [x.clone() for x in history] for history in group.histories]
 
     def clear(self) -> None:
-        self.decider, self.signature = None, None
+        self.decider, self.signature, self.last_call = None, None, None
         self.drop_residuals()
 
     def drop_residuals(self) -> None:

@@ -71,9 +71,9 @@ def test_unknown_condition_raises(conditions):
 
 def test_keyword_model_takes_any_condition():
     model = apply_cache(WithKeywords(), blocks(conditions=("y",)), residual_diff_threshold=0.1)
-    for _ in range(2):
+    for time in (1.0, 0.5):
         with torch.no_grad():
-            model(torch.ones(1, 6, 8), torch.ones(1), y=torch.ones(1, 1, 8))
+            model(torch.ones(1, 6, 8), torch.tensor([time]), y=torch.ones(1, 1, 8))
     assert [row.branch for row in model_cache_report(model).rows] == ["branch 0"] * 2
 
 

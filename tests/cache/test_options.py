@@ -431,10 +431,9 @@ def test_schedule_options_raise_on_transformer_alone(option):
 def test_a_transformer_alone_may_be_cached():
     model = apply_cache_on_transformer(Scripted(), adapter=ADAPTER, rule="first_block", warmup_steps=1)
     assert cache_options(model).residual_diff_threshold == ADAPTER.threshold
-    inputs = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0])
     with torch.no_grad():
-        model(*inputs)
-        model(*inputs)
+        for _ in range(2):
+            model(torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]))
     assert verdicts(model_cache_report(model)) == ["warmup", "hit"]
     with pytest.raises(TypeError, match=r"Scripted\b.*CachedBlocks"):
         apply_cache_on_transformer(Scripted())

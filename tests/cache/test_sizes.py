@@ -38,6 +38,8 @@ def run_sizes(transformer, name, sizes, called=None):
             for step in range(NUM_STEPS):
                 inputs = MODELS[name].inputs(*size)
                 inputs["hidden_states"] = inputs["hidden_states"] * (1 + 0.05 * step)
+                # Two calls of one branch at one timestep would be computed.
+                inputs["timestep"] = inputs["timestep"].float() - step
                 outputs.append((transformer if called is None else called)(**inputs, return_dict=False)[0])
     return outputs
 

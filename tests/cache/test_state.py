@@ -102,7 +102,7 @@ def test_unnamed_branches_are_identified_by_text():
     added = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([5.0, 6.0])}
     with torch.no_grad():
         for name in "abaabba":
-            model(x, text[name].clone(), added[name])
+            model(x.clone(), text[name].clone(), added[name])
     report = model_cache_report(model)
     assert "".join(row.branch[-1] for row in report.rows) == "0100110"
     assert verdicts(report) == ["warmup", "warmup", *["hit"] * 5]

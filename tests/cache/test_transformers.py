@@ -35,10 +35,14 @@ def test_a_transformer_whose_blocks_keep_keys_cannot_be_cached(name):
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in KEEP_KEYS])
 def test_every_transformer_has_skippable_blocks(name):
     model, inputs = MODELS[name].build(), MODELS[name].inputs(4, 6, 10)
+    # Each step has another timestep. It changes so little that the stored residual is almost that of the step.
+    clock = next(name for name in inputs if "time" in name or name == "t")
+    inputs[clock] = inputs[clock].float()
+    later = {**inputs, clock: inputs[clock] * (1 - 1e-6)}
     adapter = adapter_for(model)
     assert adapter is not None
     assert adapter.blocks is not None
-    expected = outputs(model, inputs)
+    expected, expected_later = outputs(model, inputs), outputs(model, later)
 
     block_inputs = []
     for stage in adapter.blocks.groups:
@@ -51,15 +55,14 @@ def test_every_transformer_has_skippable_blocks(name):
                     with_kwargs=True,
                 )
     apply_cache(model, adapter.blocks, residual_diff_threshold=0.0)
-    for _ in range(2):
-        assert torch.equal(outputs(model, inputs), expected)
+    assert torch.equal(outputs(model, inputs), expected)
+    assert torch.equal(outputs(model, later), expected_later)
     # Stored residuals are differences from the blocks' inputs, so nothing may change these in place.
     assert all(torch.equal(x, before) for x, before in block_inputs)
 
     apply_cache(model, adapter.blocks, residual_diff_threshold=1e9)
     outputs(model, inputs)
-    # The input is the same, so the stored residual is exact for this step.
-    assert relative_error(outputs(model, inputs), expected) < 1e-5
+    assert relative_error(outputs(model, later), expected_later) < 1e-2
     cacheable = all(inputs.get(argument) is None for argument in adapter.blocks.uncached)
     assert model_cache_report(model).hits == (1 if cacheable else 0)
     remove_cache(model)
