@@ -133,8 +133,9 @@ class CacheOptions:
         max_consecutive_hits (`int`, *optional*): Number of steps skipped in a row after which a step is computed.
         max_hits (`int`, *optional*): Maximum number of skipped steps of each branch in a generation.
         compute_steps (`Collection[int]` or `Sequence[bool]`, *optional*): The steps to compute, as indices in the
-            schedule (-1 is the last step) or as one bool per step. All other steps are skipped, except the first step
-            of a branch. The threshold and the rule then have no effect.
+            schedule (-1 is the last step) or as one bool per step. Indices that a shorter schedule does not have are
+            left out. All other steps are skipped, except the first step of a branch. The threshold and the rule then
+            have no effect.
         always_compute_last (`bool`, defaults to `False`): Whether to compute the last step of the schedule.
         start, end (`float`, default to `0.0` and `1.0`): Skip steps only between these fractions of the schedule.
         first_blocks (`int`, defaults to `1`): Number of blocks at the start of the stack that always run. The residual
@@ -227,10 +228,10 @@ class CacheOptions:
         return steps
 
     def computes(self, index: int, total: int) -> bool:
-        """Whether ``compute_steps`` contains step ``index`` of ``total`` steps.
+        """Whether ``compute_steps`` contains step ``index`` of ``total`` steps. Other indices have no effect.
 
         Raises:
-            ValueError: ``compute_steps`` does not fit a schedule of ``total`` steps.
+            ValueError: ``compute_steps`` has bools, and not ``total`` of them, or no index of a step of the schedule.
         """
         steps: Any = self.compute_steps
         if isinstance(steps[0], bool):
@@ -239,9 +240,11 @@ class CacheOptions:
                     f"compute_steps has {len(steps)} bools; this schedule has {total} steps. Give one for each."
                 )
             return bool(steps[index])
-        outside = [step for step in steps if not -total <= step < total]
-        if outside:
-            raise ValueError(f"compute_steps names step {outside[0]}; this schedule has steps 0 to {total - 1}.")
+        if not any(-total <= step < total for step in steps):
+            raise ValueError(
+                f"compute_steps names the steps {', '.join(map(str, steps))}; this schedule has steps 0 to "
+                f"{total - 1}. Name at least one of them."
+            )
         return index in steps or index - total in steps
 
     def ask_policy(self, observation: Observation) -> Any:

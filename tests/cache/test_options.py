@@ -239,10 +239,27 @@ def test_compute_steps_alone_decides_which_steps_are_computed(run, steps):
 
 
 @pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([0, 1, 2, 5, -1], ["warmup", "schedule", "schedule", "schedule"]),
+        ([9, 2], ["warmup", "masked", "schedule", "masked"]),
+        ([-9, -4, -1], ["warmup", "masked", "masked", "schedule"]),
+    ],
+)
+def test_compute_steps_of_a_longer_schedule_are_left_out(steps, expected):
+    pipe = apply_cache_on_pipe(Pipe(), residual_diff_threshold=0.1, adapter=ADAPTER, compute_steps=steps)
+    outputs = pipe([1.0, 2.0, 3.0, 4.0])
+    assert verdicts(cache_report(pipe)) == expected
+    computed = [row.verdict.name != "MASKED" for row in cache_report(pipe).rows]
+    for out, exact, is_computed in zip(outputs, Pipe()([1.0, 2.0, 3.0, 4.0]), computed, strict=True):
+        assert torch.equal(out, exact) == is_computed
+
+
+@pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([0, 4], "compute_steps .*step 4.* 0 to 3"),
-        ([-5], "compute_steps .*step -5.* 0 to 3"),
+        ([4, 9], "compute_steps .*4, 9.* 0 to 3"),
+        ([-5], "compute_steps .*-5.* 0 to 3"),
         ([True, False], "compute_steps .*2 .*4 steps"),
     ],
 )
