@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from para_core.instance_patching import original_class
@@ -104,7 +105,7 @@ def _require_names(cls: str, name: str, value: Any) -> None:
 class BlockRole:
     """The part that a block plays for the cache. Blocks with equal roles share a class, and therefore a compiled graph.
 
-    ``streams``, ``measured`` and ``chained`` are the settings of the :class:`BlockGroup` with index ``group``.
+    ``streams``, ``measured``, ``chained`` and ``samples`` are the settings of the :class:`BlockGroup` with index ``group``.
 
     Args:
         parameters: Names of the parameters of the block's ``forward``.
@@ -125,6 +126,7 @@ class BlockRole:
     skipped: bool
     exits: bool
     chained: bool
+    samples: int
 
     def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Return the values of the streams in the arguments of the block; None for a stream that was not passed."""
@@ -138,15 +140,28 @@ class BlockRole:
     def checked_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
         """Return the block's ``output`` as a tuple of streams.
 
+        A block may broadcast one sample to a batch: the text of FLUX, if one negative prompt is given for several
+        images. A graph has a fixed shape for a block that it may skip, so there it may not.
+
         Raises:
             ValueError: The number or the shapes of the outputs differ from those of ``inputs``, the streams passed to
                 the block.
         """
         outputs = as_tuple(output)
         before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (inputs, outputs))
-        if len(before) != len(after) or any(x != y for x, y in zip(before, after, strict=True) if None not in (x, y)):
+        broadcasts = not (self.skipped and torch.compiler.is_compiling())
+        if len(before) != len(after) or not all(
+            x is None or y is None or x == y or (broadcasts and self._is_broadcast(x, y))
+            for x, y in zip(before, after, strict=True)
+        ):
             raise ValueError(_wrong_streams(original_class(block).__name__, self.streams, before, after))
         return outputs
+
+    def _is_broadcast(self, before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+        """Whether the shapes differ only in the number of samples, which was 1."""
+        dim = self.samples
+        others = [x[:dim] + x[dim + 1 :] for x in (before, after)]
+        return len(before) == len(after) and others[0] == others[1] and before[dim : dim + 1] == (1,)
 
 
 def _module_list(module: nn.Module, name: str) -> nn.Module:
@@ -202,6 +217,7 @@ def roles_of(
             skipped=index in skipped,
             exits=bool(of_group) and index == of_group[-1],
             chained=group.chained,
+            samples=group.samples,
         )
         if role.opens or role.decides or role.skipped:
             roles.append((block, role))

@@ -6,6 +6,7 @@ from diffusers import FluxControlNetPipeline, FluxImg2ImgPipeline, FluxPipeline
 from peft import LoraConfig
 
 from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pipe, remove_cache_from_pipe
+from tests.adapters.test_pipelines import build
 from tests.cache.scripted import verdicts
 from tests.tiny import cpu_mesh, flux_call, flux_controlnet, flux_pipe, relative_error
 
@@ -150,3 +151,42 @@ def test_schedule_may_begin_after_first_step():
     # Four of the eight steps are taken.
     assert [row.step for row in rows] == [0, 1, 2, 3]
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "schedule"]
+
+
+TWO_PROMPTS = {"prompt": ["a red circle", "a green square"], "true_cfg_scale": 2.0, "num_inference_steps": 4}
+
+
+@pytest.mark.parametrize("rule", ["first_block", "modulated_input"])
+def test_one_negative_prompt_for_two_prompts_equals_two(rule):
+    one, two = flux_call(**TWO_PROMPTS, negative_prompt="blue"), flux_call(**TWO_PROMPTS, negative_prompt=["blue"] * 2)
+    exact = flux_pipe()(**one).images
+    pipe = apply_cache_on_pipe(flux_pipe(), residual_diff_threshold=0.0, rule=rule)
+    one["generator"].manual_seed(7)
+    assert torch.equal(pipe(**one).images, exact)
+    apply_cache_on_pipe(pipe, **ALWAYS, rule=rule)
+    cached = []
+    for call in (one, two):
+        call["generator"].manual_seed(7)
+        cached.append(pipe(**call).images)
+        assert cache_report(pipe).hits == 4
+    assert relative_error(*cached) < 1e-5
+
+
+def test_one_negative_prompt_for_two_prompts_in_a_graph():
+    call = flux_call(**TWO_PROMPTS, negative_prompt="blue")
+    expected = apply_cache_on_pipe(flux_pipe(), **ALWAYS)(**call).images
+    pipe = apply_cache_on_pipe(flux_pipe(), **ALWAYS)
+    pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend="eager")
+    call["generator"].manual_seed(7)
+    assert relative_error(pipe(**call).images, expected) < 1e-5
+
+
+def test_one_negative_prompt_of_qwen_image_for_two_prompts():
+    def run(pipe):
+        generator = torch.Generator().manual_seed(7)
+        call = {**TWO_PROMPTS, "negative_prompt": "blue", "height": 64, "width": 96, "output_type": "latent"}
+        return pipe(**call, generator=generator).images
+
+    exact = run(build("qwen-image"))
+    pipe = apply_cache_on_pipe(build("qwen-image"), residual_diff_threshold=0.0)
+    assert torch.equal(run(pipe), exact)
