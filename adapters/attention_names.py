@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,6 +25,7 @@ from para_core.instance_patching import submodules_of
 from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import AttentionByHeads
 from para_core.plans.region import region_of
+from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 
 # Names of backends that call scaled_dot_product_attention, so para_core can intercept their attention.
 _SEEN = ("native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math")
@@ -127,10 +129,22 @@ def attention_by_name(module: nn.Module) -> dict[str, str]:
     if region.mesh.ranks > 1:
         names = sorted({backend.name for backend in processor_backends(module)})
         options["diffusers' attention backend"] = ", ".join(names) or "native"
-        options["changes of code inside"] = str(region.check.new_code())
-        kinds = Counter([type(processor).__qualname__ for processor in processors_of(module)])
-        options["attention processors"] = ", ".join([f"{number} × {kind}" for kind, number in sorted(kinds.items())])
+        options |= code_by_name(module)
     return options
+
+
+def code_by_name(module: nn.Module) -> dict[str, str]:
+    """Return what users exchange inside ``module``, to compare it between ranks: attention processors, hooks and
+    replaced ``forward`` functions, by number.
+    """
+    kinds = Counter([type(processor).__qualname__ for processor in processors_of(module)])
+    states = [part.__dict__ for part in submodules_of(module)]
+    hooks = sum([len(state[FORWARD_PRE_HOOKS]) + len(state[FORWARD_HOOKS]) for state in states])
+    forwards = sum(map(dict.__contains__, states, repeat("forward")))
+    return {
+        "attention processors": ", ".join([f"{number} × {kind}" for kind, number in sorted(kinds.items())]),
+        "hooks and replaced forward functions": f"{hooks} and {forwards}",
+    }
 
 
 @contextmanager

@@ -16,7 +16,12 @@ LAYERS = (
         "para_core/user_warnings.py",
         "para_core/version.py",
     ),
-    ("para_core/instance_patching.py", "para_core/triton_support.py", "para_core/foreign_errors.py"),
+    (
+        "para_core/dataclass_fields.py",
+        "para_core/instance_patching.py",
+        "para_core/triton_support.py",
+        "para_core/foreign_errors.py",
+    ),
     ("para_core/distributed",),
     ("para_core/attention",),
     ("para_core/modes",),

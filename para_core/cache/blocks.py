@@ -105,7 +105,8 @@ def _require_names(cls: str, name: str, value: Any) -> None:
 class BlockRole:
     """The part that a block plays for the cache. Blocks with equal roles share a class, and therefore a compiled graph.
 
-    ``streams``, ``measured``, ``chained`` and ``samples`` are the settings of the :class:`BlockGroup` with index ``group``.
+    ``streams``, ``measured``, ``chained`` and ``samples`` are the settings of the :class:`BlockGroup` with index
+    ``group``.
 
     Args:
         parameters: Names of the parameters of the block's ``forward``.

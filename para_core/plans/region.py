@@ -29,7 +29,6 @@ from para_core.instance_patching import (
     WrapperPriority,
     is_entry,
     only_wrapped_by,
-    original_class,
     unwrap,
     wrap_method,
     wrapper,
@@ -124,9 +123,7 @@ class Region:
         self._tree: ModuleTree | None = None
         # Names of the modules whose attention the plan describes.
         self._named_attention: set[str] = set()
-        self.check = AttentionCheck(
-            self.mesh.ranks, self.written_for or original_class(module), self._current_attention, self.remember
-        )
+        self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention, self.remember)
         # Submodules of equal rules share a wrapper, and so their graphs.
         self._hook_of = cache(self._submodule_hook)
         # The wrappers of the module, by method. Each access of self.run makes another bound method, and the module gets
@@ -502,8 +499,8 @@ def apply_plan(
         options, cross_backend: As in :meth:`Region.use`.
         on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other options later.
         around: Returns a context manager in which each eager call runs, entered after ``require_equal``.
-        written_for: The class of ``module``, or a base class of it, whose code the plan describes. Defaults to the
-            class of ``module``. Other code inside ``module`` gets a :class:`ForeignCodeWarning`.
+        written_for: The class of ``module``, or a base class of it, whose code the plan describes. Other code inside
+            ``module`` then gets a :class:`ForeignCodeWarning`. None if the plan was written for this very module.
 
     Raises:
         ValueError: The plan names a module that does not exist.
