@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from para_core.distributed.mesh import MeshDim
@@ -70,7 +71,8 @@ def wait_for_late_ranks(work: Any, error: RuntimeError, dim: MeshDim, group: dis
     if not _is_running(work, error):
         raise error
     begun = time.monotonic() - PATIENCE.total_seconds()
-    timeout, members = group_timeout(group).total_seconds(), dist.get_process_group_ranks(group)
+    timeout = group_timeout(group, torch.device("cpu")).total_seconds()
+    members = dist.get_process_group_ranks(group)
     looks, own, late, key = _looks(timeout), dist.get_rank(), list[int](), _key(dist.get_rank())
     ask_store(lambda store: store.set(key, call), None, _ANSWER)
     try:
