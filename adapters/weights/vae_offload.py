@@ -56,7 +56,7 @@ class _HostVae:
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 f"vae_placement='offload' and 'first' copy weights before {method}, so it cannot be one graph. Compile "
-                "the part inside it: vae.decoder.compile(fullgraph=True)."
+                "the part inside it, without vae=True: vae.decoder.compile(fullgraph=True); or leave vae_placement out."
             )
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), (args, kwargs))
         with self._on_device(module, _UNUSED.get(method)):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from accelerate import cpu_offload, cpu_offload_with_hook
 from diffusers.hooks import apply_group_offloading
 from diffusers.models import autoencoders
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
@@ -50,6 +51,39 @@ def require_equal(rank_pool, world_size, names, wide, tolerance=1e-5):
             for key, reference in expected(name, wide).items()
         }
         assert not {key: error for key, error in errors.items() if error > tolerance}
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor whose last dim has ``tokens`` elements, such as an attention mask."""
+
+    def __init__(self, tokens):
+        super().__init__()
+        self.tokens, self.bytes = tokens, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim > 1 and out.shape[-1] == self.tokens:
+            self.bytes = max(self.bytes, out.untyped_storage().nbytes())
+        return out
+
+
+@torch.no_grad()
+def largest_mask(name, parallel):
+    vae = TINY_VAES[name].make()
+    if parallel:
+        parallelize_vae(vae)
+    latents = torch.randn(1, vae.config.latent_channels, 3, 12, 10)
+    with LargestTensor(latents[0, 0].numel()) as largest:
+        vae.decode(latents)
+    return largest.bytes
+
+
+# docs/vae.md says it: the mask of HunyuanVideo has the rows of this rank, that of 1.5 all rows.
+@pytest.mark.parametrize(("name", "share"), [("HunyuanVideo", 0.5), ("HunyuanVideo15", 1.0)])
+def test_causal_masks_have_the_documented_rows(rank_pool, name, share):
+    alone = largest_mask(name, parallel=False)
+    assert alone == 360 * 360 * 4
+    assert rank_pool.run(largest_mask, 2, name, True) == [share * alone] * 2
 
 
 @pytest.mark.sample(2)
