@@ -62,9 +62,9 @@ def propose_plan(
             the resulting plan is checked. The names are those in ``questions`` and ``reasons`` of a proposal. None as a
             value means that there is nothing of that name.
 
-            - ``"blocks.*(rotary)"``, ``"(hidden_states)"`` (a parameter of the model) or ``"embed(0)"`` (a module's
-              output): a :class:`Split` or another rule. A split of a segment replaces the guess of where that segment
-              is sharded.
+            - ``"blocks.*(rotary)"``, ``"(hidden_states)"`` (a parameter of the model), ``"embed(0)"`` (a module's
+              output) or ``"blocks.0(video.x)"`` (a field of a dataclass): a :class:`Split` or another rule. A split of
+              a segment replaces the guess of where that segment is sharded.
             - ``"proj_out"``: a :class:`Gather` of its output, or a tuple of them.
             - ``"blocks.*.attn"``: a tuple of :class:`Attention`, :class:`OneForEach`, :class:`LinearAttention` or
               :class:`AttentionByHeads`; or a :class:`Halo`.
@@ -113,6 +113,7 @@ def _proposal(module: nn.Module, examples: Sequence[Mapping[str, Any]], segment:
             return check.completed(Proposal(name, plan, error=error, reasons=_from_answers(answers)), None)
         failures = {repr(plan): _Failure(plan, f"the plan in answers: {error}"), **failures}
     likeliest = next(iter(failures.values()), None)
+    likeliest = next((failure for failure in failures.values() if failure.way_out is not None), likeliest)
     questions = _questions_of([start for start, _ in begins], likeliest, check, *observations[0])
     unanswered = tuple(question for question in questions if question.partition(": ")[0] not in answers)
     return Proposal(name, questions=unanswered, guess=None if likeliest is None else likeliest.plan)
