@@ -115,7 +115,8 @@ class RuleExecutor:
         if isinstance(cut, Gather):
             return self._gather(value, cut)
         if isinstance(cut, Replicate):
-            self._note(Segment(cut.segment, value.shape[cut.dim], replicated=True), cut.dim, name)
+            total = prod([value.shape[dim] for dim in (cut.dim, *cut.together)])
+            self._note(Segment(cut.segment, total, replicated=True), cut.dim, name)
             return value
         return self._split(value, cut, name)
 

@@ -61,10 +61,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Replicate:
-    """A rule that keeps all tokens of ``segment`` on every rank, and reads their number from the size of ``dim``."""
+    """A rule that keeps all tokens of ``segment`` on every rank, and reads their number from the size of ``dim``, times
+    those of the dims ``together``.
+    """
 
     dim: int
     segment: str
+    together: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -384,7 +387,7 @@ def _with_replicated(rules: Mapping[Any, ShardRule], segment: str) -> dict[Any, 
     kept = {key: rule for key, rule in rules.items() if not is_companion(rule)}
     for key, rule in kept.items():
         if isinstance(rule, Split) and rule.segment == segment:
-            kept[key] = Replicate(rule.dim, segment)
+            kept[key] = Replicate(rule.dim, segment, rule.together)
         elif isinstance(rule, Entries):
             kept[key] = Entries(tuple(None if is_companion(entry) else entry for entry in rule.cuts))
     return kept

@@ -9,9 +9,9 @@ from tests.adapters.propose.test_structures import FRAMES, OfFrames, frames_of
 from tests.tiny import cpu_mesh, fill, relative_error
 
 
-def run(shape, frames, compiled):
+def run(shape, frames, compiled, plan=FRAMES):
     model = fill(OfFrames(), seed=1)
-    apply_plan(model, FRAMES, sequence_mesh(cpu_mesh(*shape)))
+    apply_plan(model, plan, sequence_mesh(cpu_mesh(*shape)))
     called = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     with torch.no_grad():
         return [called(**frames_of(number)) for number in frames]
@@ -26,3 +26,11 @@ def test_frames_are_sharded_whole(rank_pool, shape, compiled):
         expected = [model(**frames_of(number)) for number in frames]
     for outs in rank_pool.run(run, 2, shape, frames, compiled):
         assert max(relative_error(out, whole) for out, whole in zip(outs, expected, strict=True)) < 1e-5
+
+
+def test_frames_are_replicated(rank_pool):
+    model = fill(OfFrames(), seed=1)
+    with torch.no_grad():
+        expected = model(**frames_of(5))
+    for (out,) in rank_pool.run(run, 2, (1, 2), (5,), compiled=False, plan=FRAMES.with_replicated("video")):
+        assert relative_error(out, expected) < 1e-5
