@@ -443,8 +443,9 @@ def _where(check: _Check, failure: _Failure) -> str:
         "If it computes positions, lengths or a mask of all tokens, see 'Where positions and lengths come from' in "
         "docs/own_model.md."
     )
-    # An error of a rank begins with its number, and is a part of the reason of the failure.
-    if difference.reason.partition(": ")[2] in failure.reason:
+    # The error of a rank, which follows its number, is a part of the reason of the failure.
+    rank, _, error = difference.reason.partition(": ")
+    if rank.startswith("rank ") and error in failure.reason:
         return f"It failed in {module}. {page}"
     size = "" if difference.error is None else f" (by {difference.error:.1e})"
     return f"The first difference is in {module}: {difference.reason}{size}. {page}"
