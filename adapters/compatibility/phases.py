@@ -162,7 +162,7 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
         refuse_compiled_stages(module, name, model.called)
         refuse_compiled_pipefusion(module, name, model.called)
         if mesh.batch.size > 1:
-            refuse_shards_beyond_sequence(module, name, "other branches of guidance")
+            refuse_shards_beyond_sequence(module, name)
         refuse_graph_of_fsdp(module, name, model.called)
         refuse_late_quantization(module, name)
         if model.is_unet:
@@ -207,7 +207,7 @@ def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
     refuse_cache_of_transformer(model.called, module, name)
     refuse_missing_scheduler(model.owner, options)
     refuse_cache_on_stages(module, name, options)
-    refuse_shards_beyond_sequence(module, name, "a cache that skips other steps")
+    refuse_shards_beyond_sequence(module, name)
     refuse_cached_graph_of_shards(module, name, model.called)
     refuse_late_quantization(module, name)
 

@@ -262,18 +262,16 @@ def refuse_other_tensor_ranks(module: nn.Module, name: str, dim: MeshDim) -> Non
         )
 
 
-def refuse_shards_beyond_sequence(module: nn.Module, name: str, reason: str) -> None:
-    """Refuse weights sharded over ranks that may run different blocks.
-
-    ``reason`` says how the other ranks differ, such as other prompts; it completes "the other ranks have …".
-    """
+def refuse_shards_beyond_sequence(module: nn.Module, name: str) -> None:
+    """Refuse weights sharded over ranks that may run different blocks."""
     mesh, applied = shard_mesh(module) if is_sharded(module) else None, mesh_of_plan(module)
     shared, sequence = 1 if mesh is None else mesh.size(), 1 if applied is None else applied.ranks
     if shared > sequence:
         raise refusal(
             RuntimeError,
             f"{name} has its weights sharded over {shared} ranks, and its sequence over {sequence}. The other ranks "
-            f"have {reason}, so they may run other blocks, and ranks would wait for each other.",
+            "may run other blocks, for another branch of guidance or because a cache skips other steps, and "
+            "ranks would wait for each other.",
             "Shard weights over the sequence ranks: shard_weights(pipe, mesh) with the mesh of parallelize_pipe.",
         )
 
