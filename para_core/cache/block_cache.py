@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cache.attachment import BlockHookHost, attach, detach, require_no_foreign_cache
-from para_core.cache.blocks import BlockRole, CachedBlocks, as_tuple, roles_of
+from para_core.cache.blocks import BlockRole, CachedBlocks, as_tuple, roles_of, tensors_in
 from para_core.cache.branches import MOST_BRANCHES, Agree, Branches, conditions_of, is_clock
 from para_core.cache.call_digest import CallDigest, digest_of
 from para_core.cache.cond import GroupBlocks, Streams, cond
@@ -161,7 +161,7 @@ class BlockCache:
         if repeated:
             step = replace(step, forced=Verdict.REPEATED)
         state = self.state_of(branch)
-        signature = tuple((name, *_form(x)) for name, x in sorted(arguments.items()) if isinstance(x, Tensor))
+        signature = tuple((name, *_form(x)) for name, x in tensors_in(sorted(arguments.items())))
         if begins or state.signature != signature:
             state.clear()
             state.signature = signature
@@ -288,7 +288,7 @@ class BlockCache:
         # value of an attribute that is set after torch.cond.
         self._group_outputs: list[Streams | None] = [None] * len(self.blocks.groups)
         self._entries: list[Streams | None] = [None] * len(self.blocks.groups)
-        self._before: Tensor | None = None
+        self._before: tuple[Any, ...] | None = None
         # In a graph that identifies no branches, a tensor that is 1 if calls of several branches share the state.
         self._mixed: Tensor | None = None
         self._skip: bool | Tensor | None = None
@@ -322,10 +322,10 @@ class BlockCache:
         """
         if self.idle:
             return call(block, *args, **kwargs)
-        inputs = role.inputs(args, kwargs)
-        measured = inputs[role.streams.index(role.measured)]
+        given = role.given(args, kwargs)
+        inputs = role.tensors(given)
         if role.opens and not role.skipped:
-            self._before = measured
+            self._before = inputs
         elif role.opens and self.blocks.modulated is not None:
             self._decide(self.blocks.modulated(block, {**dict(zip(role.parameters, args, strict=False)), **kwargs}))
             if self._skip is True:
@@ -335,7 +335,9 @@ class BlockCache:
             if role.decides:
                 output = on_all_stages(self.module, block, output)
                 outputs = role.checked_outputs(block, inputs, output)
-                self._decide(outputs[role.streams.index(role.measured)] - self._before)
+                before = self._before or ()
+                measured = role.measured_index(given, before, outputs)
+                self._decide(outputs[measured] - before[measured])
                 self._before = None
                 if self._skip is True:
                     attention_is_skipped(self.module)
@@ -349,12 +351,16 @@ class BlockCache:
                 in_graph = isinstance(self.state.decider, TensorDecider)
                 self.state.groups[role.group].store(entries, outputs, in_graph=in_graph)
         elif self._skip is True:
-            output = role.as_output(self._forecast(role) if role.exits else inputs)
-        elif role.chained and not self.unchained[role.group]:
-            output = self._run_group_in_graph(role, inputs, args, kwargs)
+            output = role.as_output(given, self._forecast(role) if role.exits else inputs)
+        elif role.chained and not self.unchained[role.group] and not role.has_fields(given):
+            output = role.as_output(given, self._run_group_in_graph(role, inputs, args, kwargs))
         else:
             blocks = self._group_blocks[role.group]
-            output = self._run_in_graph(role, inputs, lambda: as_tuple(blocks.call(block, call, *args, **kwargs)))
+
+            def compute() -> Streams:
+                return role.checked_outputs(block, inputs, blocks.call(block, call, *args, **kwargs))
+
+            output = role.as_output(given, self._run_in_graph(role, inputs, compute))
         if role.exits:
             self._entries[role.group] = None
         return output
@@ -394,21 +400,21 @@ class BlockCache:
         weights = decider.weights(self.options, params)
         return self.state.groups[role.group].forecast(self._entries[role.group] or (), weights)
 
-    def _run_in_graph(self, role: BlockRole, inputs: tuple[Any, ...], compute: Callable[[], Streams]) -> Any:
-        """Return the output of one block in a graph, in which a ``torch.cond`` for this block runs or skips it."""
+    def _run_in_graph(self, role: BlockRole, inputs: tuple[Any, ...], compute: Callable[[], Streams]) -> Streams:
+        """Return the streams of one block in a graph, in which a ``torch.cond`` for this block runs or skips it."""
         if role.exits:
-            return role.as_output(self._end_group_in_graph(role, inputs, compute))
+            return self._end_group_in_graph(role, inputs, compute)
 
         def skipped() -> Streams:
             # The values are not used, because the last block of the group replaces the outputs of skipped blocks.
             return tuple([x.new_empty(x.shape) for x in inputs])
 
-        return role.as_output(cond(self._skip, skipped, compute, list(range(len(inputs))), inputs))
+        return cond(self._skip, skipped, compute, list(range(len(inputs))), inputs)
 
     def _run_group_in_graph(
         self, role: BlockRole, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Return the output of one block in a graph in which one ``torch.cond`` runs or skips the whole group.
+    ) -> Streams:
+        """Return the streams of one block in a graph in which one ``torch.cond`` runs or skips the whole group.
 
         The call of the group's first block contains this ``cond``. The calls of the other blocks return their inputs.
         """
@@ -423,7 +429,7 @@ class BlockCache:
                 )
             if role.exits:
                 self._group_outputs[role.group] = None
-            return role.as_output(inputs)
+            return inputs
         streams = role.streams
         indices = [streams.index(name) if name in streams else None for name in role.parameters[: len(args)]]
 
@@ -438,7 +444,7 @@ class BlockCache:
         outputs = self._end_group_in_graph(role, inputs, compute)
         if not role.exits:
             self._group_outputs[role.group] = outputs
-        return role.as_output(outputs)
+        return outputs
 
     def _end_group_in_graph(self, role: BlockRole, inputs: Streams, compute: Callable[[], Streams]) -> Streams:
         """Return the output of a block group in a graph, computed or forecast, and store its residual if computed."""

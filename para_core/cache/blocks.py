@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class BlockGroup:
             run.
         streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward`` whose new
             values it returns, in the order in which it returns them. A block with one stream returns the tensor itself.
+            A parameter may be a dataclass, of which all fields that hold tensors are meant, or one: ``"video.x"``.
         measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to step.
         chained (`bool`, defaults to `False`): Whether the model only passes the streams from block to block, and gives
             all blocks the same other arguments. A compiled graph then skips all blocks of the group with one
@@ -65,8 +66,8 @@ class CachedBlocks:
     Args:
         groups (`tuple[BlockGroup, ...]`): The groups in the order in which they run.
         conditions (`tuple[str, ...]`, *optional*): Arguments of the model that differ between CFG branches and stay
-            equal from step to step. They identify the branch if the pipeline does not name it. Defaults to
-            ``encoder_hidden_states``, if the model has it.
+            equal from step to step, or fields of dataclasses in them (``"video.text"``). They identify the branch if
+            the pipeline does not name it. Defaults to ``encoder_hidden_states``, if the model has it.
         uncached (`tuple[str, ...]`, defaults to `()`): Names of arguments of the model, such as layers to skip. A call
             with one of them runs without the cache.
         modulated (`Callable`, *optional*): ``modulated(block, arguments)`` returns the input ``[B, S, C]`` of the first
@@ -129,14 +130,76 @@ class BlockRole:
     chained: bool
     samples: int
 
-    def inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the values of the streams in the arguments of the block; None for a stream that was not passed."""
-        arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        return tuple([arguments.get(name) for name in self.streams])
+    @property
+    def stream_parameters(self) -> tuple[str, ...]:
+        """The parameters that hold the streams, in the order in which the block returns them."""
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.streams))
 
-    def as_output(self, values: tuple[Any, ...]) -> Any:
-        """Return the streams ``values`` as a block returns them: one stream as a tensor, several as a tuple."""
-        return values[0] if len(self.streams) == 1 else values
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parameters that hold streams, with their values; None if one was not passed."""
+        arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        return {name: arguments.get(name) for name in self.stream_parameters}
+
+    def has_fields(self, given: Mapping[str, Any]) -> bool:
+        """Whether some streams are fields of dataclasses."""
+        return any(value is not None and not isinstance(value, Tensor) for value in given.values())
+
+    def tensors(self, given: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the tensors of all streams, with None for a stream that is None. A dataclass may hold several.
+
+        Raises:
+            TypeError: A stream is not a tensor, or a dataclass that holds tensors.
+        """
+        return tuple([x for name in self.streams for _, x in self._leaves(name, given)])
+
+    def as_output(self, given: Mapping[str, Any], values: tuple[Any, ...]) -> Any:
+        """Return the streams with these ``values`` as a block returns them: one as a tensor, several as a tuple.
+
+        A dataclass keeps its other fields, and those whose value is None.
+        """
+        outputs, remaining = dict(given), list(values)
+        for name in self.streams:
+            parameter = name.partition(".")[0]
+            for path, _ in self._leaves(name, given):
+                value = remaining.pop(0)
+                if path:
+                    value = outputs[parameter] if value is None else _with_field(outputs[parameter], path, value)
+                outputs[parameter] = value
+        return next(iter(outputs.values())) if len(outputs) == 1 else tuple(outputs.values())
+
+    def measured_index(self, given: Mapping[str, Any], before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
+        """Return the index of the measured tensor: if it is a dataclass, of its first float field that changed."""
+        begin = sum(len(self._leaves(name, given)) for name in self.streams[: self.streams.index(self.measured)])
+        leaves = self._leaves(self.measured, given)
+        if len(leaves) == 1:
+            return begin
+        for index in range(begin, begin + len(leaves)):
+            if after[index] is not before[index] and after[index].is_floating_point():
+                return index
+        parameter = self.measured.partition(".")[0]
+        fields_of_it = ", ".join([".".join((parameter, *path)) for path, _ in leaves])
+        raise ValueError(
+            f"BlockGroup(measured={self.measured!r}): the block returned it with no other float tensor in a field; "
+            f"expected a change in one of {fields_of_it}. Name a stream that the block changes."
+        )
+
+    def _leaves(self, name: str, given: Mapping[str, Any]) -> list[_FieldValue]:
+        """Return the paths of the fields that hold the tensors of the stream ``name``, and the tensors."""
+        parameter, *path = name.split(".")
+        value = given[parameter]
+        for field_name in path:
+            if value is not None and not hasattr(value, field_name):
+                raise TypeError(
+                    f"BlockGroup(streams={self.streams}): a {type(value).__name__} has no field {field_name!r}."
+                )
+            value = None if value is None else getattr(value, field_name)
+        leaves = _tensor_fields(tuple(path), value)
+        if not leaves:
+            raise TypeError(
+                f"BlockGroup(streams={self.streams}): {name} is a {type(value).__name__}; expected a tensor, a "
+                "dataclass that holds tensors, or None."
+            )
+        return leaves
 
     def checked_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
         """Return the block's ``output`` as a tuple of streams.
@@ -148,8 +211,12 @@ class BlockRole:
             ValueError: The number or the shapes of the outputs differ from those of ``inputs``, the streams passed to
                 the block.
         """
-        outputs = as_tuple(output)
-        before, after = ([None if x is None else tuple(x.shape) for x in tensors] for tensors in (inputs, outputs))
+        returned = as_tuple(output)
+        names = self.stream_parameters
+        outputs = self.tensors(dict(zip(names, returned, strict=True))) if len(names) == len(returned) else returned
+        before, after = (
+            [tuple(x.shape) if isinstance(x, Tensor) else None for x in tensors] for tensors in (inputs, outputs)
+        )
         broadcasts = not (self.skipped and torch.compiler.is_compiling())
         if len(before) != len(after) or not all(
             x is None or y is None or x == y or (broadcasts and self._is_broadcast(x, y))
@@ -203,7 +270,7 @@ def roles_of(
     roles = []
     for index, (group_index, group, block) in enumerate(stack):
         parameters = parameters_of(block)
-        missing = [name for name in group.streams if name not in parameters]
+        missing = [name for name in group.streams if name.partition(".")[0] not in parameters]
         if missing:
             raise ValueError(f"{type(block).__name__} has no parameter {missing[0]!r}; its forward takes {parameters}.")
         of_group = [i for i in skipped if stack[i][0] == group_index]
@@ -226,7 +293,33 @@ def roles_of(
 
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
-    return (output,) if isinstance(output, Tensor) else tuple(output)
+    """Return the output of a block as a tuple: a tensor or a dataclass is its only item."""
+    return (output,) if isinstance(output, Tensor) or is_dataclass(output) else tuple(output)
+
+
+# The names of the fields that lead from an argument to a tensor, and the tensor.
+_FieldValue = tuple[tuple[str, ...], Any]
+
+
+def _tensor_fields(path: tuple[str, ...], value: Any) -> list[_FieldValue]:
+    if value is None or isinstance(value, Tensor):
+        return [(path, value)]
+    if not is_dataclass(value):
+        return []
+    items = [(each.name, getattr(value, each.name)) for each in fields(value)]
+    return [leaf for name, item in items if item is not None for leaf in _tensor_fields((*path, name), item)]
+
+
+def tensors_in(items: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
+    """Return the tensors in these named arguments, also those in fields of dataclasses, with their names."""
+    leaves = [(".".join(path), x) for name, value in items for path, x in _tensor_fields((name,), value)]
+    return [(name, x) for name, x in leaves if x is not None]
+
+
+def _with_field(value: Any, path: tuple[str, ...], new: Any) -> Any:
+    """Return the dataclass ``value`` with ``new`` in the field at ``path``."""
+    inner = new if len(path) == 1 else _with_field(getattr(value, path[0]), path[1:], new)
+    return replace(value, **{path[0]: inner})
 
 
 # The shapes of a block's streams, with None for a stream whose value is None.

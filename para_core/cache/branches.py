@@ -41,7 +41,7 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
         return DEFAULT_CONDITIONS if blocks.conditions is None else blocks.conditions
     if blocks.conditions is None:
         return tuple([name for name in DEFAULT_CONDITIONS if name in parameters])
-    unknown = [name for name in blocks.conditions if name not in parameters]
+    unknown = [name for name in blocks.conditions if _argument_of(name) not in parameters]
     if unknown:
         raise ValueError(
             f"CachedBlocks(conditions={blocks.conditions!r}): {original_class(module).__name__} has no argument "
@@ -175,8 +175,19 @@ def is_clock(name: str) -> bool:
     return _CLOCK.fullmatch(name) is not None
 
 
-def _is_clock(path: str) -> bool:
-    return is_clock(_argument_of(path))
+def _clocks_in(leaves: _Leaves) -> set[str]:
+    """Return the paths of the timestep: of arguments or, if no argument has such a name, of fields in them."""
+    clocks = {path for path in leaves if is_clock(_argument_of(path))}
+    return clocks or {path for path in leaves if is_clock(re.split(r"[.\[]", path)[-1].strip("]'"))}
+
+
+def value_at(arguments: Mapping[str, Any], path: str) -> Any:
+    """Return the argument, or the field of a dataclass in an argument, at a ``path`` such as ``"video.text"``."""
+    name, *path_inside = path.split(".")
+    value = arguments.get(name)
+    for field_name in path_inside:
+        value = getattr(value, field_name, None)
+    return value
 
 
 class BranchCall(NamedTuple):
@@ -335,20 +346,20 @@ class Branches:
         if group.mixed:
             return BranchCall(group.name, repeated=True)
         leaves = _leaves_of(arguments)
+        clocks = _clocks_in(leaves)
         if moment is None:
-            _read_clocks(leaves)
+            _read_clocks(leaves, clocks)
         if context is None:
-            leaves = {
-                path: leaf
-                for path, leaf in leaves.items()
-                if _argument_of(path) not in self.conditions or _is_clock(path)
-            }
-        return _Search(self, group, leaves, moment, agree).run()
+            leaves = {path: leaf for path, leaf in leaves.items() if path in clocks or not self._is_condition(path)}
+        return _Search(self, group, leaves, clocks, moment, agree).run()
+
+    def _is_condition(self, path: str) -> bool:
+        return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in self.conditions)
 
     def _group_of(self, arguments: Mapping[str, Any], agree: Agree | None) -> _Group | None:
         if self._count > _MOST_NEW and not any(group.came_back for group in self._groups):
             return None
-        values = pytree.tree_leaves([arguments.get(name) for name in self.conditions])
+        values = pytree.tree_leaves([value_at(arguments, name) for name in self.conditions])
         # Include all bools and strings, because some pipelines call the model a third time per step with some layers
         # left out, and say so by an argument of this kind.
         values += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
@@ -402,10 +413,11 @@ def _all_equal(cases: Sequence[Sequence[_Pair]], agree: Agree | None) -> list[bo
     return [not value for value in (differ if agree is None else agree(differ.to(torch.uint8))).tolist()]
 
 
-def _read_clocks(leaves: _Leaves) -> None:
+def _read_clocks(leaves: _Leaves, clocks: set[str]) -> None:
     """Replace small tensors that hold the timestep by tuples of their values, for which the host waits."""
-    for path, leaf in leaves.items():
-        if leaf.is_plain and _is_clock(path) and not leaf.value.is_meta and leaf.value.numel() <= _MOST_READ:
+    for path in clocks:
+        leaf = leaves[path]
+        if leaf.is_plain and not leaf.value.is_meta and leaf.value.numel() <= _MOST_READ:
             x = leaf.value.detach()
             if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
                 leaves[path] = _Leaf(tuple(x.flatten().tolist()))
@@ -415,15 +427,22 @@ class _Search:
     """The search for the branch of one call among the branches of its group."""
 
     def __init__(
-        self, owner: Branches, group: _Group, leaves: _Leaves, moment: int | None, agree: Agree | None
+        self,
+        owner: Branches,
+        group: _Group,
+        leaves: _Leaves,
+        clocks: set[str],
+        moment: int | None,
+        agree: Agree | None,
     ) -> None:
+        self._clocks = clocks
         self._owner = owner
         self._group = group
         self._leaves = leaves
         self._moment = moment
         self._agree = agree
         # The first tensor of a model's arguments is the latents.
-        self._latents = next((path for path, leaf in leaves.items() if leaf.is_tensor and not _is_clock(path)), None)
+        self._latents = next((path for path, leaf in leaves.items() if leaf.is_tensor and path not in clocks), None)
 
     def run(self) -> BranchCall:
         group = self._group
@@ -562,7 +581,7 @@ class _Search:
         ]
 
     def _paths(self, branch: _Branch) -> list[str]:
-        return [path for path in {**branch.leaves, **self._leaves} if not _is_clock(path)]
+        return [path for path in {**branch.leaves, **self._leaves} if path not in self._clocks]
 
     def _are_tensors(self, branch: _Branch, path: str) -> bool:
         leaves = branch.leaves.get(path), self._leaves.get(path)
@@ -572,7 +591,7 @@ class _Search:
         """Whether the last call of ``branch`` was in the step of this call."""
         if self._moment is not None and branch.moment != self._moment:
             return False
-        clocks = [path for path in self._leaves if _is_clock(path) and path in branch.leaves]
+        clocks = [path for path in self._leaves if path in self._clocks and path in branch.leaves]
         if self._moment is not None or clocks:
             return self._agreed(all(self._is_same(branch.leaves[path], self._leaves[path]) for path in clocks))
         # Without a timestep, only equal latents say that a call belongs to the same step.
@@ -583,13 +602,14 @@ class _Search:
 
     def _is_begin(self, branch: _Branch) -> bool:
         """Whether the timestep returned to that of the first call of ``branch``, so that a generation begins."""
-        clock = next((leaf.value for path, leaf in self._leaves.items() if _is_clock(path)), None)
+        path = next((path for path in self._leaves if path in self._clocks and path in branch.leaves), "")
+        clock = self._leaves[path].value if path else None
         values = clock if isinstance(clock, tuple) else (clock,)
         if self._moment is not None or not values or not all(isinstance(value, (int, float)) for value in values):
             return False
         now = float(max(values))
         if branch.start is None:
-            before = next(leaf.value for path, leaf in branch.leaves.items() if _is_clock(path))
+            before = branch.leaves[path].value
             branch.start = float(max(before if isinstance(before, tuple) else (before,)))
         change = now - branch.start
         begins = self._agreed(branch.direction != 0.0 and change * branch.direction <= 0.0)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from para_core.cache.branches import value_at
 from para_core.torch_internals import pytree
 
 
@@ -52,11 +53,10 @@ def digest_of(
     Tensors other than ``conditions`` and ``clocks`` are left out, because they may change from step to step.
     ``arguments`` are in the order of the model's parameters.
     """
-    held: list[Tensor] = []
+    held = [_sums(x, device) for name in conditions for x in pytree.tree_leaves(value_at(arguments, name))]
     for name, value in arguments.items():
         if name not in clocks:
-            leaves = pytree.tree_leaves(value)
-            held += [_sums(x, device) for x in leaves if not isinstance(x, Tensor) or name in conditions]
+            held += [_sums(x, device) for x in pytree.tree_leaves(value) if not isinstance(x, Tensor)]
     times = [_sums(x, device) for name in clocks for x in pytree.tree_leaves(arguments.get(name))]
     none = torch.zeros(0, dtype=torch.float64, device=device)
     return CallDigest(

@@ -17,8 +17,8 @@ class Residuals:
     """The residuals (output minus input) of one group's skippable blocks at the last ``room`` computed steps.
 
     Attributes:
-        histories: For each stream, the list of its residuals, newest first; None if the blocks return None for the
-            stream. Empty before the first computed step.
+        histories: For each stream, the list of its residuals, newest first; empty if the blocks return the stream as it
+            is, None if they return None for it. Empty before the first computed step.
     """
 
     def __init__(self, room: int) -> None:
@@ -32,14 +32,22 @@ class Residuals:
         weight is 0 are placeholders for later residuals.
         """
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
+        if not self.histories and not in_graph:
+            pairs = zip(new, outputs, entries, strict=True)
+            self.histories.extend([[] if x is not None and x is y else _as_history(r) for r, x, y in pairs])
+            return
         if not self.histories:
-            later = range(self.room - 1 if in_graph else 0)
+            later = range(self.room - 1)
             self.histories.extend([None if x is None else [x, *[torch.zeros_like(x) for _ in later]] for x in new])
             return
         for history, residual in zip(self.histories, new, strict=True):
-            if history is not None and residual is not None:
-                history.insert(0, residual)
-                del history[self.room :]
+            if history is None or residual is None:
+                continue
+            if not history:
+                # The blocks did not change the stream at earlier steps, so the earlier residuals are zero.
+                history.extend([torch.zeros_like(residual) for _ in range(self.room - 1)])
+            history.insert(0, residual)
+            del history[self.room :]
 
     def store_unless(self, skip: Tensor, entries: Streams, outputs: Streams) -> None:
         """Store the residual ``outputs - entries`` in place, in a graph, unless the bool tensor ``skip`` is True."""
@@ -98,9 +106,15 @@ def _residual(output: Tensor | None, entry: Tensor | None) -> Tensor | None:
     return None if output is None or entry is None else output.detach() - entry.detach()
 
 
+def _as_history(residual: Tensor | None) -> list[Tensor] | None:
+    return None if residual is None else [residual]
+
+
 def _added(entry: Tensor | None, history: list[Tensor] | None, weights: list[Any]) -> Tensor | None:
     if entry is None or history is None:
         return None
+    if not history:
+        return entry
     pairs = list(zip(weights, history, strict=False))
     if not any(isinstance(weight, Tensor) for weight, _ in pairs):
         return forecast(entry, [residual for _, residual in pairs], [weight for weight, _ in pairs])
