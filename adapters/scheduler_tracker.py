@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
+
 from para_core.cache.options import CacheOptions
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
@@ -47,6 +49,11 @@ class SchedulerTracker:
         self._num_taken = 0
         # ``scheduler.step_index`` after the last step; None if the scheduler has no such attribute.
         self._step_index: int | None = None
+        # The timestep of the last step, as its address in memory or its number, and whether the model was called since.
+        self._last_time: object = None
+        self._called = False
+        # Whether the scheduler stepped twice at one timestep, with a model call in between.
+        self._repeats = False
         # Used only if copies of the scheduler take the steps: number of model calls by CFG branch, and number of steps
         # in the current section of the video.
         self._num_calls: dict[str, int] = {}
@@ -73,6 +80,11 @@ class SchedulerTracker:
         self._restart()
 
         def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
+            time = args[1] if len(args) > 1 else kwargs.get("timestep")
+            # Second-order schedulers list a timestep twice, at two places.
+            place = time.data_ptr() if isinstance(time, torch.Tensor) else time
+            self._repeats = self._repeats or (self._called and place is not None and place == self._last_time)
+            self._last_time, self._called = place, False
             output = call(scheduler, *args, **kwargs)
             # Cosmos 1 steps to a clean sample, resets the step index and takes the same step again. Count it once.
             step_index = getattr(scheduler, "step_index", None)
@@ -99,10 +111,13 @@ class SchedulerTracker:
                 unwrap(scheduler, self._key)
             self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
 
-    @property
     def moment(self) -> int | None:
-        """The number of steps that the scheduler has taken; None if it does not tell the step of a model call."""
-        return None if self._scheduler is None or self._with_copies else self._num_taken
+        """Return the number of steps that the scheduler has taken; None if that is not the step of the next model call.
+
+        It is not if copies of the scheduler take the steps, or if it takes a step for each tile.
+        """
+        self._called = True
+        return None if self._scheduler is None or self._with_copies or self._repeats else self._num_taken
 
     def position(self, branch: str) -> Position:
         """Return the step that the next call of the model for ``branch`` belongs to."""
@@ -130,6 +145,7 @@ class SchedulerTracker:
 
     def _restart(self) -> None:
         self._num_taken, self._step_index, self._num_calls, self._section, self._times = 0, None, {}, 0, []
+        self._last_time, self._called, self._repeats = None, False, False
 
     def _count_call(self, branch: str, total: int) -> int:
         """Count this model call of ``branch`` and return its step, assuming one call per step for each branch.

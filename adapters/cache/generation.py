@@ -191,7 +191,7 @@ class PipelineCache:
                 partial(call, module, *args, **kwargs),
                 arguments,
                 lambda branch: step_of(cache.options, *self._tracker.position(branch)),
-                self._tracker.moment,
+                self._tracker.moment(),
             )
 
         return around
@@ -207,7 +207,7 @@ class PipelineCache:
         if cache is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
             return
         arguments = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}
-        cache.announce(materialize(arguments), self._tracker.moment)
+        cache.announce(materialize(arguments), self._tracker.moment())
 
     def remove(self, pipe: Any) -> None:
         """Remove the caches and their hooks from the transformers of ``pipe``."""

@@ -288,7 +288,7 @@ class Branches:
         With CFG parallelism all ranks call this for every model call, also if another rank runs the model, so that the
         branches get the same names on all ranks.
         """
-        self._announced = self._identify(arguments, None, moment, None)
+        self._announced = self._identify(arguments, None, moment, None, raises=False)
 
     def identify(
         self, arguments: Mapping[str, Any], context: str | None, moment: int | None, agree: Agree | None = None
@@ -310,7 +310,7 @@ class Branches:
         announced, self._announced = self._announced, None
         if announced is not None and context is None:
             return announced
-        return self._identify(arguments, context, moment, agree)
+        return self._identify(arguments, context, moment, agree, raises=True)
 
     def decided(self, outcome: DecisionOutcome) -> None:
         """Record the decision about the call that was identified last."""
@@ -334,7 +334,13 @@ class Branches:
         )
 
     def _identify(
-        self, arguments: Mapping[str, Any], context: str | None, moment: int | None, agree: Agree | None
+        self,
+        arguments: Mapping[str, Any],
+        context: str | None,
+        moment: int | None,
+        agree: Agree | None,
+        *,
+        raises: bool,
     ) -> BranchCall:
         self._last = None
         if context is None:
@@ -351,7 +357,7 @@ class Branches:
             _read_clocks(leaves, clocks)
         if context is None:
             leaves = {path: leaf for path, leaf in leaves.items() if path in clocks or not self._is_condition(path)}
-        return _Search(self, group, leaves, clocks, moment, agree).run()
+        return _Search(self, group, leaves, clocks, moment, agree, raises=raises).run()
 
     def _is_condition(self, path: str) -> bool:
         return any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in self.conditions)
@@ -434,7 +440,11 @@ class _Search:
         clocks: set[str],
         moment: int | None,
         agree: Agree | None,
+        *,
+        raises: bool,
     ) -> None:
+        # With CFG parallelism, only the rank that computed a call knows whether it was skipped, so no rank may raise.
+        self._raises = raises
         self._clocks = clocks
         self._owner = owner
         self._group = group
@@ -517,7 +527,9 @@ class _Search:
             and self._is_same(branch.before.get(path), self._leaves.get(path))
             for path in paths
         )
-        if (was_other or not paths) and branch.is_skipped:
+        if was_other and not self._raises:
+            return self._give_up(paths)
+        if (was_other or not paths) and self._raises and branch.is_skipped:
             raise RuntimeError(
                 f"this {self._owner.model} was called twice in one step for the CFG branch {branch.name!r}, with a "
                 f"difference in {_names(paths) or 'no argument'}, and the cache has skipped blocks of the first call "

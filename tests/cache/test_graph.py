@@ -134,7 +134,7 @@ def test_code_between_blocks_runs_as_in_eager(blocks, between):
             # The mode of a call outside of the graph decides what is between the blocks.
             model.compile(fullgraph=True, backend=counter)
         with torch.no_grad():
-            outputs = [called(*inputs, x, between) for x in added]
+            outputs = [called(inputs[0].clone(), inputs[1], x, between) for x in added]
         reset_cache(model)
         return outputs, len(counter.graphs)
 

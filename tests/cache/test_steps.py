@@ -349,6 +349,37 @@ def test_tiles_in_a_pipeline_are_computed(named):
         assert torch.equal(out, wanted)
 
 
+class StepForEach(Pipe):
+    """A pipeline that takes a step of its scheduler for each of two sets of latents, and sets the scheduler back."""
+
+    def __call__(self, values):
+        self.scheduler.set_timesteps(sigmas=[1 - i / len(values) for i in range(len(values))])
+        outputs, text, latents = [], torch.zeros(1, 3, 8), torch.zeros(1, 6, 8)
+        with torch.no_grad():
+            for i, (t, pair) in enumerate(zip(self.scheduler.timesteps, values, strict=True)):
+                for k, value in enumerate(pair):
+                    self.scheduler._step_index = i
+                    x = torch.full((1, 6, 8), float(k))
+                    outputs.append(
+                        self.transformer(x, text, torch.tensor([value, 10 * value]), timestep=t[None] / 1000)
+                    )
+                    latents = self.scheduler.step(latents, t, latents, return_dict=False)[0]
+        return outputs
+
+
+class Timed(Scripted):
+    def forward(self, hidden_states, encoder_hidden_states, added, timestep):
+        return super().forward(hidden_states, encoder_hidden_states, added)
+
+
+def test_scheduler_that_steps_for_each_tile_raises():
+    values = [(1.0, 5.0), (1.01, 5.01), (1.02, 5.02)]
+    adapter = type(ADAPTER)(transformer="Timed", pipelines="timed", blocks=ADAPTER.blocks)
+    pipe = apply_cache_on_pipe(StepForEach(Timed(), named=False), residual_diff_threshold=1e9, adapter=adapter)
+    with pytest.raises(RuntimeError, match="cache_context"):
+        pipe(values)
+
+
 def test_two_model_calls_per_timestep_of_a_scheduler_are_steps():
     pipe = Pipe(scheduler=FlowMatchHeunDiscreteScheduler())
     pipe.scheduler.set_timesteps(4)
