@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch import nn
 
 from para_core.adapters.propose.candidates import ObservedRegion, streams_of
 from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, observe, tensors_of
-from para_core.cache.apply import apply_cache, model_cache_report
+from para_core.cache.apply import apply_cache, model_cache_report, require_cache
 from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.cache.decision import Step
 from para_core.instance_patching import original_class
 from para_core.torch_internals import tree_leaves
 from para_core.verify.parts import largest_error
@@ -144,8 +146,12 @@ def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, A
         try:
             # Any positive threshold would do: calls with equal inputs have equal residuals.
             apply_cache(copy, blocks, residual_diff_threshold=0.5)
-            for _ in range(2):
-                out = copy(**fresh(inputs))
+            cache = require_cache(copy)
+            for step in range(2):
+                # The step is said, because calls with equal inputs look like two calls of one step.
+                arguments = fresh(inputs)
+                call = partial(original_class(copy).__call__, copy, **arguments)
+                out = cache.run(call, arguments, lambda _: Step(), moment=step)
             error = largest_error(out, expected)
         # With a wrong block stack the cached model may raise anything, which means that the guess is wrong.
         except Exception as failure:

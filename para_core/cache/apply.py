@@ -101,7 +101,7 @@ def reset_cache(model: nn.Module) -> None:
     Raises:
         ValueError: The model has no cache.
     """
-    cache = _required(model)
+    cache = require_cache(model)
     cache.reset()
     cache.readings.clear()
 
@@ -130,7 +130,7 @@ def model_cache_report(model: nn.Module) -> CacheReport:
     Raises:
         ValueError: The model has no cache.
     """
-    cache = _required(model)
+    cache = require_cache(model)
     options, readings = cache.options, cache.readings
     return CacheReport(rows_of(readings), options.rule_name, options.chosen_forecast.name, readings.dropped)
 
@@ -141,7 +141,8 @@ def cache_options(model: nn.Module) -> CacheOptions | None:
     return None if cache is None else cache.options
 
 
-def _required(model: nn.Module) -> BlockCache:
+def require_cache(model: nn.Module) -> BlockCache:
+    """Return the cache of :func:`apply_cache` on ``model``. Raise ``ValueError`` if there is none."""
     cache = _cache_of(model)[1] or _cache_of(uncompiled(model))[1]
     if cache is None:
         raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")

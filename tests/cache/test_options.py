@@ -510,7 +510,7 @@ def cautious(observation):
             TypeError,
             r"adapter .*CachedBlocks\(.*Adapter",
         ),
-        (lambda: apply_cache_on_pipe(None), TypeError, "NoneType"),
+        (lambda: apply_cache_on_pipe(None), TypeError, "got None"),
         (
             lambda: CachedBlocks(BlockGroup(("early",))),
             TypeError,

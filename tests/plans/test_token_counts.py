@@ -12,6 +12,8 @@ from tests.adapters.test_transformers import SIZES, call
 from tests.tiny import cpu_mesh, flux_call, flux_pipe
 from zoo.tiny.transformers.registry import MODELS
 
+pytestmark = pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
+
 
 def add_a_token(module, args):
     return (torch.cat([args[0], args[0][:, :1]], dim=1), *args[1:])
