@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -55,16 +56,22 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
 _CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
 # A clock with more elements is compared on the device; a smaller one is read by the host.
 _MOST_READ = 1 << 16
+# Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later call.
+_MOST_KEPT = 1 << 20
 # Bounds of the search in nested arguments. What is nested more deeply, or has more values, is compared by identity.
 _DEEPEST, _MOST_LEAVES = 8, 512
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, range, slice, type)
 
 
 class _Leaf:
-    """A tensor or another value inside an argument of a call, with the version counter of the tensor in that call."""
+    """A tensor or another value inside an argument of a call, with the version counter of the tensor in that call.
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    A large tensor is not kept alive, unless ``keep`` is set. If it is gone, it counts as another one.
+    """
+
+    def __init__(self, value: Any, keep: bool = False) -> None:
+        is_large = isinstance(value, Tensor) and not keep and value.numel() * value.element_size() > _MOST_KEPT
+        self._value = ref(value) if is_large else lambda: value
         self.is_tensor = isinstance(value, Tensor)
         self.is_plain = type(value) in (Tensor, nn.Parameter)
         self.has_version = self.is_plain and not value.is_inference()
@@ -74,7 +81,9 @@ class _Leaf:
         """Return whether the values are equal; None if two tensors must be compared by value to know."""
         x, y = self.value, other.value
         if not (self.is_tensor and other.is_tensor):
-            return _values_are_same(x, y)
+            return self.is_tensor == other.is_tensor and _values_are_same(x, y)
+        if x is None or y is None:
+            return False
         if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
             return False
         if not (self.is_plain and other.is_plain):
@@ -84,6 +93,10 @@ class _Leaf:
         if self._is_changed() or other._is_changed():
             return False
         return None
+
+    @property
+    def value(self) -> Any:
+        return self._value()
 
     def _is_changed(self) -> bool:
         return self.has_version and version_of(self.value) != self.version
@@ -369,7 +382,7 @@ class Branches:
         # Include all bools and strings, because some pipelines call the model a third time per step with some layers
         # left out, and say so by an argument of this kind.
         values += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
-        leaves = [_Leaf(x) for x in values]
+        leaves = [_Leaf(x, keep=True) for x in values]
         group = self._find(leaves, agree)
         if group is not None:
             group.came_back = True

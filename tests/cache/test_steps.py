@@ -4,6 +4,7 @@ import enum
 import functools
 import random
 import warnings
+import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -445,3 +446,12 @@ def test_one_branch_of_a_model_compiled_after_the_cache_is_skipped():
     compiled = torch.compile(apply_cache(build_video(), BLOCKS, **OPTIONS), backend="eager", fullgraph=True)
     assert relative_error(denoise_alone(compiled), expected) < 1e-6
     assert relative_error(denoise_alone(build_video()), expected) > 1e-4
+
+
+def test_large_arguments_are_not_kept():
+    model = apply_cache(build_video(), BLOCKS, **OPTIONS)
+    latents = torch.randn(1 << 12, 7, 16)
+    kept = weakref.ref(latents)
+    model(latents, TEXT, torch.ones(1))
+    del latents
+    assert kept() is None
