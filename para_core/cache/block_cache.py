@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from para_core.cache.argument_values import is_clock
 from para_core.cache.attachment import BlockHookHost, attach, detach, require_no_foreign_cache
 from para_core.cache.blocks import BlockRole, CachedBlocks, as_tuple, roles_of, tensors_in
-from para_core.cache.branches import MOST_BRANCHES, Agree, Branches, conditions_of, is_clock
+from para_core.cache.branches import MOST_BRANCHES, Agree, Branches, conditions_of
 from para_core.cache.call_digest import CallDigest, digest_of
 from para_core.cache.cond import GroupBlocks, Streams, cond
 from para_core.cache.decision import (

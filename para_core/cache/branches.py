@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import re
-import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
-from enum import Enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from para_core.cache.argument_values import MOST_READ, Leaf, Leaves, argument_of, clocks_in, leaves_of, value_at
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import DecisionOutcome, Verdict
 from para_core.instance_patching import original_class
-from para_core.torch_internals import pytree, version_of
+from para_core.torch_internals import pytree
 from para_core.user_warnings import CacheWarning, warn_user
 
 # The arguments that identify branches if the user names none. Those that the model does not have are ignored.
@@ -42,7 +38,7 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
         return DEFAULT_CONDITIONS if blocks.conditions is None else blocks.conditions
     if blocks.conditions is None:
         return tuple([name for name in DEFAULT_CONDITIONS if name in parameters])
-    unknown = [name for name in blocks.conditions if _argument_of(name) not in parameters]
+    unknown = [name for name in blocks.conditions if argument_of(name) not in parameters]
     if unknown:
         raise ValueError(
             f"CachedBlocks(conditions={blocks.conditions!r}): {original_class(module).__name__} has no argument "
@@ -50,157 +46,6 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
             "branches of guidance and stay the same from step to step."
         )
     return blocks.conditions
-
-
-# Arguments with these names hold the position in the denoising schedule, so they change from step to step.
-_CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
-# A clock with more elements is compared on the device; a smaller one is read by the host.
-_MOST_READ = 1 << 16
-# Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later call.
-_MOST_KEPT = 1 << 20
-# Bounds of the search in nested arguments. What is nested more deeply, or has more values, is compared by identity.
-_DEEPEST, _MOST_LEAVES = 8, 512
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, range, slice, type)
-
-
-class _Leaf:
-    """A tensor or another value inside an argument of a call, with the version counter of the tensor in that call.
-
-    A large tensor is not kept alive, unless ``keep`` is set. If it is gone, it counts as another one.
-    """
-
-    def __init__(self, value: Any, keep: bool = False) -> None:
-        is_large = isinstance(value, Tensor) and not keep and value.numel() * value.element_size() > _MOST_KEPT
-        self._value = ref(value) if is_large else lambda: value
-        self.is_tensor = isinstance(value, Tensor)
-        self.is_plain = type(value) in (Tensor, nn.Parameter)
-        self.has_version = self.is_plain and not value.is_inference()
-        self.version = version_of(value) if self.has_version else 0
-
-    def compare(self, other: _Leaf) -> bool | None:
-        """Return whether the values are equal; None if two tensors must be compared by value to know."""
-        x, y = self.value, other.value
-        if not (self.is_tensor and other.is_tensor):
-            return self.is_tensor == other.is_tensor and _values_are_same(x, y)
-        if x is None or y is None:
-            return False
-        if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
-            return False
-        if not (self.is_plain and other.is_plain):
-            return True if x is y else None
-        if x is y or x.is_meta or _place_of(x) == _place_of(y):
-            return self.version == other.version
-        if self._is_changed() or other._is_changed():
-            return False
-        return None
-
-    @property
-    def value(self) -> Any:
-        return self._value()
-
-    def _is_changed(self) -> bool:
-        return self.has_version and version_of(self.value) != self.version
-
-
-# The leaves of the arguments of one call, by their path, such as ``joint_attention_kwargs['scale']``.
-_Leaves = dict[str, _Leaf]
-
-
-def _values_are_same(x: Any, y: Any) -> bool:
-    if x is y:
-        return True
-    if type(x) is not type(y):
-        return False
-    if isinstance(x, float) and x != x:
-        return bool(y != y)
-    return isinstance(x, (*_PLAIN, tuple, frozenset)) and bool(x == y)
-
-
-def _place_of(x: Tensor) -> tuple[Any, ...]:
-    return x.untyped_storage().data_ptr(), x.storage_offset(), x.stride()
-
-
-def _leaves_of(arguments: Mapping[str, Any]) -> _Leaves:
-    leaves: _Leaves = {}
-    for name, value in arguments.items():
-        _add_leaves(leaves, name, value, ())
-    return leaves
-
-
-def _add_leaves(leaves: _Leaves, path: str, value: Any, outer: tuple[int, ...]) -> None:
-    """Add the values inside ``value`` to ``leaves``: copies of Python values, so a change in place is noticed."""
-    if isinstance(value, (Tensor, *_PLAIN)):
-        leaves[path] = _Leaf(value)
-        return
-    if isinstance(value, (set, frozenset)):
-        leaves[path] = _Leaf(frozenset(value))
-        return
-    if hasattr(value, "tobytes") and hasattr(value, "dtype"):
-        # This is a NumPy array or number.
-        leaves[path] = _Leaf((str(value.dtype), str(value.shape), value.tobytes()))
-        return
-    inner = None if id(value) in outer or len(outer) == _DEEPEST else _items_of(value)
-    if inner is None or len(leaves) + len(inner) > _MOST_LEAVES:
-        leaves[path] = _Leaf(value)
-        return
-    leaves[path] = _Leaf(type(value))
-    for key, item in inner.items():
-        _add_leaves(leaves, f"{path}{key}", item, (*outer, id(value)))
-
-
-def _items_of(value: Any) -> dict[str, Any] | None:
-    """Return the values inside a container, function or object, by their place in it; None if it is one value."""
-    if isinstance(value, Mapping):
-        return {f"[{key!r}]": item for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return {f"[{index}]": item for index, item in enumerate(value)}
-    if isinstance(value, functools.partial):
-        return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
-    if isinstance(value, types.MethodType):
-        return {".__func__": value.__func__, ".__self__": value.__self__}
-    if isinstance(value, types.FunctionType):
-        # A function that is defined again has the same code; what it refers to may differ.
-        cells = {cell: content for cell, content in _cells_of(value) if content is not value}
-        return {".code": value.__code__, ".defaults": value.__defaults__, **cells}
-    if is_dataclass(value):
-        return {f".{each.name}": getattr(value, each.name, None) for each in fields(value)}
-    if isinstance(value, (nn.Module, torch.Generator, types.CodeType, types.ModuleType)):
-        return None
-    attributes = getattr(value, "__dict__", None)
-    return {f".{name}": item for name, item in attributes.items()} if isinstance(attributes, dict) else None
-
-
-def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield f".{name}", cell.cell_contents
-        except ValueError:
-            # The variable has no value yet.
-            yield f".{name}", None
-
-
-def _argument_of(path: str) -> str:
-    return re.split(r"[.\[]", path, maxsplit=1)[0]
-
-
-def is_clock(name: str) -> bool:
-    """Whether an argument with this ``name`` holds the position in the denoising schedule."""
-    return _CLOCK.fullmatch(name) is not None
-
-
-def _clocks_in(leaves: _Leaves) -> set[str]:
-    """Return the paths of the timestep: of arguments or, if no argument has such a name, of fields in them."""
-    clocks = {path for path in leaves if is_clock(_argument_of(path))}
-    return clocks or {path for path in leaves if is_clock(re.split(r"[.\[]", path)[-1].strip("]'"))}
-
-
-def value_at(arguments: Mapping[str, Any], path: str) -> Any:
-    """Return the argument, or the field of a dataclass in an argument, at a ``path`` such as ``"video.text"``."""
-    name, *path_inside = path.split(".")
-    value = arguments.get(name)
-    for field_name in path_inside:
-        value = getattr(value, field_name, None)
-    return value
 
 
 class BranchCall(NamedTuple):
@@ -230,10 +75,10 @@ class _Branch:
     """
 
     name: str
-    leaves: _Leaves
+    leaves: Leaves
     moment: int | None
     has_neighbour: bool = False
-    before: _Leaves | None = None
+    before: Leaves | None = None
     outcome: DecisionOutcome | None = None
     start: float | None = None
     direction: float = 0.0
@@ -255,7 +100,7 @@ class _Group:
         mixed: Whether calls of one step could not be told apart, so that everything is computed from then on.
     """
 
-    leaves: list[_Leaf]
+    leaves: list[Leaf]
     name: str
     came_back: bool = False
     branches: list[_Branch] = field(default_factory=list)
@@ -364,8 +209,8 @@ class Branches:
             return BranchCall(None)
         if group.mixed:
             return BranchCall(group.name, repeated=True)
-        leaves = _leaves_of(arguments)
-        clocks = _clocks_in(leaves)
+        leaves = leaves_of(arguments)
+        clocks = clocks_in(leaves)
         if moment is None:
             _read_clocks(leaves, clocks)
         if context is None:
@@ -382,7 +227,7 @@ class Branches:
         # Include all bools and strings, because some pipelines call the model a third time per step with some layers
         # left out, and say so by an argument of this kind.
         values += [x for name, x in sorted(arguments.items()) if isinstance(x, (bool, str))]
-        leaves = [_Leaf(x, keep=True) for x in values]
+        leaves = [Leaf(x, keep=True) for x in values]
         group = self._find(leaves, agree)
         if group is not None:
             group.came_back = True
@@ -396,7 +241,7 @@ class Branches:
         self._groups = [*self._groups, _Group(leaves, f"branch {self._count - 1}")][-MOST_BRANCHES:]
         return self._groups[-1]
 
-    def _find(self, leaves: list[_Leaf], agree: Agree | None) -> _Group | None:
+    def _find(self, leaves: list[Leaf], agree: Agree | None) -> _Group | None:
         candidates: dict[int, list[_Pair]] = {}
         for index, group in enumerate(self._groups):
             if len(group.leaves) != len(leaves):
@@ -412,7 +257,7 @@ class Branches:
         return next((self._groups[i] for i, is_equal in zip(candidates, equal, strict=True) if is_equal), None)
 
 
-_Pair = tuple[_Leaf, _Leaf]
+_Pair = tuple[Leaf, Leaf]
 
 
 def _all_equal(cases: Sequence[Sequence[_Pair]], agree: Agree | None) -> list[bool]:
@@ -432,14 +277,14 @@ def _all_equal(cases: Sequence[Sequence[_Pair]], agree: Agree | None) -> list[bo
     return [not value for value in (differ if agree is None else agree(differ.to(torch.uint8))).tolist()]
 
 
-def _read_clocks(leaves: _Leaves, clocks: set[str]) -> None:
+def _read_clocks(leaves: Leaves, clocks: set[str]) -> None:
     """Replace small tensors that hold the timestep by tuples of their values, for which the host waits."""
     for path in clocks:
         leaf = leaves[path]
-        if leaf.is_plain and not leaf.value.is_meta and leaf.value.numel() <= _MOST_READ:
+        if leaf.is_plain and not leaf.value.is_meta and leaf.value.numel() <= MOST_READ:
             x = leaf.value.detach()
             if not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-                leaves[path] = _Leaf(tuple(x.flatten().tolist()))
+                leaves[path] = Leaf(tuple(x.flatten().tolist()))
 
 
 class _Search:
@@ -449,7 +294,7 @@ class _Search:
         self,
         owner: Branches,
         group: _Group,
-        leaves: _Leaves,
+        leaves: Leaves,
         clocks: set[str],
         moment: int | None,
         agree: Agree | None,
@@ -578,7 +423,7 @@ class _Search:
         both = [leaves.get(path) for path in paths for leaves in (self._leaves, self._group.branches[-1].leaves)]
         if not any(leaf is not None and (leaf.is_tensor or isinstance(leaf.value, float)) for leaf in both):
             return
-        arguments = dict.fromkeys(_argument_of(path) for path in paths)
+        arguments = dict.fromkeys(argument_of(path) for path in paths)
         named = (*self._owner.conditions, *(name for name in arguments if name not in self._owner.conditions))
         self._owner.warn(
             f"unnamed {self._group.name}",
@@ -642,7 +487,7 @@ class _Search:
         branch.direction = 0.0 if begins else branch.direction or float(change > 0) - float(change < 0)
         return begins
 
-    def _is_same(self, x: _Leaf | None, y: _Leaf | None) -> bool:
+    def _is_same(self, x: Leaf | None, y: Leaf | None) -> bool:
         if x is None or y is None:
             return x is y
         same = x.compare(y)

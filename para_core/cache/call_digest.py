@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from para_core.cache.branches import value_at
+from para_core.cache.argument_values import value_at
 from para_core.torch_internals import pytree
 
 

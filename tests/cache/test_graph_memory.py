@@ -6,7 +6,7 @@ import torch
 from para_core import apply_cache, model_cache_report, reset_cache
 from para_core.adapters import apply_cache_on_pipe
 from para_core.adapters.cache.generation import caching_of
-from para_core.cache.apply import _required
+from para_core.cache.apply import require_cache
 from para_core.cache.residuals import CacheState
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import relative_error
@@ -82,7 +82,7 @@ def test_replay_keeps_state_of_other_branch(blocks):
     expected = generate(apply_cache(Scripted(), blocks, residual_diff_threshold=0.1))
     model, backend = apply_cache(Scripted(), blocks, residual_diff_threshold=0.1), Replayed()
     model.compile(fullgraph=True, backend=backend)
-    outputs = generate(model, lambda: require_no_shared_memory(_required(model), backend))
+    outputs = generate(model, lambda: require_no_shared_memory(require_cache(model), backend))
     report = verdicts(model_cache_report(model))
     assert max(relative_error(x, y) for x, y in zip(outputs, expected, strict=True)) < 1e-6
     assert report.count("warmup") == 2 and "hit" in report and "miss" in report

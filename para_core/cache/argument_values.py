@@ -1,0 +1,167 @@
+"""The values in the arguments of a model call, by path, and whether they are equal in another call."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from para_core.torch_internals import version_of
+
+# Arguments with these names hold the position in the denoising schedule, so they change from step to step.
+_CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
+# A clock with more elements is compared on the device; a smaller one is read by the host.
+MOST_READ = 1 << 16
+# Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later call.
+_MOST_KEPT = 1 << 20
+# Bounds of the search in nested arguments. What is nested more deeply, or has more values, is compared by identity.
+_DEEPEST, _MOST_LEAVES = 8, 512
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, range, slice, type)
+
+
+class Leaf:
+    """A tensor or another value inside an argument of a call, with the version counter of the tensor in that call.
+
+    A large tensor is not kept alive, unless ``keep`` is set. If it is gone, it counts as another one.
+    """
+
+    def __init__(self, value: Any, keep: bool = False) -> None:
+        is_large = isinstance(value, Tensor) and not keep and value.numel() * value.element_size() > _MOST_KEPT
+        self._value = ref(value) if is_large else lambda: value
+        self.is_tensor = isinstance(value, Tensor)
+        self.is_plain = type(value) in (Tensor, nn.Parameter)
+        self.has_version = self.is_plain and not value.is_inference()
+        self.version = version_of(value) if self.has_version else 0
+
+    def compare(self, other: Leaf) -> bool | None:
+        """Return whether the values are equal; None if two tensors must be compared by value to know."""
+        x, y = self.value, other.value
+        if not (self.is_tensor and other.is_tensor):
+            return self.is_tensor == other.is_tensor and _values_are_same(x, y)
+        if x is None or y is None:
+            return False
+        if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
+            return False
+        if not (self.is_plain and other.is_plain):
+            return True if x is y else None
+        if x is y or x.is_meta or _place_of(x) == _place_of(y):
+            return self.version == other.version
+        if self._is_changed() or other._is_changed():
+            return False
+        return None
+
+    @property
+    def value(self) -> Any:
+        return self._value()
+
+    def _is_changed(self) -> bool:
+        return self.has_version and version_of(self.value) != self.version
+
+
+# The leaves of the arguments of one call, by their path, such as ``joint_attention_kwargs['scale']``.
+Leaves = dict[str, Leaf]
+
+
+def _values_are_same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, float) and x != x:
+        return bool(y != y)
+    return isinstance(x, (*_PLAIN, tuple, frozenset)) and bool(x == y)
+
+
+def _place_of(x: Tensor) -> tuple[Any, ...]:
+    return x.untyped_storage().data_ptr(), x.storage_offset(), x.stride()
+
+
+def leaves_of(arguments: Mapping[str, Any]) -> Leaves:
+    leaves: Leaves = {}
+    for name, value in arguments.items():
+        _add_leaves(leaves, name, value, ())
+    return leaves
+
+
+def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -> None:
+    """Add the values inside ``value`` to ``leaves``: copies of Python values, so a change in place is noticed."""
+    if isinstance(value, (Tensor, *_PLAIN)):
+        leaves[path] = Leaf(value)
+        return
+    if isinstance(value, (set, frozenset)):
+        leaves[path] = Leaf(frozenset(value))
+        return
+    if hasattr(value, "tobytes") and hasattr(value, "dtype"):
+        # This is a NumPy array or number.
+        leaves[path] = Leaf((str(value.dtype), str(value.shape), value.tobytes()))
+        return
+    inner = None if id(value) in outer or len(outer) == _DEEPEST else _items_of(value)
+    if inner is None or len(leaves) + len(inner) > _MOST_LEAVES:
+        leaves[path] = Leaf(value)
+        return
+    leaves[path] = Leaf(type(value))
+    for key, item in inner.items():
+        _add_leaves(leaves, f"{path}{key}", item, (*outer, id(value)))
+
+
+def _items_of(value: Any) -> dict[str, Any] | None:
+    """Return the values inside a container, function or object, by their place in it; None if it is one value."""
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": item for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"[{index}]": item for index, item in enumerate(value)}
+    if isinstance(value, functools.partial):
+        return {".func": value.func, ".args": value.args, ".keywords": value.keywords}
+    if isinstance(value, types.MethodType):
+        return {".__func__": value.__func__, ".__self__": value.__self__}
+    if isinstance(value, types.FunctionType):
+        # A function that is defined again has the same code; what it refers to may differ.
+        cells = {cell: content for cell, content in _cells_of(value) if content is not value}
+        return {".code": value.__code__, ".defaults": value.__defaults__, **cells}
+    if is_dataclass(value):
+        return {f".{each.name}": getattr(value, each.name, None) for each in fields(value)}
+    if isinstance(value, (nn.Module, torch.Generator, types.CodeType, types.ModuleType)):
+        return None
+    attributes = getattr(value, "__dict__", None)
+    return {f".{name}": item for name, item in attributes.items()} if isinstance(attributes, dict) else None
+
+
+def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield f".{name}", cell.cell_contents
+        except ValueError:
+            # The variable has no value yet.
+            yield f".{name}", None
+
+
+def argument_of(path: str) -> str:
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
+def is_clock(name: str) -> bool:
+    """Whether an argument with this ``name`` holds the position in the denoising schedule."""
+    return _CLOCK.fullmatch(name) is not None
+
+
+def clocks_in(leaves: Leaves) -> set[str]:
+    """Return the paths of the timestep: of arguments or, if no argument has such a name, of fields in them."""
+    clocks = {path for path in leaves if is_clock(argument_of(path))}
+    return clocks or {path for path in leaves if is_clock(re.split(r"[.\[]", path)[-1].strip("]'"))}
+
+
+def value_at(arguments: Mapping[str, Any], path: str) -> Any:
+    """Return the argument, or the field of a dataclass in an argument, at a ``path`` such as ``"video.text"``."""
+    name, *path_inside = path.split(".")
+    value = arguments.get(name)
+    for field_name in path_inside:
+        value = getattr(value, field_name, None)
+    return value
