@@ -40,13 +40,10 @@ def foreign_code(module: nn.Module, written_for: type) -> list[str]:
             package is covered.
     """
     known = _KNOWN_PACKAGES | {_package(written_for.__module__)}
-    cls = original_class(module)
     phrases: dict[str, None] = {}
-    if cls.forward is not written_for.forward:  # type: ignore[attr-defined]
-        phrases[f"the forward of {_name(cls)}, which overrides that of {written_for.__qualname__},"] = None
     names: dict[int, str] = {}
     for part in submodules_of(module):
-        for phrase in _foreign_parts(part, known, is_root=part is module):
+        for phrase in _foreign_parts(part, known, written_for if part is module else None):
             names = names or {id(submodule): name for name, submodule in module.named_modules()}
             # The first place stands for all places of the same code.
             place = names.get(id(part), "")
@@ -55,13 +52,21 @@ def foreign_code(module: nn.Module, written_for: type) -> list[str]:
     return list(phrases)
 
 
-def _foreign_parts(part: nn.Module, known: frozenset[str], *, is_root: bool) -> Iterator[str]:
-    """Yield a phrase for each piece of code of one module that comes from none of the ``known`` packages."""
+def _foreign_parts(part: nn.Module, known: frozenset[str], written_for: type | None) -> Iterator[str]:
+    """Yield a phrase for each piece of code of one module that comes from none of the ``known`` packages.
+
+    ``written_for`` is the class of the plan if ``part`` is the model itself, and None for a module inside it. Hooks of
+    the model's own package count as foreign, because they are added to it.
+    """
     cls, state = original_class(part), part.__dict__
-    if not is_root and not _is_known(cls, known):
+    forward: Any = cls.forward  # type: ignore[attr-defined]
+    if written_for is None and not _is_known(cls, known):
         yield f"the module {_name(cls)}"
-    elif not is_root and not _is_known(cls.forward, known):  # type: ignore[attr-defined]
-        yield f"the method {_name(cls.forward)} of {cls.__qualname__}"  # type: ignore[attr-defined]
+    elif written_for is not None and forward is not written_for.forward:  # type: ignore[attr-defined]
+        yield f"the forward of {_name(cls)}, which overrides that of {written_for.__qualname__},"
+    elif not _is_known(forward, known):
+        # Somebody has replaced the method of a class, as TeaCache does.
+        yield f"the method {_name(forward)} of {cls.__qualname__}"
     if "forward" in state and not _is_known(state["forward"], known):
         yield f"the method forward, replaced by {_name(state['forward'])},"
     processor = processor_of(part)
@@ -71,7 +76,7 @@ def _foreign_parts(part: nn.Module, known: frozenset[str], *, is_root: bool) -> 
         yield f"the processor {_name(kind)}"
     for hooks in (FORWARD_PRE_HOOKS, FORWARD_HOOKS):
         for hook in state.get(hooks, {}).values():
-            if not _is_known(hook, known):
+            if not _is_known(hook, _KNOWN_PACKAGES):
                 yield f"the hook {_name(hook)}"
 
 

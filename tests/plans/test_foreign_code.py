@@ -123,6 +123,23 @@ def test_a_method_that_was_replaced_on_a_class_of_diffusers_is_named(monkeypatch
     assert len(foreign_code(model, FluxTransformer2DModel)) == 1
 
 
+def test_a_forward_that_was_replaced_on_the_class_of_the_model_is_named(monkeypatch):
+    forward = FluxTransformer2DModel.forward
+
+    def cached(self, *args, **kwargs):
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(FluxTransformer2DModel, "forward", cached)
+    (phrase,) = foreign_code(flux_transformer(), FluxTransformer2DModel)
+    assert "test_foreign_code" in phrase
+
+
+def test_a_hook_on_a_model_of_the_same_package_is_named():
+    model = Mixing(nn.Linear(1, 1))
+    model.inner.register_forward_hook(observe)
+    assert len(foreign_code(model, Mixing)) == 1
+
+
 def test_a_subclass_counts_only_if_it_overrides_the_forward():
     assert "Subclass" in foreign_code(as_class(Subclass), FluxTransformer2DModel)[0]
     assert foreign_code(as_class(Subclass), Subclass) == []
