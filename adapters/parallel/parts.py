@@ -100,7 +100,7 @@ class TextEncodersPart(WeightsPart):
     def apply(self) -> Undo:
         if not self.shards_weights:
             return nothing
-        require_not_offloaded(text_encoders_of(self.pipe), "Leave text_encoders out")
+        require_not_offloaded(text_encoders_of(self.pipe), "Leave text_encoders out.")
         mesh = weights_mesh(sorted(self.ranks), self.mesh.sequence.device_type, timeout=timeout_of(self.mesh))
         return self._shard_over(mesh)
 

@@ -46,7 +46,7 @@ class OffloadedBlocks:
 
     def apply(self) -> None:
         """Offload the blocks. Raise ``ValueError`` if they are offloaded or sharded. A failure changes nothing."""
-        require_not_offloaded(self.transformers, "Leave offload out")
+        require_not_offloaded(self.transformers, "Leave offload out.")
         for name, module in self.transformers.items():
             if is_distributed(module):
                 raise ValueError(

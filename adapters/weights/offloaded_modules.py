@@ -40,13 +40,13 @@ class Offloader(NamedTuple):
 def require_not_offloaded(modules: Mapping[str, nn.Module], instead: str) -> None:
     """Raise ``ValueError`` if one of ``modules`` is offloaded.
 
-    The message says to do ``instead``, such as to leave out the conflicting option, or to undo the offload.
+    ``instead`` is a sentence of the message: what to do if the offload stays, such as to leave out an option.
     """
     for name, module in modules.items():
         offloader = offloader_of(module)
         if offloader is not None:
             raise ValueError(
-                f"pipe.{name} is offloaded by {offloader.name} already. {instead}, or undo that offload first: "
+                f"pipe.{name} is offloaded by {offloader.name} already. {instead} Or undo that offload first: "
                 f"{offloader.undo}."
             )
 
@@ -76,7 +76,7 @@ class OffloadedModules:
 
     def apply(self) -> None:
         """Offload the weights. Raise ``ValueError`` if other code has offloaded them. A failure changes nothing."""
-        require_not_offloaded(self.modules, f"Leave {self.option} out")
+        require_not_offloaded(self.modules, f"Leave {self.option} out.")
         for name, module in self.modules.items():
             if self.first_rank_only and is_wrapped(module, PARALLEL_VAE):
                 raise ValueError(

@@ -198,7 +198,7 @@ def shard_components(
             for name, module in chosen.items()
             if is_wrapped(module, BLOCKS_KEY) or not (name in transformers or hasattr(module, "_hf_hook"))
         }
-        require_not_offloaded(placed, "Shard other components alone (components=[...])")
+        require_not_offloaded(placed, "Shard other components alone (components=[...]).")
         for name, module in chosen.items():
             if mesh_of_diffusers(module) is not None:
                 raise ValueError(

@@ -33,12 +33,12 @@ Method = Literal["fsdp", "tensor"]
 METHODS: tuple[Method, ...] = ("fsdp", "tensor")
 
 KEY = "weights"
-_FUSED = "projections that are fused or taken apart now would not be"
-# Methods that fail on sharded weights. The values complete the message "the weights are sharded, and …".
+_FUSED = "Projections that are fused or taken apart now would not be sharded."
+# Methods that fail on sharded weights. Each value is the sentence of the message that says why.
 _LATE = {
     **dict.fromkeys(("fuse_qkv_projections", "unfuse_qkv_projections"), _FUSED),
-    "_load_ip_adapter_weights": "an IP-Adapter that is loaded now would not be",
-    **dict.fromkeys(("save_pretrained", "save_lora_adapter"), "a file that is saved now would hold a part of them"),
+    "_load_ip_adapter_weights": "An IP-Adapter that is loaded now would not be sharded.",
+    **dict.fromkeys(("save_pretrained", "save_lora_adapter"), "A file that is saved now would hold a part of them."),
 }
 
 
@@ -209,7 +209,7 @@ def _run_on_all_ranks(
 
 def _too_late(problem: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(
-        f"the weights of this {unwrapped_class(module).__name__} are sharded, and {problem}. "
+        f"the weights of this {unwrapped_class(module).__name__} are sharded. {problem} "
         "Call unshard_weights(pipe) first, on every rank, and shard_weights(pipe, mesh) again afterwards."
     )
 
