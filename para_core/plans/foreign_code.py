@@ -39,17 +39,17 @@ def foreign_code(module: nn.Module, written_for: type) -> list[str]:
         written_for: The class that the plan was written for, ``type(module)`` or one of its base classes. Code of its
             package is covered.
     """
-    known = _KNOWN_PACKAGES | {_package(written_for.__module__)}
-    phrases: dict[str, None] = {}
-    names: dict[int, str] = {}
+    covered = _KNOWN_PACKAGES | {_package(written_for.__module__)}
+    # The first module stands for all that have the same code.
+    first: dict[str, nn.Module] = {}
     for part in submodules_of(module):
-        for phrase in _foreign_parts(part, known, written_for if part is module else None):
-            names = names or {id(submodule): name for name, submodule in module.named_modules()}
-            # The first place stands for all places of the same code.
-            place = names.get(id(part), "")
-            if not any(other.startswith(f"{phrase} ") for other in phrases):
-                phrases[f"{phrase} {f'at {place!r}' if place else 'at the model itself'}"] = None
-    return list(phrases)
+        for phrase in _foreign_parts(part, covered, written_for if part is module else None):
+            first.setdefault(phrase, part)
+    if not first:
+        return []
+    names = {part: name for name, part in module.named_modules()}
+    places = {phrase: repr(names[part]) if names.get(part) else "the model itself" for phrase, part in first.items()}
+    return [f"{phrase} at {place}" for phrase, place in places.items()]
 
 
 def _foreign_parts(part: nn.Module, known: frozenset[str], written_for: type | None) -> Iterator[str]:
