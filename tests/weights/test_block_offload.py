@@ -25,6 +25,7 @@ from para_core.adapters.weights.block_offload import HostBlock
 from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY
 from para_core.instance_patching import is_wrapped
 from tests.tiny import relative_error
+from tests.weights.copying_group import CopyingGroup
 from tests.weights.pipes import generate, make
 from tests.weights.test_lora import require_as, state_of
 
@@ -187,21 +188,6 @@ def test_weights_that_change_between_two_calls_are_used():
     for changed in (pipe, plain):
         changed.transformer.fuse_lora()
     assert torch.equal(generate(pipe, "flux"), generate(plain, "flux"))
-
-
-class CopyingGroup(ModuleGroup):
-    """A group as on CUDA, where the copies on the device are not the weights in host memory."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **{**kwargs, "stream": mock.Mock(), "record_stream": True})
-
-    @staticmethod
-    def _to_cpu(tensor, low_cpu_mem_usage):
-        return tensor.data.clone()
-
-    def _onload_from_memory(self):
-        for x, held in self.cpu_param_dict.items():
-            x.data = held.clone()
 
 
 def scale(pipe):

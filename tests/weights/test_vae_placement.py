@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 from diffusers.hooks import apply_group_offloading
-from diffusers.hooks.group_offloading import ModuleGroup
 from torch import nn
 
 from para_core import init_context_parallel_mesh
@@ -14,6 +13,7 @@ from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.parallel.parts import OffloadPart
 from para_core.adapters.weights.offloaded_modules import offloader_of
 from tests.tiny import flux_pipe, relative_error
+from tests.weights.copying_group import CopyingGroup
 from zoo.tiny.pipelines import PIPELINES
 
 
@@ -178,24 +178,6 @@ def test_a_vae_is_offloaded_on_one_rank_and_restored():
     unparallelize_pipe(pipe)
     require_as(pipe.vae, before)
     assert torch.equal(generate(pipe, "flux"), expected)
-
-
-class CopyingGroup(ModuleGroup):
-    """A group as on CUDA, where the copies on the device are not the weights in host memory. Counts copied tensors."""
-
-    copies = 0
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **{**kwargs, "stream": mock.Mock(), "record_stream": True})
-
-    @staticmethod
-    def _to_cpu(tensor, low_cpu_mem_usage):
-        return tensor.data.clone()
-
-    def _onload_from_memory(self):
-        for x, held in self.cpu_param_dict.items():
-            x.data = held.clone()
-            CopyingGroup.copies += 1
 
 
 def tensors_of(*modules):
