@@ -68,7 +68,7 @@ def lora_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _text_of(layers: list[Any]) -> str:
-    """Return the settings of all LoRA layers: each one once, and a hash of which layer has which."""
+    """Return the distinct settings of all LoRA layers, and a hash of the settings of each layer."""
     settings = [
         f"active {[] if layer.disable_adapters else layer.active_adapters}, scales "
         f"{ {name: x for name, x in _scaling_of(layer).items() if not isinstance(x, Tensor)} }, "

@@ -22,7 +22,7 @@ class BlockGroup:
             run.
         streams (`tuple[str, ...]`, defaults to `("hidden_states",)`): Parameters of a block's ``forward`` whose new
             values it returns, in the order in which it returns them. A block with one stream returns the tensor itself.
-            A parameter may be a dataclass, of which all fields that hold tensors are meant, or one: ``"video.x"``.
+            If a parameter is a dataclass, its name means all fields with tensors, and ``"video.x"`` means one field.
         measured (`str`, defaults to `"hidden_states"`): The stream whose change is compared from step to step.
         chained (`bool`, defaults to `False`): Whether the model only passes the streams from block to block, and gives
             all blocks the same other arguments. A compiled graph then skips all blocks of the group with one

@@ -336,7 +336,7 @@ class _Search:
         return BranchCall(name)
 
     def _continue(self, branch: _Branch) -> BranchCall:
-        """Return ``branch``, of which this call is the next step."""
+        """Return the call of ``branch`` that continues it by one step."""
         begins = self._is_begin(branch)
         branch.before, branch.leaves, branch.moment = branch.leaves, self._leaves, self._moment
         # A new list order, the branch that was called last at the end, decides between branches that become equal.

@@ -97,7 +97,7 @@ class AttentionCheck:
         remember: Callable[[list[nn.Module]], None],
     ) -> None:
         self.written_for = written_for
-        # Counts the changes of the model's code. Calls are verified anew when it changes.
+        # The number of changes of the model's code. verify=True compares a call again after each.
         self.version = 0
         self.warnings = WarningLog()
         self._ranks, self._current, self._remember = ranks, current, remember
