@@ -37,6 +37,7 @@ def calibrate(
     """Find the threshold of First Block Cache for a quality or a speed, on your prompts."""
     from para_core.adapters import calibrate_cache
     from para_core.adapters.cache.calibration.result import Metric
+    from para_core.cli.progress import showing_phases
     from para_core.cli.ranks import is_first_rank, process_group, quiet
     from para_core.fleet.loading import build
     from para_core.fleet.modular import set_guidance
@@ -59,7 +60,8 @@ def calibrate(
     if not requests:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
     with process_group(recipe):
-        pipe, calls = build(recipe), [call_arguments(request) for request in requests]
+        with showing_phases(shown=is_first_rank()):
+            pipe, calls = build(recipe), [call_arguments(request) for request in requests]
         calibration = calibrate_cache(
             pipe,
             set_guidance(pipe, calls) if pipeline.modular else calls,

@@ -17,7 +17,8 @@ from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.options import FileOptions, GroupOptions
-from para_core.cli.ranks import Bars, RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
+from para_core.cli.progress import Bars
+from para_core.cli.ranks import RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,
@@ -192,6 +193,7 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     from para_core.fleet.group import generate_lines
     from para_core.fleet.rank import ReplicaOptions
 
+    Console(stderr=True, highlight=False).print(f"starting {task.replicas} replicas of {task.ranks} ranks on Ray")
     bars = Bars(len(task.lines), steps=False)
 
     def write(line: Line, result: Result) -> None:

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from para_core.cli.comparison import Reference, compare, make_reference
-from para_core.cli.ranks import Bars, ending_on_error, gather, is_first_rank, process_group, quiet
+from para_core.cli.progress import Bars, showing_phases
+from para_core.cli.ranks import ending_on_error, gather, is_first_rank, process_group, quiet
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.recipe import Recipe, can_verify
 from para_core.fleet.request import Request
@@ -66,7 +67,8 @@ def _measure(job: MeasurementJob, reference: Reference | None) -> dict[str, Any]
     # An exact transformer is compared call by call as well, which names the module if it differs. The comparison costs
     # a call of the transformer, so it takes place in a run that is not timed.
     verifies = job.check and dist.is_initialized() and dist.get_world_size() > 1 and can_verify(job.recipe)
-    pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
+    with showing_phases(shown=first):
+        pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
     warmup_runs = max(job.warmup_runs, int(verifies))
     total = warmup_runs + job.runs + 1 + (job.profile is not None) + 2 * job.check
     with Bars(total, shown=first, steps=False, unit="runs") as bars:

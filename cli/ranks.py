@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,11 +23,11 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from para_core.cli.progress import Bars, showing_phases
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.failures import sentence
 from para_core.fleet.loading import build
@@ -40,38 +41,6 @@ T = TypeVar("T")
 # A rank that raised waits this long for all others to report that they raised too. If one does not report, the rank
 # ends, and the launcher stops the others.
 _AGREEMENT_TIMEOUT = timedelta(seconds=20)
-
-
-class Bars(Progress):
-    """Two progress bars on stderr: finished prompts, and finished steps of the current prompt. Only in a terminal.
-
-    ``steps`` says whether to show the second bar, and ``unit`` is the label of the first.
-    """
-
-    def __init__(self, prompts: int, *, shown: bool = True, steps: bool = True, unit: str = "prompts") -> None:
-        console = Console(stderr=True)
-        super().__init__(
-            TextColumn("{task.description:<12}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not (shown and console.is_terminal),
-        )
-        self._prompts = self.add_task(unit, total=prompts)
-        self._steps = self.add_task("steps", total=None, visible=steps)
-
-    def begin(self, number: int, steps: int | None) -> None:
-        """Show that prompt ``number`` begins: reset the second bar to 0 of ``steps`` (None if unknown)."""
-        self.reset(self._steps, total=steps, description=f"steps of {number}")
-
-    def step(self, done: int) -> None:
-        self.update(self._steps, completed=done)
-
-    def end(self) -> None:
-        self.advance(self._prompts)
 
 
 @dataclass(frozen=True)
@@ -164,6 +133,8 @@ def run_on_ranks(function: Callable[[Any], T], job: Any, ranks: int) -> T:
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed."):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
+    # A plain line, because the first rank draws its own progress in the same terminal.
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"starting {ranks} ranks")
     with tempfile.TemporaryDirectory() as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -178,15 +149,44 @@ def run_on_ranks(function: Callable[[Any], T], job: Any, ranks: int) -> T:
         )
         errors = Path(folder) / "errors"
         try:
-            result: T = elastic_launch(config, _on_one_thread)(function, replace(job, errors=errors))[0]
+            with _starting_processes_without_sigint():
+                result: T = elastic_launch(config, _on_one_thread)(function, replace(job, errors=errors))[0]
         except ChildFailedError as error:
             reasons = errors.read_text().splitlines() if errors.exists() else []
             raise RankEndedError(reasons[0] if reasons else _describe_end(error)) from None
         return result
 
 
+@contextmanager
+def _starting_processes_without_sigint() -> Iterator[None]:
+    """Inside this context, start processes that get no SIGINT until they unblock it. This process handles it as before.
+
+    A terminal sends Ctrl-C to all its processes, and a rank that gets it in the middle of an import would print a
+    traceback. Processes inherit the signals that the main thread blocks; this process receives them in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # If it started later, multiprocessing's tracker would unblock SIGINT.
+    resource_tracker.ensure_running()
+    ended = threading.Event()
+    receiver = threading.Thread(target=ended.wait, name="receives SIGINT", daemon=True)
+    receiver.start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        ended.set()
+
+
 def _on_one_thread(function: Callable[[Any], T], job: Any) -> T:
-    """Return ``function(job)``, by default on one thread of the CPU, as torchrun does: ranks share the CPU cores."""
+    """Return ``function(job)``, by default on one thread of the CPU, as torchrun does: ranks share the CPU cores.
+
+    From here on SIGINT, which the launcher blocked, ends the process at once and silently.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return function(job)
@@ -275,8 +275,9 @@ def _run_lines(job: RankJob) -> None:
     # Ranks may see different finished results in the folder, so the first rank's lines count.
     lines = from_first_rank(job.lines)
     encode_first = EncodeFirst()
-    pipe = build(job.recipe, encode_first if len(lines) > 1 else None)
     first = is_first_rank()
+    with showing_phases(shown=first):
+        pipe = build(job.recipe, encode_first if len(lines) > 1 else None)
 
     def fails_alike(line: Line) -> bool:
         if _all_ranks_failed("encoding", line.number):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.models import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
 from para_core.fleet.modular import describe_modular, has_modular_index, is_modular, load_modular, open_modular
+from para_core.fleet.progress import report, reporting_components
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.instance_patching import original_class
 from para_core.user_warnings import ParallelWarning
@@ -75,14 +77,15 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     text_encoders = recipe.text_encoders or ("offload" if recipe.offload == "blocks" else None)
     if weights is not None and not recipe.lora and not has_modular_index(recipe.model):
         mesh = mesh or init_context_parallel_mesh(device)
-        pipe = from_pretrained_sharded(
-            DiffusionPipeline,
-            recipe.model,
-            mesh=mesh,
-            weights=weights,
-            quantize=recipe.quantize,
-            dtype=dtype_of(recipe),
-        )
+        with _reporting_components(recipe.model):
+            pipe = from_pretrained_sharded(
+                DiffusionPipeline,
+                recipe.model,
+                mesh=mesh,
+                weights=weights,
+                quantize=recipe.quantize,
+                dtype=dtype_of(recipe),
+            )
         if weights == "tensor" and encoders_with_blocks(pipe):
             text_encoders = text_encoders or "fsdp"
         # The weights are sharded already, so parallelize_pipe must not do so again.
@@ -93,6 +96,8 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         text_encoders = recipe.text_encoders
     if recipe.verify:
         _show_verification()
+    if ranks > 1:
+        report(f"parallelizing over {ranks} ranks")
     parallelize_pipe(
         pipe,
         mesh=mesh,
@@ -167,7 +172,8 @@ def _load_whole(
         pipe = load_modular(recipe.model, dtype=dtype, quantize=early, trust_remote_code=recipe.trust_remote_code)
     else:
         config = {} if early is None else {"quantization_config": loading_config(early)}
-        pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype, **config)
+        with _reporting_components(recipe.model):
+            pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype, **config)
     if quantize is not None and not transformers_of(pipe):
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
     _load_lora(pipe, recipe.lora)
@@ -183,10 +189,22 @@ def _load_whole(
         # take little memory.
         encode_first.attach(pipe, device, park=quantize is None)
     if recipe.offload != "model":
+        if device != "cpu":
+            report(f"moving the weights to {device}")
         for name, part in pipe.components.items():
             if isinstance(part, nn.Module) and name not in on_host:
                 part.to(device)
     return pipe
+
+
+def _reporting_components(name: str) -> AbstractContextManager[None]:
+    """Return a context that reports the components of the classical pipeline ``name`` while diffusers loads them."""
+    from diffusers import DiffusionPipeline
+
+    index = DiffusionPipeline.load_config(name)
+    # An entry is a pair of library and class, of None if the pipeline lacks the component.
+    components = [key for key, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is not None]
+    return reporting_components(name, components)
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:
@@ -211,6 +229,7 @@ def _load_lora(pipe: Any, loras: tuple[str, ...]) -> None:
     scales: dict[str, float] = {}
     for index, text in enumerate(loras):
         name, scale = read_lora(text)
+        report(f"loading LoRA {name}")
         try:
             pipe.load_lora_weights(name, adapter_name=f"lora_{index}")
         except Exception as error:
@@ -227,6 +246,7 @@ def _compile(pipe: Any, how: Compile) -> None:
     transformers = transformers_of(pipe)
     if not transformers:
         raise ValueError(f"compile is {how!r}, but {original_class(pipe).__name__} has no transformer; expected 'no'.")
+    report("the transformer is compiled at its first call of each size, which takes minutes")
     for name, transformer in transformers.items():
         module: Any = transformer
         if how == "blocks":

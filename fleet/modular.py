@@ -15,6 +15,7 @@ from para_core.adapters.components import Quantize
 from para_core.adapters.registry import USUAL_NAMES, is_transformer_class
 from para_core.adapters.weights.quantize import loading_config
 from para_core.fleet.models import Kind, Model, can_be_given
+from para_core.fleet.progress import report
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 
 # Outputs of a modular pipeline that can be written to files. The values are the kind of result, and the attribute of a
@@ -137,8 +138,15 @@ def load_modular(
         types = {part: pipe.get_component_spec(part).type_hint for part in pipe.pretrained_component_names}
         names = [part for part, cls in types.items() if part in USUAL_NAMES or is_transformer_class(cls)]
         options["quantization_config"] = loading_config(quantize, names).quant_mapping
+    names = [
+        part
+        for part in pipe.pretrained_component_names
+        if pipe.get_component_spec(part).pretrained_model_name_or_path is not None and getattr(pipe, part, None) is None
+    ]
     with _errors_raised_only():
-        pipe.load_components(**options)
+        for index, part in enumerate(names):
+            report(f"loading component {index + 1} of {len(names)}: {part}", index, len(names))
+            pipe.load_components(names=part, **options)
     for part in pipe.pretrained_component_names:
         spec = pipe.get_component_spec(part)
         if getattr(pipe, part) is None and spec.pretrained_model_name_or_path is not None:

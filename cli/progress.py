@@ -1,0 +1,116 @@
+"""What a command shows on stderr while it works: phases before the first step, then prompts and steps.
+
+In a terminal, progress bars that vanish at the end; elsewhere, one line for each phase and each prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from para_core.fleet import progress
+
+
+class _Phases(logging.Handler):
+    """Handler of the records of :mod:`para_core.fleet.progress`: a spinner with a bar, or a line for each record."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None, visible=False)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False)
+            return
+        done, total = getattr(record, "done", None), getattr(record, "total", None)
+        self._bar.update(self._task, description=text, total=total, completed=done or 0, visible=True)
+        self._bar.start()
+
+    def close(self) -> None:
+        self._bar.stop()
+        super().close()
+
+
+@contextmanager
+def showing_phases(*, shown: bool = True) -> Iterator[None]:
+    """Show the reported phases on stderr until the end of this context. ``shown`` is False on all ranks but one."""
+    if not shown:
+        yield
+        return
+    handler = _Phases(Console(stderr=True, soft_wrap=True, highlight=False))
+    level = progress.logger.level
+    progress.logger.addHandler(handler)
+    progress.logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        progress.logger.setLevel(level)
+        progress.logger.removeHandler(handler)
+        handler.close()
+
+
+class Bars(Progress):
+    """Progress of prompts, and of the steps of the current prompt: two bars in a terminal, elsewhere lines.
+
+    ``steps`` says whether to show the second bar, and ``unit`` is the label of the first. Nothing is shown unless
+    ``shown``.
+    """
+
+    def __init__(self, prompts: int, *, shown: bool = True, steps: bool = True, unit: str = "prompts") -> None:
+        console = Console(stderr=True, soft_wrap=True, highlight=False)
+        super().__init__(
+            TextColumn("{task.description:<12}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not (shown and console.is_terminal),
+        )
+        self._total, self._unit, self._done = prompts, unit, 0
+        self._prints_lines = shown and not console.is_terminal
+        self._prompts = self.add_task(unit, total=prompts)
+        self._steps = self.add_task("steps", total=None, visible=steps)
+
+    def begin(self, number: int, steps: int | None) -> None:
+        """Show that prompt ``number`` begins: reset the second bar to 0 of ``steps`` (None if unknown)."""
+        self.reset(self._steps, total=steps, description=f"steps of {number}")
+        if self._prints_lines:
+            line = f" line {number} ({self._done + 1} of {self._total})" if self._total > 1 else ""
+            length = "" if steps is None else f", {steps} steps"
+            self.console.print(f"generating{line}{length}", markup=False)
+
+    def step(self, done: int) -> None:
+        """Show the number of finished steps of the current prompt."""
+        self.update(self._steps, completed=done)
+
+    def end(self) -> None:
+        """Show that one more prompt has ended."""
+        self.advance(self._prompts)
+        self._done += 1
+        if self._prints_lines and not self.tasks[self._steps].visible:
+            self.console.print(f"{self._done} of {self._total} {self._unit}", markup=False)

@@ -1,0 +1,109 @@
+"""Progress of what takes long before the first step, as records of one logger: loading, sharding, compiling, warm-up.
+
+Nothing is shown unless a handler is attached. Records of a counted phase have the attributes ``done`` and ``total``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+# Weight files, of which the largest format counts: repositories hold the same weights in several formats.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+# This logger of diffusers says "Loaded NAME as CLASS from …" after each component of a pipeline.
+_DIFFUSERS = "diffusers.pipelines.pipeline_utils"
+
+
+def report(text: str, done: int | None = None, total: int | None = None) -> None:
+    """Log that a phase begins. A counted phase has ``done`` of ``total`` parts behind it."""
+    logger.info(text, extra={"done": done, "total": total})
+
+
+def readable_bytes(count: float) -> str:
+    """Return a number of bytes with three digits and its unit.
+
+    >>> readable_bytes(6_335_688), readable_bytes(23_802_816_640)
+    ('6.34 MB', '23.8 GB')
+    """
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.3g} {unit}"
+
+
+def component_bytes(folder: Path | None) -> dict[str, int]:
+    """Return the bytes of weights by subfolder of a pipeline's folder. Subfolders without weights are left out."""
+    sizes: dict[str, int] = {}
+    for subfolder in folder.iterdir() if folder is not None else ():
+        by_format = dict.fromkeys(_WEIGHTS, 0)
+        for file in subfolder.iterdir() if subfolder.is_dir() else ():
+            if file.suffix in by_format:
+                by_format[file.suffix] += file.stat().st_size
+        if any(by_format.values()):
+            sizes[subfolder.name] = max(by_format.values())
+    return sizes
+
+
+class _ComponentCounter(logging.Handler):
+    """Handler of diffusers' log messages that reports each component once it is loaded."""
+
+    def __init__(self, name: str, total: int) -> None:
+        super().__init__(logging.INFO)
+        self._name, self._total = name, total
+        self._sizes: dict[str, int] | None = None
+        self._count = self._bytes = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        words = record.getMessage().split(maxsplit=2)
+        if len(words) < 2 or words[0] != "Loaded":
+            return
+        if self._sizes is None:
+            # A repository of the Hub is complete on this disk only now.
+            self._sizes = component_bytes(folder_on_disk(self._name))
+        self._count += 1
+        size = self._sizes.get(words[1], 0)
+        self._bytes += size
+        text = f"loaded component {self._count} of {self._total}: {words[1]}"
+        report(f"{text} ({readable_bytes(size)})" if size else text, self._bytes, sum(self._sizes.values()) or None)
+
+
+def folder_on_disk(name: str) -> Path | None:
+    """Return the folder of model ``name``, a folder or a repository in the Hub's cache; None if it is on no disk."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+@contextmanager
+def reporting_components(name: str, components: Sequence[str]) -> Iterator[None]:
+    """Inside this context, in which diffusers loads model ``name``, report each of its components once it is loaded.
+
+    The order of loading differs from process to process: diffusers keeps the names in a set.
+    """
+    folder = folder_on_disk(name)
+    size = sum(component_bytes(folder).values())
+    report(f"loading {name}: {len(components)} components, {readable_bytes(size) if folder else 'to be downloaded'}")
+    source = logging.getLogger(_DIFFUSERS)
+    counter = _ComponentCounter(name, len(components))
+    level, propagate = source.level, source.propagate
+    source.addHandler(counter)
+    source.setLevel(logging.INFO)
+    # The messages are not to be printed; their level hid them before.
+    source.propagate = False
+    try:
+        yield
+    finally:
+        source.removeHandler(counter)
+        source.setLevel(level)
+        source.propagate = propagate
