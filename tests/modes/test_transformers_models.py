@@ -312,7 +312,7 @@ def decode(kind, name, S, steps):
                 token = model(
                     ids[:, S + step : S + step + 1],
                     position_ids=torch.tensor([[S + step]]),
-                    past_key_values=prompt.past_key_values,
+                    cache=prompt.cache,
                     use_cache=True,
                 )
             outs.append(token.last_hidden_state)

@@ -284,16 +284,14 @@ def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
     prompt, cache = Segment("prompt", ids.shape[1]), DynamicCache(config=model.config)
     positions, rows = torch.arange(prompt.total + 4)[None], []
     with UnifiedAttnMode(mesh) as cp:
-        out = model(
-            cp.shard(ids, dim=1), position_ids=cp.shard(positions[:, : prompt.total], dim=1), past_key_values=cache
-        )
+        out = model(cp.shard(ids, dim=1), position_ids=cp.shard(positions[:, : prompt.total], dim=1), cache=cache)
         rows.append(cp.gather(out.logits, dim=1)[:, -1:])
         for step in range(1, 5):
             token = SequenceLayout((Segment("token", 1, replicated=True),), mesh.size())
             keys = SequenceLayout((prompt, Segment("answer", step, replicated=True)), mesh.size())
             with cp.using(token, key_layout=keys):
                 position = positions[:, prompt.total + step - 1 :][:, :1]
-                rows.append(model(rows[-1].argmax(-1), position_ids=position, past_key_values=cache).logits)
+                rows.append(model(rows[-1].argmax(-1), position_ids=position, cache=cache).logits)
     return torch.cat(rows, dim=1)
 
 

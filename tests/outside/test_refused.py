@@ -128,16 +128,14 @@ def test_decoding_past_a_window_in_the_mode_is_reported(window, exact):
         total, ranks = ids.shape[1], len(cp.sequence(ids.shape[1]).sizes())
         prompt, cache = Segment("prompt", total), transformers.DynamicCache(config=model.decoder.config)
         positions = torch.arange(total + 4)[None]
-        out = model.decoder(
-            cp.shard(ids, dim=1), position_ids=cp.shard(positions[:, :total], dim=1), past_key_values=cache
-        )
+        out = model.decoder(cp.shard(ids, dim=1), position_ids=cp.shard(positions[:, :total], dim=1), cache=cache)
         rows = [cp.gather(out.logits, dim=1)[:, -1:]]
         for step in range(1, 4):
             token = SequenceLayout((Segment("token", 1, replicated=True),), ranks)
             keys = SequenceLayout((prompt, Segment("answer", step, replicated=True)), ranks)
             with cp.using(token, key_layout=keys):
                 position = positions[:, total + step - 1 : total + step]
-                rows.append(model.decoder(rows[-1].argmax(-1), position_ids=position, past_key_values=cache).logits)
+                rows.append(model.decoder(rows[-1].argmax(-1), position_ids=position, cache=cache).logits)
         return torch.cat(rows, dim=1)
 
     model = fill(Decoding(window), seed=1)

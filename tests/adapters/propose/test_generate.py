@@ -69,8 +69,8 @@ def test_tokens_are_those_of_one_device(name, config, ring, ulysses):
 def in_chunks(model):
     cache, logits = None, []
     for start, stop in ((0, 7), (7, 12), (12, 13)):
-        out = model(tokens(13)[:, start:stop], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(tokens(13)[:, start:stop], cache=cache, use_cache=True)
+        cache = out.cache
         logits.append(out.logits)
     return torch.cat(logits, dim=1)
 
