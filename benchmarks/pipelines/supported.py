@@ -109,7 +109,8 @@ def _measure(name: str) -> dict[str, Any]:
 # -- the table
 
 
-_MOST_PIPELINES = 4
+# A longer cell makes the other columns narrow.
+_MOST_CHARACTERS = 80
 # Their samples are lists, or named by their places in the batch.
 _LISTS = ("OmniGenTransformer2DModel", "JoyImageEditPlusTransformer3DModel")
 
@@ -147,12 +148,19 @@ def pipelines_of(transformer: str) -> list[str]:
     return sorted(name.removesuffix("Pipeline") for name in names)
 
 
+def _listed(names: list[str]) -> str:
+    """Return the names that fit into a cell of the table, and the number of the others."""
+    for shown in range(len(names), 0, -1):
+        rest = f" and {len(names) - shown} more" if shown < len(names) else ""
+        cell = ", ".join(names[:shown]) + rest
+        if len(cell) <= _MOST_CHARACTERS:
+            return cell
+    return f"{len(names)} pipelines" if names else ""
+
+
 def row(transformer: str) -> list[str]:
     """Return class, pipelines, sharded segments, guidance, errors, and whether it is one graph; or why not."""
-    names = pipelines_of(transformer)
-    listed = ", ".join(names[:_MOST_PIPELINES]) + (
-        f" and {len(names) - _MOST_PIPELINES} more" if len(names) > 4 else ""
-    )
+    listed = _listed(pipelines_of(transformer))
     entry = next((adapter for adapter in ADAPTERS if adapter.transformer == transformer), None)
     if entry is None:
         reason = REFUSED.get(transformer)

@@ -22,6 +22,8 @@ ELSEWHERE = {
     "zoo/flux/README.md": "zoo/flux/README.md",
     "zoo/video/README.md": "zoo/video/README.md",
 }
+# Pages that the search leaves out: the history names everything, so it would be found for every word.
+NOT_SEARCHED = ("CHANGELOG.md",)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 # Of each, the file whose __all__ lists the public names.
 PACKAGES = {"para_core": "para_core/api.py", "para_core.adapters": "adapters/__init__.py"}
@@ -48,7 +50,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links of pages in docs/ to what stands elsewhere."""
+    """Return the page with links as the site has them, and leave the history out of the search."""
+    if page.file.src_uri in NOT_SEARCHED:
+        page.meta["search"] = {"exclude": True}
     return markdown if page.file.generated_by else moved(markdown, Path("docs", page.file.src_uri).parent)
 
 
