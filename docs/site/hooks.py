@@ -22,8 +22,9 @@ ELSEWHERE = {
     "zoo/flux/README.md": "zoo/flux/README.md",
     "zoo/video/README.md": "zoo/video/README.md",
 }
-# Pages that the search leaves out: the history names everything, so it would be found for every word.
-NOT_SEARCHED = ("CHANGELOG.md",)
+# How the search weighs pages. The history names everything, so it would be found for every word. A question is what a
+# reader types.
+SEARCH = {"CHANGELOG.md": {"exclude": True}, "questions.md": {"boost": 2}}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 # Of each, the file whose __all__ lists the public names.
 PACKAGES = {"para_core": "para_core/api.py", "para_core.adapters": "adapters/__init__.py"}
@@ -50,9 +51,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Return the page with links as the site has them, and leave the history out of the search."""
-    if page.file.src_uri in NOT_SEARCHED:
-        page.meta["search"] = {"exclude": True}
+    """Return the page with links as the site has them, and set how the search weighs it."""
+    if page.file.src_uri in SEARCH:
+        page.meta["search"] = SEARCH[page.file.src_uri]
     return markdown if page.file.generated_by else moved(markdown, Path("docs", page.file.src_uri).parent)
 
 

@@ -1,5 +1,5 @@
-"""diffusers' own hooks on a tiny Qwen-Image (or PixArt), three steps with guidance, against the same pipeline with the
-same hook on one device.
+"""diffusers' own hooks on a tiny Qwen-Image or PixArt, in three steps with guidance, compared with the same hook on one
+device.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _cache(config: Any, transformer: Any) -> None:
 _ON_CPU = {"onload_device": torch.device("cpu"), "offload_device": torch.device("cpu")}
 _STEP = {"spatial_attention_block_skip_range": 2, "current_timestep_callback": lambda: 500}
 
-# How a user puts it on a transformer.
+# Each function puts a hook on a transformer as a user does.
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "group offload, by leaves": partial(apply_group_offloading, **_ON_CPU, offload_type="leaf_level"),
     "group offload, by blocks": partial(
@@ -78,7 +78,9 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def pipeline_of(hook: str) -> str:
-    """Return the name of the pipeline for ``hook``. diffusers fails to skip layers of Qwen-Image, on one device too."""
+    """Return the name of the pipeline for ``hook``. diffusers fails to skip layers of Qwen-Image, also on one
+    device.
+    """
     return "pixart" if hook.startswith("layer skip") else "qwen-image"
 
 
@@ -90,7 +92,7 @@ def build(hook: str) -> Any:
 
 
 def outcome(hook: str, mesh: DeviceMesh) -> float | str:
-    """Return the error of this rank; or what refuses the call."""
+    """Return the error of this rank, or the message that refuses the call."""
     name = pipeline_of(hook)
     pipe = parallelize_pipe(build(hook), mesh=mesh)
     try:

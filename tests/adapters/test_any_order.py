@@ -1,4 +1,4 @@
-"""Compiling, ranks, offload, a cache and LoRA go on a pipe in any order."""
+"""Compiling, ranks, offload, a cache and LoRA may be applied to a pipe in any order."""
 
 import random
 import traceback
@@ -15,7 +15,7 @@ STEPS = ("compile", "parallel", "offload", "cache", "lora")
 COMPILED = ("module", "in place", "blocks")
 OFFLOADED = ("model", "groups", "leaves")
 NUM_ORDERS, CHUNKS = 30, 30
-# Two of four steps are skipped, whatever the differences.
+# Two of four steps are skipped, whatever the differences are.
 CACHE = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
 
 
@@ -25,7 +25,7 @@ def orders():
     while len(cases) < NUM_ORDERS:
         order = tuple(chosen.sample(STEPS, len(STEPS)))
         compiled, offloaded = chosen.choice(COMPILED), chosen.choice(OFFLOADED)
-        # Dynamo does not trace the hooks of groups and leaves, and torch.cond takes no break of the graph.
+        # Dynamo does not trace the hooks of groups and leaves, and torch.cond cannot contain a graph break.
         if compiled == "blocks" or offloaded == "model":
             cases.append((order, compiled, offloaded))
     return cases
@@ -89,8 +89,8 @@ def draw_in_orders(chunk, mesh_shape):
     return outputs
 
 
-# The default run has tests of each pair of these steps: of the cache in tests/cache/test_compiled.py and test_graph.py,
-# of LoRA and offload in test_lora_and_offload.py, of all but compiling in tests/together.
+# The default run tests pairs of these steps: the cache in tests/cache/test_compiled.py and test_graph.py, LoRA and
+# offload in test_lora_and_offload.py, all but compiling in tests/together.
 @pytest.mark.long
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_thirty_orders_of_compiling_ranks_offload_cache_and_lora(rank_pool, chunk):

@@ -1,4 +1,4 @@
-"""Attention backends and wire dtypes of a parallel pipeline; resolve_backend in it, on one rank as well."""
+"""Attention backends and wire dtypes of a parallel pipeline, and resolve_backend in it, also on one rank."""
 
 from unittest import mock
 
@@ -27,7 +27,7 @@ class ByHand:
 
 
 def named_backends(function):
-    """Return the result of ``function`` and the backends that local attention was called with."""
+    """Return the result of ``function``, and the backends with which local attention was called."""
     with mock.patch.object(local, "resolve_backend", wraps=local.resolve_backend) as resolve_backend:
         output = function()
     return output, {call.args[0] for call in resolve_backend.call_args_list}

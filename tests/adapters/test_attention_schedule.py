@@ -1,8 +1,8 @@
-"""A schedule of attention: which backend computes each step, beside caches, guidance, compilation and other
+"""An attention schedule chooses the backend of each step, together with caches, guidance, compilation and other
 schedulers.
 
-The library of the middle steps is a stand-in that computes by the formula, so each output equals the unmodified
-pipeline's, and its calls show the steps.
+The library of the middle steps is a stand-in that computes by the formula. So each output equals that of the unmodified
+pipeline, and the stand-in's calls show the steps.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ def small_pipe():
 
 
 def calls_by_step(pipe, calls, draw):
-    """Return the output of ``draw``, and the calls of the library in each step."""
+    """Return the output of ``draw``, and the number of calls of the library in each step."""
     totals = [calls.total()]
 
     def callback(*_):
@@ -66,7 +66,7 @@ def test_one_rank_follows_the_schedule_until_undone():
         assert steps == [0] * 5
         parallelize_pipe(pipe, backend=AttentionSchedule("sage", first=0, last=0))
         assert calls_by_step(pipe, calls, draw)[1] == [2] * 5
-        # The last step is approximate, and no callback follows it; a call after the generation is exact.
+        # The last step is approximate, and no callback follows it. A call after the generation is exact.
         draw(pipe)
         total = calls.total()
         with torch.no_grad():
@@ -81,11 +81,11 @@ def scheduled(ring, ulysses):
     with libraries_installed() as calls:
         pipe = parallelize_pipe(small_pipe(), mesh=cpu_mesh(ring, ulysses), backend=SAGE)
         outputs["plain"] = calls_by_step(pipe, calls, draw)
-        # In the steps 1 to 3, which are skipped, block 0 alone attends.
+        # In the skipped steps 1 to 3 only block 0 attends.
         apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, forecast_order=0, max_consecutive_hits=3)
         outputs["cached"] = calls_by_step(pipe, calls, draw)
         heartbeat()
-        # Two calls of the model for each step of guidance, and a second transformer for the last steps.
+        # Each guided step calls the model twice, and a second transformer computes the last steps.
         pipe = parallelize_pipe(build("wan 2.2"), mesh=cpu_mesh(ring, ulysses), backend=SAGE)
         outputs["wan"] = calls_by_step(pipe, calls, partial(generate, name="wan 2.2", num_inference_steps=5))
     return outputs
@@ -97,7 +97,7 @@ def test_ranks_follow_the_schedule(rank_pool, ring, ulysses):
     plain, wan = draw(small_pipe()), generate(build("wan 2.2"), "wan 2.2", num_inference_steps=5)
     for outputs in rank_pool.run(scheduled, 2, ring, ulysses):
         out, steps = outputs["plain"]
-        a_step = 2 * ring  # each of two layers merges a block of each ring rank
+        a_step = 2 * ring  # Each of two layers merges a block of each ring rank.
         assert relative_error(out, plain) < 1e-5
         assert steps == [0, a_step, a_step, 0, 0]
         assert outputs["cached"][1] == [0, ring, ring, 0, 0]
@@ -234,9 +234,9 @@ def test_ranks_with_other_schedules_are_told(rank_pool):
 
 
 class KeysByFormula(TorchFunctionMode):
-    """Attention of a FLUX transformer in which, in some steps, each head keeps the keys with the largest weights.
+    """The attention of a FLUX transformer in which each head keeps the keys with the largest weights in some steps.
 
-    Counts the transformer's calls, one for each step. All queries are observed.
+    It counts the transformer's calls, one for each step. All queries are observed.
     """
 
     def __init__(self, transformer, middle, share):

@@ -1,4 +1,4 @@
-"""A compiled transformer runs in parallel: compiled before or after, whole or block by block, in full graphs."""
+"""A transformer that was compiled before or after, whole or by blocks, runs in parallel in full graphs."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def compile_blocks(pipe, backend):
     pipe.transformer.compile_repeated_blocks(backend=backend, fullgraph=True)
 
 
-# Ways of compiling, and their number of graphs. By blocks: one graph for single blocks and two for double ones, whose
-# strides differ between the first and the second; the unmodified pipe has as many.
+# Each way of compiling has a number of graphs. By blocks there is one graph for single blocks and there are two for
+# double ones, whose strides differ between the first and the second. The unmodified pipe has as many.
 WAYS = {"torch.compile": (compile_whole, 1), "in place": (compile_in_place, 1), "blocks": (compile_blocks, 3)}
 
 
@@ -33,7 +33,7 @@ def small_pipe(way):
 
 
 def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
-    """Return two images and the graphs after each, then an image on each further mesh, and one after undoing."""
+    """Return two images with the number of graphs after each, an image on each further mesh, and one after undoing."""
     compile_transformer, _ = WAYS[way]
     counter = CompileCounterWithBackend(backend)
     pipe = small_pipe(way)
@@ -60,7 +60,7 @@ def draw_compiled(way, when, ring, ulysses, then=(), backend="aot_eager"):
 @pytest.mark.parametrize(
     ("way", "when", "backend"),
     [
-        # Operators of AOTAutograd in the graph of a pipeline: tests/adapters/test_attention_options.py.
+        # tests/adapters/test_attention_options.py covers operators of AOTAutograd in the graph of a pipeline.
         ("torch.compile", "before", "eager"),
         *[pytest.param(way, when, "aot_eager", marks=pytest.mark.long) for way in WAYS for when in ("before", "after")],
     ],
@@ -75,7 +75,7 @@ def test_two_generations_then_other_mesh_compile_once(rank_pool, way, when, back
 
 
 def draw_in_rounds(way, shapes, cached=False):
-    """Return the image of each round, parallel and then undone, and the number of graphs after each round."""
+    """Return the image of each round, parallel and after undoing, and the number of graphs after each round."""
     counter = CompileCounterWithBackend("eager")
     pipe = small_pipe(way)
     WAYS[way][0](pipe, counter)
@@ -95,7 +95,7 @@ def draw_in_rounds(way, shapes, cached=False):
     return outs, frames
 
 
-@pytest.mark.long  # tests/plans/test_plan.py has a small model
+@pytest.mark.long  # tests/plans/test_plan.py has a small model.
 @pytest.mark.parametrize(("way", "cached"), [("in place", False), ("in place", True), ("torch.compile", True)])
 def test_second_set_up_with_equal_settings_compiles_nothing(rank_pool, way, cached):
     expected = small_pipe(way)(**flux_call()).images
@@ -117,7 +117,7 @@ def test_no_recompile_over_two_generations_on_four_ranks(rank_pool, way):
         assert frames == [graphs, graphs]
 
 
-@pytest.mark.long  # in the default run, Inductor has one mesh of tests/test_compile.py
+@pytest.mark.long  # The default run compiles with Inductor on one mesh in tests/test_compile.py.
 def test_inductor_runs_two_generations_from_one_graph(rank_pool):
     expected = small_pipe("torch.compile")(**flux_call()).images
     for outs, frames in rank_pool.run(draw_compiled, 2, "torch.compile", "after", 2, 1, backend="inductor"):
@@ -150,13 +150,13 @@ def draw_sizes(way):
     return outs, counter.frame_count
 
 
-@pytest.mark.long  # tests/test_compile.py has twelve lengths of a model of a few layers
+@pytest.mark.long  # tests/test_compile.py has twelve lengths of a model of a few layers.
 def test_twelve_sizes_work_compiled_with_few_compilations(rank_pool):
     pipe = small_pipe("torch.compile")
     expected = [pipe(**flux_call(height=height, width=width, num_inference_steps=1)).images for height, width in SIZES]
     for outs, compiled in rank_pool.run(draw_sizes, 2, "torch.compile"):
         errors = [relative_error(out, alone) for out, alone in zip(outs, expected, strict=True)]
         assert max(errors) < 1e-5, errors
-        # One for the first size, one for all others, one more where a rank holds a single token or none (Dynamo
-        # specializes lengths 0 and 1).
+        # There is one graph for the first size, one for all others, and one for ranks with a single token or none,
+        # because Dynamo specializes lengths 0 and 1.
         assert compiled <= 4, compiled

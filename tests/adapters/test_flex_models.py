@@ -1,4 +1,6 @@
-"""Models of diffusers that attend by flex attention and keep keys from call to call, against the unmodified model."""
+"""Models of diffusers that attend by flex attention and keep keys from call to call, compared with the unmodified
+model.
+"""
 
 import copy
 from unittest import mock
@@ -18,7 +20,7 @@ SIZE = (3, 6, 10)
 
 
 def generate_chunks(transformer):
-    """Return AnyFlow FAR's predictions for three chunks, each of which attends to the keys of the earlier ones."""
+    """Return the predictions of AnyFlow FAR for three chunks. Each chunk attends to the keys of the earlier ones."""
     num_chunks, height, width = SIZE
     inputs = MODELS["anyflow far"].inputs(*SIZE)
     inputs = {name: value for name, value in inputs.items() if "timestep" not in name}
@@ -69,7 +71,7 @@ def animation_step(kv_cache):
 
 
 def generate_from_reference(transformer):
-    """Return Wan Animate 2's predictions of two steps that attend to the keys of the reference pass.
+    """Return the predictions of Wan Animate 2 in two steps that attend to the keys of the reference pass.
 
     The first step has fewer frames than the whole video.
     """
@@ -103,7 +105,7 @@ def test_keys_of_earlier_calls_are_those_of_one_device(rank_pool, name, ring, ul
     for rank, outs in enumerate(rank_pool.run(generate_in_parallel, ring * ulysses, name, ring, ulysses)):
         errors = [relative_error(out, whole) for out, whole in zip(outs, expected, strict=True)]
         assert max(errors) < 1e-5, f"rank {rank}: {errors}"
-        # Each attends to what came before: a step alone gives something else.
+        # Each step attends to earlier tokens, so a step alone gives another output.
         assert relative_error(expected[1], expected[0]) > 1e-3
 
 
@@ -130,7 +132,7 @@ def masks_of_blocks(ring, ulysses):
 
 @pytest.mark.long
 def test_kandinsky_6_sr_shards_masks_by_heads(rank_pool):
-    # On a CPU flex attention without compilation ignores a mask that consists of blocks alone, so an output would not
+    # On a CPU, flex attention without compilation ignores a mask that consists of blocks only, so an output would not
     # show it.
     expected = masks_of_blocks(1, 1)
     assert 0 < torch.cat(expected).float().mean() < 1

@@ -1,4 +1,4 @@
-"""Every diffusers pipeline on FluxTransformer2DModel generates on several ranks what it generates alone."""
+"""Every diffusers pipeline on FluxTransformer2DModel generates the same on several ranks as alone."""
 
 import diffusers
 import numpy as np
@@ -25,7 +25,7 @@ IMAGE = Image.fromarray(_random.integers(0, 256, (72, 56, 3), dtype=np.uint8))
 CONTROL = Image.fromarray(_random.integers(0, 256, (72, 56, 3), dtype=np.uint8))
 MASK = Image.fromarray((_random.random((72, 56)) > 0.5).astype(np.uint8) * 255)
 
-# Name of the pipeline -> what its call takes in addition. strength: one step less would be one step only.
+# Each pipeline has the further arguments of its call. With one step less, strength would leave a single step.
 PIPELINES = {
     "FluxPipeline": {},
     "FluxImg2ImgPipeline": {"image": IMAGE, "strength": 0.9},
@@ -42,7 +42,8 @@ PIPELINES = {
     "FluxControlImg2ImgPipeline": {"image": IMAGE, "control_image": CONTROL, "strength": 0.9},
     "FluxControlInpaintPipeline": {"image": IMAGE, "mask_image": MASK, "control_image": CONTROL, "strength": 0.9},
     "FluxFillPipeline": {"image": IMAGE, "mask_image": MASK},
-    # 72 × 56 pixels of context in addition: 126 image tokens. Without these options they pick a size of a megapixel.
+    # The 72 × 56 pixels of context add 126 image tokens. Without these options the pipeline takes a size of a
+    # megapixel.
     "FluxKontextPipeline": {"image": IMAGE, "max_area": 72 * 56, "_auto_resize": False},
     "FluxKontextInpaintPipeline": {
         "image": IMAGE,
@@ -53,7 +54,8 @@ PIPELINES = {
     },
 }
 
-# Calls of a FluxPipeline: odd and even numbers of text and image tokens, batches, guidance, ways to give the prompt.
+# These calls of a FluxPipeline have odd and even numbers of text and image tokens, batches, guidance, and several ways
+# to pass the prompt.
 CALLS = {
     "13 text tokens": {},
     "1 text token": {"max_sequence_length": 1},
@@ -93,7 +95,7 @@ def build(name):
 
 
 def draw_with(name):
-    """Generate with Ulysses, then with a ring."""
+    """Return the outputs with Ulysses and with a ring."""
     pipe = build(name)
     outs = []
     for ring, ulysses in ((1, 2), (2, 1)):
@@ -112,7 +114,7 @@ def test_two_ranks_generate_what_one_generates(rank_pool, name):
 
 
 def test_every_pipeline_of_diffusers_on_this_transformer_is_tried():
-    # The prior makes embeddings for the others, and has no transformer.
+    # The prior makes embeddings for the other pipelines, and has no transformer.
     names = {name for name in dir(diffusers) if name.startswith("Flux") and name.endswith("Pipeline")}
     names = {name for name in names if getattr(diffusers, name).__module__.startswith("diffusers.pipelines.flux.")}
     assert names - {"FluxPriorReduxPipeline"} == set(PIPELINES)
@@ -139,7 +141,7 @@ def multi_controlnet_pipe():
 
 
 def draw_others(ring, ulysses, parallel=True):
-    """Images of pipes that take more than the plain ones: by name."""
+    """Return the images of pipes that take further arguments, by name."""
     mesh = cpu_mesh(ring, ulysses) if parallel else None
     pipes = {
         "two ControlNets": (
@@ -174,7 +176,7 @@ def test_controlnets_kontext_and_guidance_are_exact_on_four_ranks(rank_pool):
 
 
 def draw_without_rerouting():
-    """Generate with attention over this rank's own tokens only, as a negative control."""
+    """Return the outputs with attention over this rank's own tokens only, as a negative control."""
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
 
     with each_rank_alone():
@@ -182,7 +184,7 @@ def draw_without_rerouting():
 
 
 def test_these_images_depend_on_what_other_ranks_hold(rank_pool):
-    # The other tests could not fail if attention hardly mattered to the tiny transformer.
+    # The other tests could not fail if attention hardly affected the tiny transformer.
     expected = generate(flux_pipe())
     for out in rank_pool.run(draw_without_rerouting, 2):
         assert relative_error(out, expected) > 0.01

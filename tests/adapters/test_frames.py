@@ -1,4 +1,4 @@
-"""The number of para_core's Python frames below a pipeline call, and the line that warnings point to."""
+"""The number of para_core's Python frames below a pipeline call, and the line to which warnings point."""
 
 import sys
 import warnings
@@ -31,7 +31,7 @@ def own_files():
 
 
 def files_at(owner, function, pipe):
-    """Return the files of the frames that are active at the first call of ``function`` of a class or module."""
+    """Return the files of the active frames at the first call of ``function``, which belongs to a class or module."""
     stacks, original = [], getattr(owner, function)
 
     def watched(*args, **kwargs):
@@ -55,9 +55,9 @@ def test_each_wrapper_is_one_frame(cached, at_forward, at_exchange):
         pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2), assume_equal=True)
         if cached:
             apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
-        # Three of them are the wrapped methods: the pipe's and the model's __call__, and the model's _call_impl.
+        # Three of these frames are wrapped methods: __call__ of the pipe and of the model, and _call_impl of the model.
         assert files_at(FluxTransformer2DModel, "forward", pipe).total() <= at_forward
-        # Down to where keys and values leave for other ranks, in SlicedAllToAll.start.
+        # These frames lead to SlicedAllToAll.start, which sends keys and values to other ranks.
         assert files_at(transfer, "start_all_to_all", pipe).total() <= at_exchange
 
 

@@ -1,4 +1,4 @@
-"""Guidance over the ``batch`` mesh dim: each half of the ranks computes one branch, and the images are the same."""
+"""Guidance over the ``batch`` mesh dim: each half of the ranks computes one branch, and the images stay the same."""
 
 import copy
 import pickle
@@ -42,7 +42,7 @@ CALLS = {
 
 
 def draw_counting(pipe, **options):
-    """Return the image and how often this rank ran the last block of the transformer."""
+    """Return the image, and how often this rank ran the last block of the transformer."""
     block = pipe.transformer.single_transformer_blocks[-1]
     calls = []
     hook = block.register_forward_hook(lambda *_: calls.append(1))
@@ -79,7 +79,7 @@ def test_sequential_branches_are_distributed(rank_pool, shape):
         assert relative_error(outs["alone again"][0], expected["guided"][0]) < 1e-5
 
 
-# Calls of pipelines that guide one branch after the other, and of their transformers.
+# These pipelines guide one branch after the other.
 SEQUENTIAL = {
     "wan": {},
     "wan 2.2": {},
@@ -91,8 +91,8 @@ SEQUENTIAL = {
 
 
 def generate_counting(name, mesh=None):
-    """Return the latents and the number of transformer calls that this rank computed, for the first generation and
-    after a change of size.
+    """Return the latents and the number of transformer calls that this rank computed, in the first generation and after
+    a change of size.
     """
     tiny, counts, outs = PIPELINES[name], [], []
     pipe = tiny.build()
@@ -135,7 +135,7 @@ def look_on_one_rank(name):
     pipe = parallelize_pipe(PIPELINES[name].build(), mesh=cpu_mesh(1, 1, batch=2))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Cosmos2VideoToWorldPipeline .*guidance")
-        # Without guidance one rank has no branch, so only the callback asks for the results of a step.
+        # Without guidance one rank has no branch, so only the callback needs the results of a step.
         out = pipe(**PIPELINES[name].call(callback_on_step_end=look, guidance_scale=1.0))[0]
     return float(out.norm()), norms
 
@@ -147,7 +147,7 @@ def test_callback_reads_latents_on_one_rank(rank_pool):
 
 
 def count_by_pipeline(name):
-    """Return how many transformer calls this rank computed in the second generation, when the form of the output is
+    """Return how many transformer calls this rank computed in the second generation, when the output's shape is
     known.
     """
     tiny, calls = PIPELINES[name], []
@@ -248,7 +248,7 @@ def test_call_without_guidance_is_exact_and_warns_once(rank_pool):
 
 
 def other_pipe_of(pipe):
-    """Return a pipeline with the models of ``pipe`` and a scheduler of its own."""
+    """Return a pipeline with the models of ``pipe`` and its own scheduler."""
     scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
     other = type(pipe)(**{**pipe.components, "scheduler": scheduler})
     other.set_progress_bar_config(disable=True)
@@ -256,7 +256,7 @@ def other_pipe_of(pipe):
 
 
 def draw_in_callback(batch, threshold):
-    """Return the images of a pipeline and of another one with its transformer, which a callback runs, and how often
+    """Return the images of a pipeline and of a second one with its transformer, which a callback runs, and how often
     this rank ran the last block.
     """
     pipe = flux_pipe()

@@ -1,6 +1,4 @@
-"""diffusers' own hooks on a parallel pipeline: each gives what it gives on one device, or is an error before the
-call.
-"""
+"""diffusers' own hooks on a parallel pipeline give the result of one device, or an error before the call."""
 
 import importlib
 import inspect
@@ -19,12 +17,12 @@ from tests.adapters.test_pipelines import generate
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES
 
-# These hooks act on weights only, or skip each token independently.
+# These hooks change weights only, or skip each token independently.
 EXACT = {hook for hook in HOOKS if hook.startswith(("group offload", "layerwise", "layer skip"))} - {
     "layer skip, dropout 0.5 (auto guidance)"
 }
-# None of the hooks above installs these: they concern GPUs, LoRAs, or diffusers' own parallelism, which is refused when
-# it is switched on.
+# No hook above installs these. They concern GPUs, LoRAs, or diffusers' own parallelism, which is refused when it is
+# enabled.
 NOT_TRIED = {
     "LazyPrefetchGroupOffloadingHook",
     "LayerExecutionTrackerHook",
@@ -93,7 +91,7 @@ def with_hooks_of_others():
     registry = HookRegistry.check_if_exists_or_initialize(pipe.transformer.x_embedder)
     registry.register_hook(Doubles(), "mine")
     image = pipe(**flux_call()).images
-    # As one that a later diffusers brings.
+    # A later version of diffusers could bring such a hook.
     Doubles.__module__ = "diffusers.hooks.of_tomorrow"
     try:
         with pytest.raises(RuntimeError, match="Doubles at 'x_embedder'"):

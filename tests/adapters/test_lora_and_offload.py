@@ -1,4 +1,4 @@
-"""LoRA and offload go on and off a parallel pipe in every order."""
+"""LoRA and offload can be added to a parallel pipe and removed in any order."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from para_core.adapters import (
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
-# proj_out is the last module of the transformer: peft puts another one in its place. By its name, the blocks' too.
+# proj_out is the last module of the transformer, and peft replaces it. The name also matches the blocks' proj_out.
 TARGETS = (
     "x_embedder",
     "proj_out",
@@ -29,7 +29,7 @@ TARGETS = (
 
 
 def lora_weights(rank=3):
-    """Return the weights of a LoRA by the names that files use, large enough to change the output measurably."""
+    """Return the weights of a LoRA under the names that files use, large enough to change the output measurably."""
     generator = torch.Generator().manual_seed(11)
     transformer = flux_pipe().transformer
     weights = {}
@@ -42,7 +42,7 @@ def lora_weights(rank=3):
 
 
 def draw_with_lora(mesh_shape, when):
-    """Return the image at every stage; without a mesh, those of the unmodified pipe."""
+    """Return the image at each stage. Without a mesh, return those of the unmodified pipe."""
     pipe = flux_pipe(shared_parts=False)
     outs = {}
 
@@ -85,7 +85,7 @@ def offload_model(pipe):
 
 
 def offload_sequentially(pipe):
-    # As enable_sequential_cpu_offload does for each model; for text encoders it fails on a CPU, without ranks too.
+    # enable_sequential_cpu_offload does this for each model. For text encoders it fails on a CPU, also without ranks.
     cpu_offload(pipe.transformer, execution_device=torch.device("cpu"))
 
 
@@ -147,7 +147,7 @@ def test_offload_goes_on_and_off_in_every_order(rank_pool, name):
 
 
 def add_lora(transformer):
-    """Add a LoRA in the middle of the model and on the layer after which tokens are gathered."""
+    """Add a LoRA to a layer in the middle of the model, and to the layer after which tokens are gathered."""
     transformer.add_adapter(
         LoraConfig(r=3, target_modules=["proj_out", "attn1.to_q", "attn2.to_v"], init_lora_weights=False)
     )

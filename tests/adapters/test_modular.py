@@ -1,6 +1,4 @@
-"""Modular pipelines of diffusers, which are put together from blocks, generate on several ranks what they generate
-alone.
-"""
+"""Modular pipelines of diffusers generate the same on several ranks as alone."""
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from para_core.adapters import apply_cache_on_pipe, cache_report, parallelize_pi
 from tests.tiny import cpu_mesh, each_rank_alone, flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES
 
-# Blocks, a pipeline with the components that they expect, and the mesh: batch × ring × ulysses.
+# Each case has blocks, a pipeline with the components that they expect, and the mesh as batch × ring × ulysses.
 CASES = {
     "flux": (FluxAutoBlocks, flux_pipe, (1, 1, 2)),
     # Its guider calls the transformer once for each branch.
@@ -56,7 +54,7 @@ def test_a_modular_pipeline_is_exact_in_parallel_and_cached(rank_pool, name):
     batch = CASES[name][2][0]
     for outs, hits, unaware, alone in rank_pool.run(generate_parallel, 2, name):
         assert max(map(relative_error, outs, expected)) < 1e-5
-        # Ranks along the batch dim compute a branch each; others depend on what they exchange.
+        # Ranks along the batch dim compute one branch each. The other ranks decide by what they exchange.
         assert hits * batch == cache_report(pipe).hits
         assert batch == 2 or relative_error(unaware, expected[0]) > 1e-3
         assert torch.equal(alone, expected[1])

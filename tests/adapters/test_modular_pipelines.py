@@ -1,4 +1,6 @@
-"""Modular pipelines of diffusers on two ranks equal the unmodified ones, with and without a cache, and are undone."""
+"""Modular pipelines of diffusers on two ranks equal the unmodified ones, with and without a cache, and can be
+undone.
+"""
 
 import diffusers.modular_pipelines
 import pytest
@@ -16,13 +18,13 @@ from para_core.adapters.registry import adapter_for, transformers_of
 from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.pipelines.modular import MODULAR
 
-# They have sound, three modalities in one sequence, cached keys, a UNet, and two transformers.
+# These pipelines have sound, three modalities in one sequence, cached keys, a UNet, and two transformers.
 SAMPLE = ("Echo", "MiniMaxH3", "QwenImage21", "StableDiffusionXL", "Wan22Vace")
 NAMES = [name if name in SAMPLE else pytest.param(name, marks=pytest.mark.long) for name in MODULAR]
 
 
 def meshes_of(name):
-    """Return sizes of ring, Ulysses and batch."""
+    """Return the sizes of ring, Ulysses and batch of each mesh for this pipeline."""
     return [(1, 2, 1), (2, 1, 1), *([(1, 1, 2)] if MODULAR[name].guided else [])]
 
 
@@ -48,7 +50,7 @@ def run_parallel(name, ring, ulysses, batch):
 
 @pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore::para_core.user_warnings.CacheWarning")
-# diffusers gives this flag in Wan Animate 2.
+# diffusers passes this flag in Wan Animate 2.
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_modular_pipeline_on_two_ranks_equals_the_unmodified_one(rank_pool, name):
@@ -59,7 +61,7 @@ def test_modular_pipeline_on_two_ranks_equals_the_unmodified_one(rank_pool, name
             assert relative_error(out, expected) < 1e-5, mesh
             # A rank that computed everything would do as much as one process. Layers of a UNet see global shapes.
             assert work < LARGEST_SHARE * total or not transformers, mesh
-            # With the cached keys of Qwen-Image 2.1 all blocks run, and the cache decides nothing.
+            # With the cached keys of Qwen-Image 2.1 all blocks run, and the cache makes no decision.
             assert torch.equal(cached, out) and (computed > 0 or name.startswith("QwenImage21")), mesh
             assert torch.equal(alone, expected), mesh
 

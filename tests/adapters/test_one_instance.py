@@ -50,7 +50,7 @@ def live_beside_each_other():
     assert vars(pipe).keys() == vars(other).keys()
     assert vars(pipe.transformer).keys() == vars(other.transformer).keys()
     assert torch.equal(pipe(**flux_call()).images, alone)
-    unparallelize_pipe(pipe)  # nothing left to undo
+    unparallelize_pipe(pipe)  # Nothing is left to undo.
     assert not _get_current_function_mode_stack()
 
 
@@ -76,12 +76,12 @@ def copy_a_parallel_pipe():
         refuse_copies(part)
     with pytest.raises(TypeError, match="FluxTransformer2DModel"):
         copy.deepcopy(torch.compile(pipe.transformer, backend="eager"))
-    with tempfile.TemporaryDirectory() as folder:  # transformers itself saves on the first rank only
+    with tempfile.TemporaryDirectory() as folder:  # transformers itself saves on the first rank only.
         if dist.get_rank() == 0:
             pipe.save_pretrained(folder)
             loaded = FluxPipeline.from_pretrained(folder)
             loaded.set_progress_bar_config(disable=True)
-            # Loaded parameters lie elsewhere in memory, which changes the last bits, also without any of this.
+            # Loaded parameters have other addresses in memory, which changes the last bits, also without para_core.
             assert relative_error(loaded(**flux_call()).images, alone) < 1e-6
     # A refused copy leaves the pipe parallel.
     assert mesh_of_plan(pipe.transformer) is not None
@@ -112,7 +112,7 @@ def change_mesh():
         mesh = mesh_of_plan(pipe.transformer)
         assert (mesh.ring.size, mesh.ulysses.size) == (ring, ulysses)
         assert relative_error(pipe(**flux_call()).images, alone) < 1e-5
-        assert type(pipe).__mro__[1] is FluxPipeline  # one private class, not one per call
+        assert type(pipe).__mro__[1] is FluxPipeline  # There is one private class, not one for each call.
 
 
 def test_parallelizing_again_takes_effect(rank_pool):

@@ -1,5 +1,5 @@
-"""Pipelines of every family beside FLUX.1 generate on several ranks what they generate alone. Each has tests of its
-own: `-k mochi`.
+"""Pipelines of all families except FLUX.1 generate the same on several ranks as alone. Each has its own tests: `-k
+mochi`.
 """
 
 import inspect
@@ -25,24 +25,24 @@ from zoo.tiny.pipelines.options import TEXT_WIDTH, instead_of_text, random_image
 from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 from zoo.tiny.transformers.registry import SHELF
 
-FLUX_1 = "diffusers.pipelines.flux."  # tests/adapters/test_flux_pipelines.py
+FLUX_1 = "diffusers.pipelines.flux."  # tests/adapters/test_flux_pipelines.py has these pipelines.
 
 
 def generate(pipe, name, **options):
-    """The first output: a tensor, of PIL images too."""
+    """Return the first output as a tensor, also if it is PIL images."""
     with warnings.catch_warnings(), torch.random.fork_rng():
         if "generator" not in options:
             # ControlNets of Qwen-Image and Stable Diffusion 3 encode their images with noise of the default generator.
             torch.manual_seed(7)
         # Mochi asks for an autocast that the CPU does not have.
         warnings.filterwarnings("ignore", message="In CPU autocast")
-        # Ranks along the batch dim may have nothing to share, which is tested elsewhere.
+        # Ranks along the batch dim may have nothing to share, which other tests cover.
         warnings.filterwarnings("ignore", message=r".*guidance: .*'batch'|.* \d+ sample.*'batch'")
         out = pipe(**PIPELINES[name].call(**options))
     assert (type(out) is tuple) == (options.get("return_dict") is False)
     out = out[0]
     if isinstance(out, list) and isinstance(out[0], Tensor):
-        # FramePack gives the latents of each section.
+        # FramePack returns the latents of each section.
         return torch.cat(out, dim=2)
     if isinstance(out, Tensor):
         return out
@@ -77,7 +77,7 @@ def draw_on(name, shapes):
     return {shape: generate(parallelize_pipe(pipe, mesh=mesh), name) for shape, mesh in meshes_of(shapes).items()}
 
 
-# On one device another order of sums (SDPA's math backend) already changes this pipeline's latents by 1.02e-5.
+# On one device, another order of sums (SDPA's math backend) already changes this pipeline's latents by 1.02e-5.
 BOUNDS = {"kandinsky 5, one image": 3e-5}
 
 
@@ -88,11 +88,11 @@ def check(rank_pool, name, shapes):
 
 
 def long_but(names, of):
-    """Return the params ``of``, of which all but ``names`` are marked long."""
+    """Return the params ``of``, with all but ``names`` marked long."""
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in of]
 
 
-# Further ways to call a pipeline of the shelf: the default run has its first way.
+# These are further ways to call a pipeline of the shelf. The default run has its first way.
 OTHER_WAYS = [name for name in SHELF_PIPELINES if "," in name and name.split(",")[0] in SHELF_PIPELINES]
 
 
@@ -127,7 +127,7 @@ def test_guidance_over_ranks_is_exact_on_four(rank_pool, name):
 
 
 def draw_unaware_and_undone(name, shape):
-    """Generate without communication between the ranks, and after the pipeline was restored."""
+    """Generate without communication between the ranks, and again after the pipeline was restored."""
     pipe = build(name, meshes_of([shape])[shape])
     with each_rank_alone():
         unaware = generate(pipe, name)
@@ -136,7 +136,7 @@ def draw_unaware_and_undone(name, shape):
 
 
 def pipelines_undone():
-    """Pipelines and meshes: of each kind of mesh some in the default run."""
+    """Return the pipelines and meshes to test. The default run has some for each kind of mesh."""
     for shape, names in (((1, 1, 2), SOME), ((1, 2, 1), ["hunyuan"]), ((2, 1, 1), ["cogvideox", "wan"])):
         for name in PIPELINES:
             yield pytest.param(name, shape, marks=() if name in names else pytest.mark.long)
@@ -146,17 +146,17 @@ def pipelines_undone():
 @pytest.mark.parametrize(("name", "shape"), [*pipelines_undone()])
 def test_pipeline_needs_other_ranks_until_it_is_undone(rank_pool, name, shape):
     for unaware, undone in rank_pool.run(draw_unaware_and_undone, 2, name, shape):
-        # This pipeline depends on what other ranks hold.
+        # This pipeline must depend on the tokens of other ranks.
         assert shape != (1, 1, 2) or relative_error(unaware, generated_alone(name)) > 1e-3
         assert relative_error(undone, generated_alone(name)) < 1e-5
 
 
 def test_output_whose_other_field_is_none_is_returned(rank_pool):
-    # Latents that waited for the other rank are returned in an output with nsfw_content_detected=None.
+    # The pipeline returns latents, for which it waited, in an output with nsfw_content_detected=None.
     check(rank_pool, "hunyuandit, perturbed", [(2, 1, 1)])
 
 
-# Others on transformers that a plan serves, and why they are not tried.
+# These other pipelines run on a transformer with a plan. The values say why they are not tried.
 NOT_TRIED = {
     "Flux2KleinKVPipeline": "keeps the keys of reference images, which is refused "
     "(tests/adapters/compatibility/test_phases.py)",
@@ -182,11 +182,11 @@ def test_every_supported_pipeline_is_tried_or_named():
             if planned:
                 (on_the_shelf if shelf.issuperset(planned) else on_them).add(name)
     tried = {type(build(name)).__name__ for name in PIPELINES}
-    # For models of the shelf, testing the transformer alone suffices (test_transformers.py): docs/pipelines.md says so.
+    # For models of the shelf it suffices to test the transformer (test_transformers.py), as docs/pipelines.md says.
     assert on_them - NOT_TRIED.keys() == tried - on_the_shelf
 
 
-# One for each kind of VAE, and one that puts sections together.
+# There is one pipeline for each kind of VAE, and one that joins sections.
 DECODED = ["hunyuan", "mochi", "cogvideox", "wan", "framepack", "hunyuan 1.5", "qwen-image", "ltx", "ltx2", "flux2"]
 
 
@@ -213,7 +213,7 @@ def mask(*lengths, total=13):
     return torch.tensor([[index < length for index in range(total)] for length in lengths])
 
 
-# The second adds tokens of its own.
+# The second condition adds its own tokens.
 CONDITIONS = [
     LTXVideoCondition(image=random_image(96, 160, seed=2)),
     LTXVideoCondition(video=random_video(9, 96, 160), frame_index=8, strength=0.8),
@@ -236,7 +236,7 @@ def begin_guidance(pipe, step, timestep, tensors):
     return tensors
 
 
-# Calls of other kinds: of which pipeline, what is special, and the options.
+# These calls are of other kinds. Each has a pipeline, what is special about the call, and the options.
 CALLS = [
     *[
         (name, "two prompts", TWO)
@@ -327,7 +327,7 @@ CALLS = [
     *[(name, "three prompts", THREE) for name in ("mochi", "cogvideox", "wan", "pixart", "hunyuan 1.5")],
     *[(name, "two videos of each of two prompts", {**TWO, "num_videos_per_prompt": 2}) for name in ("hunyuan", "ltx")],
     ("qwen-image, editing", "two images of a prompt", {"num_images_per_prompt": 2}),
-    # Its branches are taken apart inside of the model: no rank may have samples of its own.
+    # The model separates its branches itself, so no rank may have samples of its own.
     ("pixart, perturbed", "two prompts", TWO),
     ("wan", "guidance ends", {"callback_on_step_end": end_guidance}),
     ("skyreels v2, forcing", "guidance ends", {"callback_on_step_end": end_guidance}),
@@ -442,7 +442,7 @@ def test_callbacks_interruptions_and_kinds_of_output_are_as_alone(rank_pool, nam
         assert max(errors.values()) < 1e-5, errors
 
 
-# Pipelines whose text may be sharded or replicated.
+# The text of these pipelines may be sharded or replicated.
 WITH_TEXT = ["qwen-image", "qwen-image, controlnet", "ltx", "flux2 klein"]
 
 
@@ -461,8 +461,8 @@ def test_text_may_be_cut_or_whole(rank_pool, name):
 
 
 def draw_with_noise_at_each_step(mesh_shape=None):
-    """Generate with a scheduler that draws from the default generator at every step, whose state differs between
-    ranks.
+    """Generate with a scheduler that draws from the default generator at every step. The generator's state differs
+    between ranks.
     """
     pipe = build("cogvideox", mesh_shape and cpu_mesh(*mesh_shape))
     pipe.scheduler = CogVideoXDPMScheduler.from_config(pipe.scheduler.config)
@@ -478,7 +478,7 @@ def test_step_noise_equals_that_of_first_rank(rank_pool):
         assert relative_error(out, expected) < 1e-5
 
 
-# The pipeline, the difference of rank 1 from rank 0, and the arguments of both.
+# Each row has the pipeline, the difference of rank 1 from rank 0, and the arguments of both.
 DIFFERENCES = [
     ("hunyuan", {"num_frames": 13}),
     ("hunyuan", {"guidance_scale": 5.0}),

@@ -1,4 +1,4 @@
-"""Quantized by torchao before or after, a model computes on several ranks what it computes alone."""
+"""A model that torchao quantized before or after parallelizing computes the same on several ranks as alone."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from zoo.tiny.transformers.registry import MODELS
 # Mochi asks for an autocast that the CPU does not have.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
 
-# Configurations that a CPU computes; fp8 with dynamic activations requires a GPU when it quantizes.
+# A CPU can compute with these configurations. fp8 with dynamic activations needs a GPU for quantizing.
 WEIGHTS = {"int8 weights": Int8WeightOnlyConfig(), "fp8 weights": Float8WeightOnlyConfig()}
 CONFIGS = {**WEIGHTS, "int8 activations": Int8DynamicActivationInt8WeightConfig()}
 NAMES = ["flux", "hunyuan", "mochi", "cogvideox", "wan", "qwen-image", "ltx"]
@@ -46,7 +46,7 @@ def compute(transformer, name, **changed):
 
 
 def call_quantized(configs, mesh_shape):
-    """Return the outputs quantized before parallelizing, after undoing, and quantized after parallelizing."""
+    """Return three outputs: quantized before parallelizing, after undoing, and quantized after parallelizing."""
     outs = {}
     for name in NAMES:
         for config in configs:
@@ -96,8 +96,8 @@ def call_quantized_without_exchange():
 
 @pytest.mark.long
 def test_quantized_activations_differ_by_float_order_only(rank_pool):
-    # A value that falls between two of 256 steps goes where its last bit says, and a step is 1e5 times that bit. Each
-    # token has a scale of its own, so which tokens a rank holds makes no other difference.
+    # The last bit of a value between two of 256 levels decides to which it is rounded, and a level is 1e5 times that
+    # bit. Each token has its own scale, so it does not matter otherwise which tokens a rank has.
     expected, budget = {}, {}
     for name in NAMES:
         transformer = build_transformer(name, "int8 activations")
@@ -137,7 +137,7 @@ def test_quantized_they_are_one_graph(rank_pool, cases):
             assert (graphs, relative_error(out, expected[case]) < bound) == (1, True), case
 
 
-# -- with the other options of a pipeline
+# -- With the other options of a pipeline.
 
 
 def add_lora(transformer):
@@ -158,7 +158,7 @@ def quantize(transformer):
 
 
 def cast(transformer):
-    """Store the weights in 8 bits; each layer casts its own before it computes."""
+    """Store the weights in 8 bits. Each layer casts its own weights before it computes."""
     transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
 
 
@@ -186,7 +186,8 @@ def draw_with_options(mesh_shape=None):
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")  # it cannot be merged, alone neither
+# This layer cannot be merged, also on one device.
+@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated")
 def test_quantized_pipes_are_exact_with_a_lora_and_offloaded(rank_pool):
     expected = draw_with_options()
     assert relative_error(expected["quantized, with a LoRA", "alone"], expected["quantized", "alone"]) > 1e-3

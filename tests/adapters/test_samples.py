@@ -1,4 +1,4 @@
-"""Ranks along a batch mesh dim get their samples of every tensor, or an error that names the tensor."""
+"""Ranks along a batch mesh dim get their samples of every tensor, or an error names the tensor."""
 
 import inspect
 import re
@@ -16,7 +16,7 @@ from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
 BATCHED = [adapter for adapter in ADAPTERS if adapter.plan is not None and adapter.plan.batched]
-# A parameter that is annotated with these types only holds no tensor.
+# A parameter that is annotated with only these types holds no tensor.
 PLAIN = r"(int|float|bool|str|None|list|tuple|typing|Union|Optional|class|[\[\],|<>'. ])+"
 
 
@@ -41,7 +41,7 @@ SD3 = next(adapter for adapter in BATCHED if adapter.transformer == "SD3Transfor
 
 
 def call_with_more():
-    """Return, for each way of calling, the error or the output."""
+    """Return the error or the output of each way to call."""
     model = MODELS["sd3"]
     transformer, inputs = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 1, batch=2)), model.inputs(3, 6, 10)
     tokens = inputs.pop("hidden_states")
@@ -79,8 +79,8 @@ def test_bad_arguments_raise_on_every_rank_of_batch_mesh(rank_pool):
 
 
 def call_with_lists():
-    """Run Z-Image on captions of two lengths, with and without a ControlNet's samples. Return the latents, and how many
-    samples this rank computed.
+    """Run Z-Image on captions of two lengths, with and without a ControlNet's samples. Return the latents, and the
+    number of samples that this rank computed.
     """
     model, computed = MODELS["z-image"], []
     transformer, inputs = model.build(), model.inputs(2, 6, 10)

@@ -1,4 +1,4 @@
-"""Every transformer of a pipeline is parallel, not the first alone."""
+"""All transformers of a pipeline become parallel, not only the first."""
 
 from types import SimpleNamespace
 
@@ -40,9 +40,9 @@ def tokens_by_transformer():
     return num_tokens
 
 
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hooks of this test only observe, or raise.
 def test_unconditional_transformer_of_ideogram_4_is_sharded(rank_pool):
-    # The first transformer has 9 text tokens and 15 image tokens, the second the 15 image tokens only.
+    # The first transformer has 9 text tokens and 15 image tokens. The second has the 15 image tokens only.
     first, second = rank_pool.run(tokens_by_transformer, 2)
     assert first == {"transformer": 12, "unconditional_transformer": 8}
     assert second == {"transformer": 12, "unconditional_transformer": 7}
@@ -61,14 +61,14 @@ def calls_by_transformer():
 
 
 def test_ideogram_4_distributes_branches_of_two_transformers(rank_pool):
-    # Its blocks cannot be foreseen, so both ranks compute the first of three steps.
+    # The outputs of its blocks cannot be predicted, so both ranks compute the first of three steps.
     first, second = rank_pool.run(calls_by_transformer, 2)
     assert first == {"transformer": 3, "unconditional_transformer": 1}
     assert second == {"transformer": 1, "unconditional_transformer": 3}
 
 
 def h3_pipe():
-    """Build MiniMax H3, whose second transformer takes references. The class of its VAEs matters only to diffusers."""
+    """Return MiniMax H3, whose second transformer takes references. Only diffusers reads the class of its VAEs."""
     pipe = MiniMaxH3Blocks().init_pipeline()
     model = MODELS["minimax-h3"]
     pipe.update_components(
@@ -99,7 +99,7 @@ def test_transformers_are_found_by_type():
     controlnet = qwen_controlled("QwenImageControlNetPipeline").controlnet
     others = {"vae": image_vae(), "controlnet": controlnet, "prior": nn.Linear(2, 2)}
     assert transformers_of(SimpleNamespace(**others, denoiser=pipe.transformer)) == {"denoiser": pipe.transformer}
-    # A usual name holds a transformer that the user describes by adapter=.
+    # A usual name may hold a transformer that the user describes by adapter=.
     assert list(transformers_of(SimpleNamespace(**others, transformer=nn.Linear(2, 2)))) == ["transformer"]
 
 

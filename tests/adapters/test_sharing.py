@@ -1,4 +1,4 @@
-"""Two pipelines that share a transformer: the second becomes parallel too, and its errors say what it needs."""
+"""Two pipelines share a transformer. The second becomes parallel too, and its errors say what it needs."""
 
 import re
 from unittest import mock
@@ -176,7 +176,7 @@ def test_differing_inputs_by_hand_raise_on_all_ranks(rank_pool, name):
 
 
 def changed(x, how):
-    """Return a copy of ``x`` whose last element, or one bit of it, differs."""
+    """Return a copy of ``x`` in which the last element, or one bit of it, differs."""
     x = x.clone()
     last = x.view(-1)[-1:]
     if how == "zero":
@@ -189,7 +189,7 @@ def changed(x, how):
 
 
 def call_with_another_bit():
-    """Return the errors of ranks 0 and 1 for each difference; then call with equal inputs, NaNs included."""
+    """Return the errors of ranks 0 and 1 for each difference. Then call with equal inputs, also with NaNs."""
     transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
     plain = flux_transformer()
     inputs = flux_inputs(37, 7)

@@ -1,4 +1,4 @@
-"""Pipelines in bfloat16 on several ranks are as near to float32 as the unmodified bfloat16 pipeline is."""
+"""A pipeline in bfloat16 on several ranks is as near to float32 as the unmodified pipeline in bfloat16."""
 
 from functools import cache
 
@@ -10,7 +10,7 @@ from tests.adapters.test_pipelines import build, generate, generated_alone
 from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.pipelines import PIPELINES
 
-# One for each way that text, masks and guidance reach the blocks.
+# There is one pipeline for each way in which text, masks and guidance reach the blocks.
 SOME = ["cogvideox", "wan", "ltx", "qwen-image", "flux2 klein", "hunyuan, image by token replacement"]
 NAMES = [
     pytest.param(name, marks=() if name in SOME else pytest.mark.long)
@@ -20,7 +20,7 @@ NAMES = [
 
 
 def draw_in_bfloat16(name, shapes=None):
-    """Generate on each mesh ring × ulysses, or on one device if ``shapes`` is None."""
+    """Generate on each mesh (ring × ulysses), or on one device if ``shapes`` is None."""
     pipe, options, outs = in_bfloat16(build(name)), cast(PIPELINES[name].options), []
     with noise_of_float32():
         for shape in shapes or [None]:
@@ -42,7 +42,7 @@ def test_parallel_errors_are_those_of_the_unmodified_pipeline(rank_pool, name):
     assert alone > 1e-3, "it did not compute in bfloat16"
     for outs in rank_pool.run(draw_in_bfloat16, 2, name, [(1, 2), (2, 1)]):
         for out in outs:
-            # The two runs round differently, hence the factor. The largest ratios of all pipelines are 1.25 and 1.28
-            # (docs/measured/exactness.md).
+            # The factor allows for different rounding of the two runs. The largest ratios of all pipelines are 1.25 and
+            # 1.28 (docs/measured/exactness.md).
             assert relative_error(out, generated_alone(name)) <= 1.35 * alone
             assert relative_error(out, generated_in_bfloat16(name)) <= 1.35 * alone

@@ -1,4 +1,6 @@
-"""Stable Diffusion 3 with an IP-Adapter, and guided by a call that skips layers, is as alone on every mesh."""
+"""Stable Diffusion 3 with an IP-Adapter, or guided by a call that skips layers, gives the result of one device on every
+mesh.
+"""
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ from zoo.tiny.base import fill
 from zoo.tiny.pipelines import PIPELINES
 
 NAME = "stable diffusion 3"
-# For the negative image and for the image.
+# The first embedding is for the negative prompt, the second for the image.
 IMAGES = torch.stack([torch.linspace(-1, 1, 40).view(2, 20), torch.linspace(2, 0, 40).view(2, 20)])
-# From the second step on.
+# Layers are skipped from the second step on.
 WINDOW = {"skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0}
 OPTIONS = {
     "an IP-Adapter": {"ip_adapter_image_embeds": IMAGES},
@@ -54,7 +56,7 @@ def generate_on(what, shapes):
     return [*outs, generate(unparallelize_pipe(pipe), what)]
 
 
-# On a batch dim the call that skips layers is of one sample, which all ranks compute.
+# With a batch dim, the call that skips layers has one sample, so all ranks compute it.
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings(r"ignore:.* 1 sample.*'batch'")
 @pytest.mark.parametrize("what", OPTIONS)

@@ -1,4 +1,4 @@
-"""A LoRA of the tiny FLUX learns the same on several ranks as on one."""
+"""A LoRA of the tiny FLUX learns the same on several ranks as on one device."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ STEPS = 20
 
 
 def learn(mesh_shape, checkpointing=False):
-    """The loss of every step."""
+    """Return the loss of each step."""
     transformer = flux_transformer().requires_grad_(False).train()
     torch.manual_seed(3)
     transformer.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0", "add_k_proj"]))

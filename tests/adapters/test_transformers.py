@@ -1,6 +1,4 @@
-"""Every supported transformer computes on several ranks what it computes alone. Each has tests of its own: `-k
-mochi`.
-"""
+"""Every supported transformer computes the same on several ranks as alone. Each has its own tests: `-k mochi`."""
 
 import re
 import sys
@@ -20,7 +18,7 @@ from para_core.adapters.models import ADAPTERS
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
 from zoo.tiny.transformers.registry import MODELS, NO_WHOLE_GRAPH, SHELF
 
-# (frames, height, width) in latent pixels: even and odd numbers of tokens, and fewer tokens than ranks.
+# The sizes (frames, height, width) in latent pixels give even and odd numbers of tokens, and fewer tokens than ranks.
 SIZES = [(3, 6, 10), (1, 6, 6), (1, 2, 2)]
 
 
@@ -34,7 +32,7 @@ def call(transformer, name, size, **options):
     with torch.no_grad(), warnings.catch_warnings():
         # Mochi asks for an autocast that the CPU does not have.
         warnings.filterwarnings("ignore", message="In CPU autocast")
-        # Nucleus keeps the numbers of its positions.
+        # Nucleus caches the indices of its positions.
         warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
         return tensors(transformer(**MODELS[name].inputs(frames, *size[1:]), return_dict=False, **options))
 
@@ -46,7 +44,7 @@ def computed_alone(name):
 
 
 def call_parallel(name, shapes, text=None):
-    """Return the outputs by mesh, one for each size, and on Ulysses also those of ranks that do not communicate."""
+    """Return one output for each size, by mesh, and on Ulysses also the outputs of ranks that do not communicate."""
     transformer, outs = MODELS[name].build(), {}
     alone = call(transformer, name, SIZES[0])
     for shape in shapes:
@@ -68,16 +66,16 @@ def check(rank_pool, name, shapes, text=None):
                 errors = [relative_error(tensor, reference) for tensor, reference in zip(out, alone, strict=True)]
                 assert max(errors) < 1e-5, f"{shape}, rank {rank}, {size}: {errors}"
         if "unaware" in outs:
-            # This model depends on what other ranks hold.
+            # This model must depend on the tokens of other ranks.
             assert relative_error(outs["unaware"][0], computed_alone(name)[0][0]) > 1e-3
 
 
 def long_but(names):
-    """Return a param for every model; all but ``names`` are marked long."""
+    """Return a param for each model. All but ``names`` are marked long."""
     return [pytest.param(name, marks=() if name in names else pytest.mark.long) for name in MODELS]
 
 
-# One model for each way to shard: published plans and our own, masks, several streams, pieces of tokens, batches.
+# There is one model for each way to shard: published plans and ours, masks, several streams, pieces of tokens, batches.
 SOME = [
     "wan, image context",
     "wan vace",
@@ -92,7 +90,7 @@ SOME = [
 
 
 def walks_of_a_call():
-    """Return how often a later call of a transformer that is parallel without a pipeline walks its modules by name."""
+    """Return the walks over modules by name in a later call of a parallel transformer without a pipeline."""
     transformer = MODELS["flux"].build()
     parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
     call(transformer, "flux", SIZES[0])
@@ -111,13 +109,13 @@ def walks_of_a_call():
 
 
 def test_checks_before_a_call_walk_no_modules(rank_pool):
-    # The checks once made 6,500 of the 9,400 Python calls of a tiny FLUX, and more of a model with more blocks.
+    # The checks once made 6,500 of the 9,400 Python calls of a tiny FLUX, and more with more blocks.
     assert rank_pool.run(walks_of_a_call, 2) == [[], []]
 
 
 # Meshes are batch × ring × ulysses.
 def on_two_ranks():
-    """Yield every model, on both meshes; those of the shelf on one mesh, and in the long run on the other."""
+    """Yield every model on both meshes. Models of the shelf are on one mesh, and on the other in the long run."""
     ulysses, ring = (1, 1, 2), (1, 2, 1)
     for number, name in enumerate(MODELS):
         if name not in SHELF:
@@ -169,7 +167,9 @@ def test_batched_branches_are_shared_over_sequence_ranks(rank_pool, name):
 
 
 def samples_of_blocks(num_samples):
-    """Return outputs of a batch of ``num_samples`` on two ranks, the samples that the first block saw, and warnings."""
+    """Return the outputs of a batch of ``num_samples`` on two ranks, the samples that reached the first block, and
+    warnings.
+    """
     model = MODELS["cogvideox"]
     transformer = parallelize_transformer(model.build(), mesh=cpu_mesh(1, 1, batch=2))
     inputs = model.inputs(3, 6, 10)
@@ -249,7 +249,7 @@ def call_compiled(name, way, backend="aot_eager"):
 
 
 WHOLE_GRAPH = [name for name, model in MODELS.items() if model.cls not in NO_WHOLE_GRAPH]
-# A compilation takes a dozen seconds of two cores.
+# Compiling takes a dozen seconds of two cores.
 COMPILED = ["qwen-image, masked"]
 COMPILED_BY_BLOCKS = ["ltx2", "wan, image context", "hunyuan 1.5", "qwen-image, masked", "helios"]
 
@@ -292,13 +292,13 @@ def test_all_blocks_share_their_graphs(rank_pool):
     sizes = [(frames + more, *size) for more in range(3)]
     alone = [call(MODELS["wan"].build(), "wan", size) for size in sizes]
     for outs, graphs in rank_pool.run(graphs_of_blocks, 2, sizes):
-        # The second size has a graph of its own, in which lengths are symbols.
+        # The second size has its own graph, in which lengths are symbols.
         assert graphs == [1, 2, 2]
         for of_size, expected in zip(outs, alone, strict=True):
             assert max(relative_error(*pair) for pair in zip(of_size, expected, strict=True)) < 1e-5
 
 
-# On one device, too, Inductor's graphs of these models differ from eager code by up to 3e-4, or cannot be lowered for a
+# Inductor's graphs of these models differ from eager code by up to 3e-4 on one device too, or cannot be lowered for a
 # CPU (torch 2.13).
 ROUNDED_BY_INDUCTOR = ["framepack, one sample", "ideogram 4", "ideogram 4, a time step for each token", "kandinsky 5"]
 NOT_LOWERED = ["framepack", "kandinsky 6 sr"]

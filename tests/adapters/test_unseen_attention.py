@@ -1,5 +1,5 @@
-"""Attention backends of diffusers by name: on several ranks each is exact, or an error that says what to do; and
-another backend for attention to another sequence.
+"""Attention backends of diffusers, by name: each is exact on several ranks, or an error says what to do. Attention to
+another sequence may have another backend.
 """
 
 import re
@@ -20,7 +20,7 @@ from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
-# One model of each family, with masks and without, with text in the sequence and outside it.
+# There is one model of each family, with and without masks, with text in the sequence and outside it.
 FAMILIES = [
     "hunyuan",
     "framepack, one sample",
@@ -37,7 +37,7 @@ FAMILIES = [
     "minimax-h3",
     "sd3",
 ]
-# A processor that calls SDPA itself does not look at the backend, alone neither.
+# Their processors call SDPA themselves and ignore the backend, also on one device.
 DEAF = ["mochi", "cogvideox", "sd3"]
 
 
@@ -48,12 +48,12 @@ def backends_restored():
         yield
 
 
-# A CPU has the plain formula, and flash attention where there is no mask.
+# A CPU has the plain formula, and flash attention without a mask.
 ON_CPU = ("_native_math", "_native_flash")
 
 
 def call_native(name, backend, mesh_shape=None):
-    """Return the model's output, or the text of its error; on one device if there is no mesh."""
+    """Return the model's output, or the text of its error. Without a mesh the model runs on one device."""
     with backends_restored():
         transformer = MODELS[name].build()
         transformer.set_attention_backend(backend)
@@ -87,23 +87,23 @@ def test_native_backends_equal_one_device(rank_pool):
     for outs in rank_pool.run(call_all_native, 2, cases):
         for (name, backend, mesh_shape), out in outs.items():
             alone = expected[name, backend]
-            if isinstance(alone, str):  # No backend computes it alone, either.
+            if isinstance(alone, str):  # No backend computes it on one device either.
                 same = isinstance(out, str) and (out == alone or "sdpa_kernel(" in out)
             else:
                 same = relative_error(out, alone) < 1e-5
             assert same, (name, backend, mesh_shape, out)
 
 
-# -- names of functions that no mode sees
+# -- Names of functions that no mode sees.
 
-# With stand-ins for the libraries, on a CPU in float32, and a model without masks.
+# The libraries are stand-ins, on a CPU in float32, and the model has no masks.
 EXACT = {
     *("flash", "flash_varlen", "_flash_3", "_flash_varlen_3", "flex", "xformers", "sage", "sage_varlen"),
     *("_sage_qk_int8_pv_fp8_cuda", "_sage_qk_int8_pv_fp8_cuda_sm90"),
     *("_sage_qk_int8_pv_fp16_cuda", "_sage_qk_int8_pv_fp16_triton"),
     *("native", "_native_flash", "_native_math"),
 }
-# PyTorch has no such kernel for CPUs, on one device neither.
+# PyTorch has no such kernel for CPUs, also on one device.
 NOT_ON_CPU = {"_native_cudnn", "_native_efficient"}
 REFUSED = {
     *("flash_hub", "flash_varlen_hub", "flash_4_hub", "_flash_3_hub", "_flash_3_varlen_hub", "aiter_fa2_hub"),
@@ -192,7 +192,7 @@ expected_of = cache(lambda name: generate(build(name), name))
 
 
 def set_backend(transformer, backend):
-    """Set the backend of this transformer only; restore the process-wide one, which models without their own use."""
+    """Set the backend of this transformer only. Restore the process-wide one, which models without their own use."""
     with backends_restored():
         transformer.set_attention_backend(backend)
 
@@ -237,7 +237,7 @@ def test_pipes_translate_names_that_are_set_before_and_after(rank_pool):
 
 
 def draw_in_parts():
-    """Set a backend on some attention modules, by a context, and together with ``backend=``."""
+    """Set a backend on some attention modules, in a context, and together with ``backend=``. Return the outputs."""
     model, results = MODELS["wan"], {}
     with all_installed() as calls:
         pipe = build("wan", cpu_mesh(1, 2))
@@ -267,7 +267,7 @@ def draw_in_parts():
             pytest.raises(RuntimeError, match=r"'sage' .*backend='math'"),
         ):
             call(transformer, "wan", SIZES[0])
-        # A backend that is set on one rank only is an error on both.
+        # A backend that is set on one rank only is an error on both ranks.
         parallelize_transformer(transformer, mesh=cpu_mesh(1, 2))
         if torch.distributed.get_rank() == 1:
             transformer.set_attention_backend("sage")
@@ -337,7 +337,7 @@ def draw_guided(names):
 
 
 def attend_by_hand(query, key, value, attn_mask=None, scale=None, **_):
-    """Compute attention of ``[B, S, H, D]`` without scaled_dot_product_attention, like a kernel of flash_attn."""
+    """Attend over ``[B, S, H, D]`` without scaled_dot_product_attention, like a kernel of flash_attn."""
     scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if attn_mask is not None:
         attn_mask = attn_mask if attn_mask.ndim == 4 else attn_mask[:, None, None]

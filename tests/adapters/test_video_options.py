@@ -25,7 +25,7 @@ def offload_model(pipe):
 
 
 def offload_sequentially(pipe):
-    # As enable_sequential_cpu_offload does for each model; for text encoders it fails on a CPU, without ranks too.
+    # enable_sequential_cpu_offload does this for each model. For text encoders it fails on a CPU, also without ranks.
     for transformer in transformers_of(pipe):
         cpu_offload(transformer, execution_device=CPU)
 
@@ -78,14 +78,14 @@ def test_offloaded_videos_are_exact(rank_pool, names):
 
 
 def lora_weights(name):
-    """Return LoRA weights in file format: for linear layers of the first block, and for layers after which tokens are
+    """Return LoRA weights in file format, for linear layers of the first block and for layers after which tokens are
     gathered.
     """
     generator = torch.Generator().manual_seed(11)
     transformer = build(name).transformer
     linears = [path for path, part in transformer.named_modules() if isinstance(part, nn.Linear)]
     blocks = [path for path in linears if "blocks.0." in path and not path.endswith("proj_out")]
-    # peft takes the last part of a name to mean all layers of that name.
+    # peft takes the last part of a name to mean all layers with that name.
     last = [path for path in linears if path.endswith("proj_out")]
     weights = {}
     for path in (*blocks[:4], *last):

@@ -1,4 +1,4 @@
-"""Branches distributed over ranks: what code in between may do with results that are not there yet."""
+"""CFG branches are distributed over ranks. Code between the branches may use results that are not there yet."""
 
 import pickle
 import re
@@ -36,20 +36,20 @@ def combine_at_once(model, x):
 
 
 def cut_first(model, x):
-    """Shard the first result before the second call, as Qwen-Image's pipelines do."""
+    """Shard the first result before the second call, as the pipelines of Qwen-Image do."""
     cond = model(x, 0)[0][:, :3].unsqueeze(0).to(torch.float64).squeeze(0)
     first, second = model(x, 1)[0].chunk(2, dim=1)
     return torch.cat([cond.float() + first, second], dim=1)
 
 
 def scaled_first(model, x):
-    """Combine each result with the latents, as pipelines of Cosmos 2 and LTX-2 do."""
+    """Combine each result with the latents, as the pipelines of Cosmos 2 and LTX-2 do."""
     cond = x - 0.5 * model(x, 0)[0].float()
     return cond - model(x, 1)[0]
 
 
 def between_latents_changed_in_place(model, x):
-    """Mix results with latents that change in place meanwhile, as Cosmos's pipelines do."""
+    """Mix results with latents that are changed in place between the calls, as the pipelines of Cosmos do."""
     x = x.clone()
     cond = torch.where(x > 0, x * (1 - torch.tensor(0.5)), model(x, 0)[0])
     x.add_(1.0)
@@ -103,7 +103,7 @@ def in_another_form(model, x):
 
 
 def with_parts_that_are_not_there(model, x):
-    """Combine outputs of which some are lists or None, like the videos, sounds and actions of Cosmos 3."""
+    """Combine outputs with lists and None among them, like the videos, sounds and actions of Cosmos 3."""
     (cond,), nothing, (extra,) = model(x, 0, False, True)
     (uncond,), also_nothing, _ = model(x, 1, False, True)
     assert nothing is None
@@ -112,7 +112,7 @@ def with_parts_that_are_not_there(model, x):
 
 
 def of_another_size(model, x):
-    """Combine outputs whose size depends on a string, like Qwen-Image 2.1's ``kv_cache_mode``."""
+    """Combine outputs whose size depends on a string, such as ``kv_cache_mode`` of Qwen-Image 2.1."""
     cond = model(x, 0, False, False, "twice")[0][:2]
     return cond - model(x, 1, False, False, "once")[0]
 
@@ -123,7 +123,7 @@ def seen_by_numpy(model, x):
     return torch.from_numpy(cond.numpy() - pickle.loads(pickle.dumps(uncond)).numpy())
 
 
-# For each loop body, the calls that each of two ranks computes in a round whose output forms are known.
+# The tuple of each loop body has the calls of each of two ranks in a round whose output shapes are known.
 BODIES = {
     combine_at_once: (1, 1),
     cut_first: (1, 1),
@@ -144,7 +144,7 @@ BODIES = {
 
 
 def run(body, model, call):
-    """Run three rounds of a loop; return the result of each round and how often it called ``model``."""
+    """Run three rounds of a loop. Return the result of each round, and how often it called ``model``."""
     x = torch.linspace(-1, 1, 12).view(2, 6)
     outs = []
     for _ in range(3):
@@ -179,12 +179,12 @@ def test_code_on_deferred_results_is_exact(rank_pool, body, foresee):
     for rank, outs in enumerate(rank_pool.run(run_shared, 2, body.__name__, foresee)):
         for (out, _), (alone, _) in zip(outs, expected, strict=True):
             assert torch.equal(out, alone)
-        # A form that was not foreseen is known once all ranks have computed it.
+        # A shape that was not foreseen is known after all ranks have computed it.
         assert [calls for _, calls in outs[0 if foresee else 2 :]] == [BODIES[body][rank]] * (3 if foresee else 1)
 
 
 def run_with_pauses():
-    """Run six rounds with guidance in rounds 0, 2 and 5; return how often this rank ran the model in each."""
+    """Run six rounds with guidance in rounds 0, 2 and 5. Return how often this rank ran the model in each round."""
     guidance, model, counts = shared_by_two(on_meta), Model(), []
     with guidance.generation():
         for number in range(6):

@@ -1,10 +1,9 @@
-"""A stand-in for the package flash_attn, which needs a GPU: its operators, schemas and autograd functions, computed by
-PyTorch.
+"""A stand-in for the package flash_attn, which needs a GPU: its operators, schemas and autograd functions, in PyTorch.
 
 The structure is that of flash_attn 2.8 (``flash_attn/flash_attn_interface.py``): a function calls an
 ``autograd.Function``, whose forward pads the head dim to a multiple of 8, calls
-``torch.ops.flash_attn._flash_attn_forward``, and saves lse and the state of random numbers for a backward operator. Of
-FlashAttention-3 (``hopper/flash_attn_interface.py``) it has the forward, which is called by its Python name.
+``torch.ops.flash_attn._flash_attn_forward``, and saves lse and the state of the random numbers for a backward operator.
+FlashAttention-3 (``hopper/flash_attn_interface.py``) is represented by its forward, which is called by its Python name.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from torch import Tensor
 
 
 def attention(q, k, v, scale, causal, window=(-1, -1)):
-    """FlashAttention by its definition: ``[B, S, H, D]``, grouped heads, masks aligned with the last query and key.
-    Returns out and lse.
+    """Return out and lse of FlashAttention by its definition: ``[B, S, H, D]``, grouped heads, masks aligned with the
+    last query and key.
     """
     repeats = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2).float() for x in (q, k, v))
@@ -304,7 +303,7 @@ def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0,
     )
 
 
-# -- FlashAttention-3
+# -- FlashAttention-3.
 
 
 @torch.library.custom_op("flash_attn_3::_flash_attn_forward", mutates_args=())

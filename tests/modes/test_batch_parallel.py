@@ -1,4 +1,4 @@
-"""BatchParallelAttnMode: samples are sharded, attention is each rank's own."""
+"""BatchParallelAttnMode shards samples, and each rank computes the attention of its own."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from para_core import BatchParallelAttnMode, UnifiedAttnMode
 from tests.attention.one_device import make_qkv, relative_error
 from tests.rank_pool import RankPoolError
 
-BATCHES = (1, 2, 5, 8)  # a rank without samples, uneven, even
-# The dims of [B, H, S_q, S_k] that a mask has.
+BATCHES = (1, 2, 5, 8)  # The numbers of samples leave one rank without any, are uneven, or are even.
+# The tuple has the dims of [B, H, S_q, S_k] that a mask has.
 MASKS = {
     "none": None,
     "padding": lambda B: (B, 1, 1, 11),
@@ -51,7 +51,7 @@ def attend_in_batch(kind, dtype, cut_mask, compile_with=None):
             q, k, v = (cp.shard(x, dim=0) for x in make_qkv(11, 3, 8, B=B))
             if cut_mask and mask is not None and mask.ndim == 4:
                 mask = cp.shard(mask, dim=0)
-            if compile_with:  # Dynamo traces under no other mode
+            if compile_with:  # Dynamo traces the call only if no other mode is active.
                 out = attend(q, k, v, mask)
             else:
                 with CommDebugMode() as counter:
@@ -101,7 +101,8 @@ def attend_in_batch_and_sequence(batch_outside):
     mask = case_mask("padding", 3, torch.bool)
     with first, second:
         parts = [sequence.shard(batch.shard(x, dim=0), dim=2) for x in qkv]
-        # With the sequence mode inside, the mask meets it first, and has to be sharded by hand.
+        # With the sequence mode inside, the sequence mode receives the mask first, so the mask has to be sharded by
+        # hand.
         attn_mask = batch.shard(mask, dim=0) if batch_outside else mask
         out = F.scaled_dot_product_attention(*parts, attn_mask)
         return batch.gather(sequence.gather(out, dim=2), dim=0)

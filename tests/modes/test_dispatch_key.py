@@ -1,4 +1,4 @@
-"""The spare dispatch key: registered at first use, and without it the function mode gives the same result."""
+"""The spare dispatch key is registered at its first use. Without it the function mode gives the same result."""
 
 from unittest import mock
 
@@ -12,7 +12,7 @@ from para_core.torch_internals import SpareDispatchKey
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer, relative_error
 from tests.weights.test_pipefusion import by_hand, fused
 
-# torch has several keys for tests; the package uses another one.
+# torch has several keys for tests. The package uses another one of them.
 NAME = "TESTING_ONLY_GenericWrapper"
 ADD = ("aten", "add.Tensor")
 Q = torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
@@ -72,10 +72,10 @@ def test_a_registration_that_fails_leaves_nothing_registered():
 def parallel_flux(has_key):
     key = interceptor._DISPATCH_KEY if has_key else SpareDispatchKey("NoSuchKey", {})
     model, inputs = flux_transformer(), flux_inputs(13, 5)
-    # A mode that intercepts by torch function sees other functions too, and so tells which way is taken.
+    # A mode that intercepts by torch function also sees other functions, which tells the two ways apart.
     with mock.patch.object(interceptor, "_DISPATCH_KEY", key), torch.no_grad():
         parallelize_transformer(model, mesh=cpu_mesh(1, 2))
-        model(**inputs)  # The first call checks the model's attention, and for that a mode is needed.
+        model(**inputs)  # The first call checks the model's attention, which needs a mode.
         with (
             mock.patch.object(interceptor, "intercept", wraps=interceptor.intercept),
             mock.patch("para_core.plans.planned_attention.intercept", wraps=interceptor.intercept) as intercept,

@@ -1,4 +1,4 @@
-"""Interception at the dispatcher: of attention alone, by one thread alone, for as long as it is asked for."""
+"""Interception at the dispatcher affects attention only, in one thread only, and ends with its context."""
 
 import threading
 
@@ -17,7 +17,7 @@ Q = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
 def attend_by_constant(calls, value):
     def attend(call):
         calls.append(call.scale)
-        # A handler runs outside of the interception.
+        # A handler runs outside the interception.
         return torch.full_like(F.scaled_dot_product_attention(call.query, call.query, call.query), value)
 
     return attend
@@ -41,7 +41,7 @@ def test_attention_alone_is_intercepted_and_only_inside():
 @torch.no_grad()
 def test_attention_inside_of_torchs_own_modules_is_seen():
     calls, x = [], torch.randn(1, 4, 8)
-    module = nn.MultiheadAttention(8, 2, batch_first=True).train()  # no fused kernel
+    module = nn.MultiheadAttention(8, 2, batch_first=True).train()  # In training mode torch uses no fused kernel.
     with at_the_dispatcher(attend_by_constant(calls, 1.0)):
         module(x, x, x, need_weights=False)
     assert len(calls) == 1

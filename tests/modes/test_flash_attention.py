@@ -1,4 +1,4 @@
-"""FlashAttention's operators inside a mode and under a plan, against the same call on one device."""
+"""FlashAttention's operators inside a mode and under a plan, compared with the same call on one device."""
 
 import functools
 import warnings
@@ -29,7 +29,7 @@ def make_mesh(ring, ulysses):
 
 
 def make_tensors(S_q=7, S_k=7, H=4, H_kv=4, D=20, batch=2):
-    """Return query, key and value as FlashAttention takes them: ``[B, S, H, D]``."""
+    """Return query, key and value in FlashAttention's shape ``[B, S, H, D]``."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(batch, S, heads, D, generator=generator) for S, heads in ((S_q, H), (S_k, H_kv), (S_k, H_kv))]
 
@@ -44,7 +44,7 @@ def varlen(q, k, v, **options):
 
 
 def varlen_packed(q, k, v, **options):
-    offsets = torch.tensor([0, q.shape[1], q.shape[1]], dtype=torch.int32)  # the second sequence is empty
+    offsets = torch.tensor([0, q.shape[1], q.shape[1]], dtype=torch.int32)  # The second sequence is empty.
     return flash.flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 2)[0], offsets, q.shape[1], **options)[None]
 
 
@@ -91,7 +91,7 @@ def test_flash_attention_equals_one_device(rank_pool, ring, ulysses):
             assert relative_error(out, expected) < 1e-5, (name, shape, options)
 
 
-# -- what is refused
+# -- Refused calls.
 
 
 def message_of(call):
@@ -103,7 +103,7 @@ def message_of(call):
 
 
 def refuse():
-    """Call with arguments that are not computed over several ranks; some of them are given on one rank only."""
+    """Return the errors of calls that cannot be computed over several ranks, some of which only one rank makes."""
     mesh, rank = make_mesh(1, 2), dist.get_rank()
     q, k, v = make_tensors(S_q=4, S_k=4, D=8, batch=1)
     offsets = torch.tensor([0, 3, 4], dtype=torch.int32)
@@ -153,7 +153,7 @@ def test_what_is_not_routed_raises_on_every_rank(rank_pool):
         assert error < 1e-6 and disabled == "no error" and lse_shape == [1, 4, 4]
 
 
-# -- gradients
+# -- Gradients.
 
 
 GRADIENTS = [("plain", {"D": 16}), ("plain", {"D": 8, "H_kv": 2}), ("plain", {"D": 20}), ("packed", {"D": 8})]
@@ -190,7 +190,7 @@ def test_gradients_are_of_the_mesh_or_raise(rank_pool):
         assert "multiple of 8" in padded and "multiple of 8" in packed
 
 
-# -- compiled
+# -- Compiled calls.
 
 
 def compiled(function, x, cp):
@@ -208,7 +208,7 @@ def run_compiled():
                 return compiled(function, x, cp)
 
         call = torch.compile(call, backend="aot_eager", fullgraph=True)
-        # Dynamo instantiates the autograd.Function that it traces.
+        # Dynamo instantiates the autograd.Function that it traces, which warns.
         with torch.no_grad(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             outs.append([call(torch.randn(1, S, 48, generator=torch.Generator().manual_seed(S))) for S in (7, 10)])
     return outs
@@ -247,11 +247,11 @@ def test_graphs_run_as_they_were_traced(rank_pool):
             assert relative_error(out, expected) < 1e-5
 
 
-# -- models
+# -- Models.
 
 
 class Block(nn.Module):
-    """Joint attention as in HunyuanVideo's official model: FlashAttention with offsets of one sequence."""
+    """Joint attention as in HunyuanVideo's official model: FlashAttention with offsets of a single sequence."""
 
     def __init__(self, width=16, heads=2):
         super().__init__()
@@ -264,7 +264,7 @@ class Block(nn.Module):
 
 
 class Refiner(nn.Module):
-    """A token refiner as in HunyuanVideo: text attends to itself, through SDPA with a mask."""
+    """A token refiner as in HunyuanVideo: text attends to itself through SDPA with a mask."""
 
     def __init__(self, width=16, heads=2):
         super().__init__()
@@ -290,7 +290,7 @@ class Video(nn.Module):
 
     def attend(self, image, text, valid):
         x = torch.cat([image, text], dim=1)
-        # Image and valid text are one sequence, padding is another.
+        # Image and valid text form one sequence, and padding forms another.
         offsets = torch.tensor([0, image.shape[1] + int(valid.sum()), x.shape[1]], dtype=torch.int32)
         for block in self.blocks:
             x = block(x, offsets)
@@ -354,7 +354,7 @@ class OneBlock(nn.Module):
 
 
 def run_a_build_of_the_hub():
-    """Load FlashAttention under a namespace with a hash, which a plan must see as well."""
+    """Run FlashAttention from a namespace with a hash, as builds of the Hub have, under a plan."""
     library = torch.library.Library("_flash_attn2_1a2b3c", "FRAGMENT")
     library.define(
         "_flash_attn_forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)"
@@ -406,7 +406,7 @@ def test_checkpointed_flash_attention_has_the_gradient_of_one_device(rank_pool):
                 assert relative_error(grad, whole) < 1e-5
 
 
-# -- FlashAttention as attn_func
+# -- FlashAttention as attn_func.
 
 
 def attend_with_flash(query, key, value, *, attn_mask, dropout_p, is_causal, scale):

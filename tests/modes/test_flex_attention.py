@@ -1,4 +1,4 @@
-"""flex_attention under a mode, against flex_attention of one device."""
+"""flex_attention under a mode, compared with flex_attention on one device."""
 
 import re
 import warnings
@@ -83,7 +83,7 @@ def test_flex_attention_equals_one_device(rank_pool, ring, ulysses):
             assert relative_error(out, whole) < 1e-5, f"{case}, rank {rank}"
 
 
-# -- other layouts
+# -- Other layouts.
 
 
 def attend_in_layouts(ring, ulysses):
@@ -98,7 +98,7 @@ def attend_in_layouts(ring, ulysses):
             parts = [cp.shard(x, dim=2, sequence=balanced) for x in (q, k, v)]
             out = attend(*parts, block_mask=cp.shard(mask), **options)
             outs["balanced"] = cp.gather(out, dim=2, sequence=balanced)
-        # Five tokens that every rank holds, before eight that are sharded.
+        # Five tokens are replicated, and eight tokens after them are sharded.
         ranks = ring * ulysses
         layout = SequenceLayout((Segment("text", 5, replicated=True), Segment("image", S - 5)), ranks)
         with UnifiedAttnMode(mesh, layout=layout) as cp:
@@ -109,7 +109,7 @@ def attend_in_layouts(ring, ulysses):
                 text, own = x.split([5, x.shape[2] - 5], dim=2)
                 outs[f"replicated, {name}"] = torch.cat([text, cp.gather(own, dim=2, sequence=image)], dim=2)
         with UnifiedAttnMode(mesh) as cp:
-            # Cross-attention to keys that every rank holds.
+            # Cross-attention reads keys that are replicated.
             cross = create_block_mask(window, None, None, S, 5, device="cpu", BLOCK_SIZE=4)
             part = cp.shard(q, dim=2)
             keys, values = (cp.replicated(x[:, :, :5]) for x in (k, v))
@@ -139,11 +139,11 @@ def test_balanced_and_replicated_segments_equal_one_device(rank_pool, ring, ulys
             assert relative_error(outs[name].nan_to_num(neginf=-100.0), finite) < 1e-5, f"{name}, rank {rank}"
 
 
-# -- compiled
+# -- Compiled calls.
 
 
 def attend_compiled(ring, ulysses):
-    """Compiled with captured tensors, a mask that was sharded outside, and one that is sharded inside."""
+    """Return the relative errors of compiled calls with captured tensors, with a mask sharded outside and inside."""
     mesh = make_mesh(ring, ulysses)
     slopes, documents = torch.tensor([0.1, 0.5, 0.3]), torch.tensor([0] * 5 + [1] * 8)
     S = len(documents)
@@ -183,7 +183,7 @@ def test_compiled_with_captured_tensors_equals_one_device(rank_pool, ring, ulyss
         assert max(errors) < 1e-5, errors
 
 
-# -- errors, on every rank
+# -- Errors on every rank.
 
 
 def misuse(ring, ulysses):
@@ -220,11 +220,11 @@ def test_unfitting_masks_raise_on_every_rank(rank_pool):
             assert isinstance(error, ValueError), f"{name}: {error!r}"
         for name in ("whole", "of own length", "of own length on one rank"):
             assert "cp.shard(block_mask)" in str(errors[name])
-        assert re.search("12|larger length", str(errors["whole"]))  # torch 2.15 names no lengths
+        assert re.search("12|larger length", str(errors["whole"]))  # torch 2.15 names no lengths.
         assert "13" in str(errors["other lengths"])
 
 
-# -- gradients
+# -- Gradients.
 
 
 def gradients(ring, ulysses):
@@ -242,7 +242,7 @@ def gradients(ring, ulysses):
 
     whole = torch.autograd.grad((run(q, k, v, mask) * weights).sum(), (q, k, v))
     with UnifiedAttnMode(mesh) as cp:
-        # Leaves: Dynamo reads .grad of what it is given.
+        # The parts are leaves, because Dynamo reads .grad of its inputs.
         parts = [cp.shard(x, dim=2).detach().requires_grad_() for x in (q, k, v)]
         out = run(*parts, cp.shard(mask))
         own = torch.autograd.grad((out * cp.shard(weights, dim=2)).sum(), parts)
@@ -250,7 +250,7 @@ def gradients(ring, ulysses):
     return [relative_error(gradient, reference) for gradient, reference in zip(own, whole, strict=True)]
 
 
-# Dynamo makes one while it traces how score_mod indexes a tensor.
+# Dynamo makes such a function while it traces how score_mod indexes a tensor.
 @pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)])
 def test_gradients_equal_one_device(rank_pool, ring, ulysses):

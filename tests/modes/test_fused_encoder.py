@@ -1,4 +1,4 @@
-"""torch's fused encoder kernels: Dynamo puts them into a graph without showing them to a mode."""
+"""Dynamo captures torch's fused encoder kernels without showing them to a mode."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Attention that a model computes by hand inside a mode is named, in each way to write a softmax."""
+"""Attention that a model computes by hand inside a mode is named, whichever way the softmax is written."""
 
 import warnings
 from unittest import mock
@@ -50,7 +50,7 @@ def attend(x, normalize):
 
 
 def spelled_by_hand():
-    """Return, for each spelling alone and beside SDPA, the exceptions or warnings of a call in the mode."""
+    """Return the exceptions or warnings of each way to write a softmax, alone and next to SDPA in the mode."""
     x = torch.randn(2, TOKENS, 96)
     mesh, outcomes = cpu_mesh(1, 2), {}
     for name, normalize in SPELLINGS.items():
@@ -76,16 +76,16 @@ def test_each_spelling_of_softmax_raises_alone_and_warns_beside_sdpa(rank_pool):
 
 
 def without_scores():
-    """Use softmax and exp for what is no attention over tokens, beside SDPA."""
+    """Call softmax and exp next to SDPA for purposes other than attention over tokens."""
     x = torch.randn(2, TOKENS, 96)
     with UnifiedAttnMode(cpu_mesh(1, 2)) as cp:
         part = cp.shard(x, dim=1)
         q = part[:, None, :, :32]
         F.scaled_dot_product_attention(q, q, q)
-        part.softmax(-1)  # over channels
+        part.softmax(-1)  # This is a softmax over channels.
         torch.cat([part, part], -1).exp()
-        (q @ torch.randn(2, 1, 7, 32).mT).softmax(-1)  # seven tokens of text, on every rank
-        part[0].softmax(0)  # no dim of heads or samples: a router
+        (q @ torch.randn(2, 1, 7, 32).mT).softmax(-1)  # The keys are seven replicated tokens of text.
+        part[0].softmax(0)  # A router has no dim of heads or samples.
     return True
 
 

@@ -1,4 +1,4 @@
-"""The sequence that a length belongs to, against all candidates written out one by one."""
+"""The sequence that the mode infers from a length, compared with all candidates written out one by one."""
 
 import re
 from itertools import combinations
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from para_core import Segment, SequenceLayout
 from para_core.modes.inference import sequence_of_length, sequence_of_symbolic_length
 
-# Small lengths, so that sums coincide.
+# Lengths are small, so that sums of different segments coincide.
 SEGMENTS = st.lists(
     st.builds(Segment, name=st.just("x"), total=st.integers(0, 12), replicated=st.booleans()), min_size=1, max_size=8
 ).map(tuple)
@@ -33,7 +33,7 @@ def all_choices(segments):
 
 
 def verdict_by_hand(held, segments, rank, ranks, ordered):
-    """Return the correct layouts and patterns of the correct errors, by comparing all choices."""
+    """Return the correct layouts and the patterns of the correct errors, by comparing all choices."""
     sizes = {choice: sizes_of([segments[i] for i in choice], ranks) for choice in all_choices(segments)}
     fitting = [choice for choice in sizes if sizes[choice][rank] == held]
     if not fitting:
@@ -84,7 +84,8 @@ def test_all_ranks_find_the_same_or_all_raise(infer, data, segments, ranks, orde
 
 @pytest.mark.parametrize("chosen", [{7}, set(range(40)) - {13}, set(range(40))], ids=["one", "all but one", "all"])
 def test_forty_sequences_are_distinguished_by_length(chosen):
-    # Two of them are longer than any one, and each rank's part of one is another than of any other.
+    # Two segments together are longer than any single one, and each rank's part of a segment differs from its parts of
+    # the others.
     segments = tuple(Segment("x", 2001 + 32 * i) for i in range(40))
     expected = tuple(segments[i] for i in sorted(chosen))
     for rank, held in enumerate(SequenceLayout(expected, 2).sizes()):
@@ -107,7 +108,8 @@ def test_forty_conflicting_sequences_raise_on_every_rank():
 
 
 def test_many_equal_candidates_raise():
-    # The last is uneven, so ranks differ; it is in no choice that sums to 3 on the first rank, and 2 on the second.
+    # The last segment is uneven, so ranks differ. It is in no choice that sums to 3 on the first rank and 2 on the
+    # second.
     segments = (*(Segment("x", 2 * i) for i in range(1, 40)), Segment("x", 50_001))
     with pytest.raises(ValueError, match=r"query of 300 .*4096 .*cp\.using"):
         sequence_of_length(150, segments, 0, 2, kind="query", ordered=False)

@@ -1,4 +1,4 @@
-"""Activation checkpointing inside a mode: gradients are those of one device, however it is called."""
+"""Activation checkpointing inside a mode gives the gradients of one device, whichever way it is called."""
 
 import itertools
 import warnings
@@ -51,12 +51,12 @@ def gradient(lengths=(S,)):
 
 
 def of_all_ranks(parameter):
-    """Return the gradient of a loss that every rank computes whole."""
+    """Return the gradient of a loss that every rank computes from the whole output."""
     dist.all_reduce(parameter.grad)
     return parameter.grad / dist.get_world_size()
 
 
-# -- every way to call it
+# -- Ways to call it.
 
 
 def call_unbound(cp, block, x, reentrant):
@@ -84,13 +84,15 @@ def call_nested_in_other_kind(cp, block, x, reentrant):
 
 
 def call_compiled(cp, block, x, reentrant):
-    # Dynamo reads the gradient of what it traces.
+    # Dynamo reads the gradient of the tensors that it traces.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         return checkpoint(torch.compile(block, backend="aot_eager"), x, use_reentrant=reentrant)
 
 
 def call_with_activations_on_cpu(cp, block, x, reentrant):
-    """Call ``block`` with ``save_on_cpu`` inside and around a checkpoint, which recomputes what ``log`` keeps."""
+    """Call ``block`` with ``save_on_cpu`` inside and around a checkpoint. The checkpoint recomputes the tensors that
+    ``log`` keeps.
+    """
 
     def run(x):
         with save_on_cpu():
@@ -102,7 +104,7 @@ def call_with_activations_on_cpu(cp, block, x, reentrant):
 
 
 class OwnCheckpoint(torch.autograd.Function):
-    """A checkpoint as guided-diffusion writes it."""
+    """A checkpoint as guided-diffusion implements it."""
 
     @staticmethod
     def forward(ctx, run_function, length, *tensors):
@@ -160,7 +162,7 @@ def test_checkpointed_gradient_in_mode_equals_one_device(rank_pool, ring, ulysse
 
 
 class Frozen(nn.Module):
-    """A layer without gradients, of whose result a product keeps the values."""
+    """A layer without gradients. A product keeps the values of its output."""
 
     def __init__(self):
         super().__init__()
@@ -195,7 +197,7 @@ def test_attention_without_gradient_is_recomputed_over_mesh(rank_pool):
             assert relative_error(grad, model.blocks[1].out.weight.grad) < 1e-5
 
 
-# -- state of a mode
+# -- State of a mode.
 
 
 def learn_in_other_orders():
@@ -203,7 +205,7 @@ def learn_in_other_orders():
     for reentrant in (True, False):
         blocks = make_blocks()
         with UnifiedAttnMode(mesh) as cp:
-            # In one expression: the function is bound before the input is sharded.
+            # In this expression the function is bound before the input is sharded.
             y = checkpoint(cp.bound(blocks[0]), cp.shard(make_input(), dim=1), use_reentrant=reentrant)
             loss = cp.gather(blocks[1](y), dim=1).square().mean()
         loss.backward()
@@ -234,7 +236,7 @@ def learn_in_other_orders():
             with cp.using(layout):
                 y = blocks[1](y)
             loss = cp.gather(y, dim=1, sequence=layout).square().mean()
-        with mode:  # the next call of the model has begun
+        with mode:  # The next call of the model has begun.
             loss.backward()
         results["layout inside", reentrant] = of_all_ranks(blocks[0].qkv.weight)
 
@@ -257,7 +259,7 @@ def test_what_is_recomputed_has_the_state_of_its_call(rank_pool):
             assert relative_error(grad, of_two if name == "two lengths" else expected) < 1e-5, (name, reentrant)
 
 
-# -- Hugging Face transformers
+# -- Hugging Face transformers.
 
 
 def make_decoder():
@@ -286,7 +288,7 @@ def learn_with_transformers():
     grads = []
     for reentrant in (True, False):
         model = make_decoder()
-        # Its name from transformers 5.20 on.
+        # transformers 5.20 introduced this name.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable({"use_reentrant": reentrant})
         with UnifiedAttnMode(make_mesh(2, 1)) as cp:

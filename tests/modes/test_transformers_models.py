@@ -1,4 +1,4 @@
-"""Hugging Face transformers in the mode: what it can see of a model's own masks and flags, and what it then says."""
+"""Hugging Face transformers in the mode: which of a model's own masks and flags it sees, and which messages follow."""
 
 import logging
 
@@ -91,7 +91,7 @@ def run_parallel(mesh, model, ids, mask, dtype=None, balance=None, **kwargs):
         return cp.gather(out, dim=1, sequence=tokens)
 
 
-# -- a mask that a decoder builds from its local length
+# -- A mask that a decoder builds from its local length.
 
 
 def decoders_with_a_whole_mask(kind, name, lengths, paddings):
@@ -114,7 +114,9 @@ def test_causal_mask_of_local_length_is_refused(rank_pool, kind, name):
 
 
 def decoders_with_a_sharded_mask(kind, name, lengths, paddings):
-    """A 4-D mask over all tokens, of which each rank takes its rows: by cp.shard, and by a slice of its own."""
+    """Return the outcomes with a 4-D mask over all tokens, of which each rank takes its rows by cp.shard or by its own
+    slice.
+    """
     mesh, model, outs = mesh_of(kind), make(name), []
     for S in lengths:
         for pads in paddings:
@@ -141,7 +143,7 @@ def four_dims(pads, additive, window):
     S = pads.shape[1]
     i, j = torch.arange(S)[:, None], torch.arange(S)[None]
     mask = (j <= i) & (j > i - window) & pads[:, None, None].bool()
-    mask = mask | (i == j)  # no row without a key
+    mask = mask | (i == j)  # With the diagonal, no row is without a key.
     return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min) if additive else mask
 
 
@@ -162,7 +164,7 @@ def test_a_four_dimensional_mask_sharded_by_rows_is_exact(rank_pool, kind, name)
             assert relative_error(out, whole) < 1e-5
 
 
-# -- a key mask expanded over rows
+# -- A key mask that is expanded over rows.
 
 
 def encoders_with_padding(kind, lengths):
@@ -210,7 +212,7 @@ def test_a_window_to_both_sides_of_local_length_is_refused(rank_pool, kind):
         assert all(isinstance(out, str) and out.startswith("ValueError") and "cp.shard" in out for out in outs), outs
 
 
-# -- ranks with a single token
+# -- Ranks with a single token.
 
 
 def single_tokens(kind, lengths):
@@ -229,7 +231,7 @@ def encoder_without_cache(encoder):
 def single_tokens_with_padding(kind, paddings):
     mesh, model, outs = mesh_of(kind), make("gpt2"), []
     outs += [outcome(lambda pads=pads: run_parallel(mesh, model, make_ids(2), pads)) for pads in paddings]
-    # Its attention module is not causal, and is called with is_causal=True.
+    # Its attention module is not causal, but is called with is_causal=True.
     encoder = encoder_without_cache(make_text_encoder())
     outs += [outcome(lambda pads=pads: run_parallel(mesh, encoder, make_ids(2), pads)) for pads in (None, *paddings)]
     return outs
@@ -258,7 +260,7 @@ def test_single_token_decoder_is_refused_and_encoder_exact(rank_pool, kind):
             assert relative_error(out, whole) < 1e-5
 
 
-# -- inputs that were never sharded
+# -- Inputs that were never sharded.
 
 
 def unsharded_models():
@@ -274,7 +276,7 @@ def unsharded_models():
         outs.append(encoder(ids).last_hidden_state)
     logging.getLogger("para_core").removeHandler(handler)
     outs.append(caught)
-    # Each rank's own half, split without the mode.
+    # Each rank takes its half without the mode.
     own, positions = (x.chunk(2, dim=1)[dist.get_rank()] for x in (ids, torch.arange(8)[None]))
     with torch.no_grad(), UnifiedAttnMode(mesh):
         outs.append(decoder(own, position_ids=positions, use_cache=False).last_hidden_state)
@@ -294,7 +296,7 @@ def test_unsharded_decoder_is_refused(rank_pool):
         assert relative_error(own, whole.chunk(2, dim=1)[rank]) < 1e-5
 
 
-# -- decoding with a cache of keys and values
+# -- Decoding with a cache of keys and values.
 
 
 def decode(kind, name, S, steps):
@@ -305,7 +307,8 @@ def decode(kind, name, S, steps):
         prompt = model(cp.shard(ids[:, :S], dim=1), position_ids=positions, use_cache=True)
         outs.append(cp.gather(prompt.last_hidden_state, dim=1))
         for step in range(steps):
-            # Every rank has the new token, and the keys of all new tokens behind its part of the prompt's.
+            # Every rank has the new token. Its keys are those of its part of the prompt, followed by those of all new
+            # tokens.
             new = SequenceLayout((Segment("new", 1, replicated=True),), ranks)
             keys = SequenceLayout((Segment("prompt", S), Segment("new", step + 1, replicated=True)), ranks)
             with cp.using(new, key_layout=keys):
@@ -330,7 +333,7 @@ def test_decoding_with_a_cache_is_exact(rank_pool, kind, name):
         assert relative_error(out, expected) < 1e-5
 
 
-# -- what a model does behind a gather, and layouts that are not consecutive
+# -- What a model does after a gather, and layouts that are not consecutive.
 
 
 def balanced_and_gathered(kind, S):
@@ -361,8 +364,8 @@ def test_a_balanced_decoder_and_a_loss_behind_a_gather(rank_pool, kind):
         loss = make_causal()(make_ids(S), labels=make_ids(S)).loss
     for out, refused, own_loss, shape in rank_pool.run(balanced_and_gathered, 2, kind, S):
         assert relative_error(out, expected) < 1e-5
-        # Positions that jump look like packed sequences, of which a mask is then built, but not on the rank whose
-        # positions do not.
+        # Positions that jump look like packed sequences, so the model builds a mask of them, but not on the rank whose
+        # positions are consecutive.
         assert refused.startswith("ValueError")
         assert "attn_mask" in refused
         assert "attention_mask of ones" in refused
@@ -370,7 +373,7 @@ def test_a_balanced_decoder_and_a_loss_behind_a_gather(rank_pool, kind):
         assert shape == (2 * S, 32)
 
 
-# -- in a graph
+# -- In a graph.
 
 
 def compiled_decoder(lengths):

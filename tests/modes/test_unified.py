@@ -1,4 +1,4 @@
-"""Calls that a mode intercepts, and sequences that it remembers and forgets."""
+"""The calls that a mode intercepts, and the sequences that it remembers and forgets."""
 
 import gc
 import re
@@ -35,7 +35,7 @@ def on_one_device(S=13, H=3, **options):
 
 
 def attend_whole(mode, S=13, H=3, **options):
-    """Shard, attend and gather, all through ``mode``, which is entered already."""
+    """Shard, attend and gather through ``mode``, which was entered before."""
     q, k, v = (mode.shard(x, dim=2) for x in make_qkv(S, H, **options))
     return mode.gather(F.scaled_dot_product_attention(q, k, v), dim=2)
 
@@ -45,7 +45,7 @@ def check(outs, expected, bound=1e-5):
         assert relative_error(out, expected) < bound, f"rank {rank}"
 
 
-# -- a user's own transformer
+# -- A user's own transformer.
 
 
 class Attention(nn.Module):
@@ -102,7 +102,7 @@ def test_own_transformer_takes_new_mesh_each_round(rank_pool, world_size):
             assert relative_error(out, whole) < 1e-5, f"round {round}, rank {rank}"
 
 
-# -- torch's own attention modules
+# -- Attention modules of torch.
 
 
 def make_module(kind, batch_first):
@@ -154,11 +154,13 @@ def test_torchs_own_attention_modules_equal_one_device(rank_pool, ring, ulysses,
 
 
 def masked_calls_without_batch(shard):
-    """Yield a sequence and masks for each call of ``nn.MultiheadAttention``. ``shard(x, dim)`` cuts tokens of x."""
+    """Yield a sequence and masks for each call of ``nn.MultiheadAttention``. ``shard(x, dim)`` splits the tokens of
+    x.
+    """
     generator = torch.Generator().manual_seed(0)
     padding, square, of_heads = (torch.rand(*shape, 7, generator=generator) > 0.7 for shape in ((), (7,), (3, 7)))
     for mask in (padding, square, of_heads):
-        mask[..., 0] = False  # Each query sees a key.
+        mask[..., 0] = False  # Each query needs a key that it may see.
     x = shard(tokens(7, width=12)[0], 0)
     for of_rows in ({}, {"attn_mask": shard(square, 0)}, {"attn_mask": shard(of_heads, 1)}):
         for of_keys in ({}, {"key_padding_mask": padding}):
@@ -198,7 +200,8 @@ def call_what_no_mode_sees():
     native = [attention.in_proj_weight, attention.in_proj_bias, attention.out_proj.weight, attention.out_proj.bias]
     messages = {}
     with torch.no_grad(), UnifiedAttnMode(mesh) as mode:
-        mode.intercepted = True  # the point here is the errors
+        # This test is about errors, so the warning about calls that were not intercepted is switched off.
+        mode.intercepted = True
         messages["native"] = message_of(lambda: torch._native_multi_head_attention(x, x, x, 12, 3, *native))
         messages["weights"] = message_of(lambda: attention(x, x, x))
         messages["mask"] = message_of(
@@ -257,7 +260,7 @@ def test_masks_of_multihead_attention(rank_pool, ring, ulysses):
             assert relative_error(out, expected) < 1e-5, f"local {local}, {padding}, {mask}, rank {rank}"
 
 
-# -- on and off
+# -- On and off.
 
 
 def disable_inside():
@@ -266,7 +269,7 @@ def disable_inside():
         q, k, v = (cp.shard(x, dim=2) for x in make_qkv(12, 2))
         with UnifiedAttnMode.disable():
             alone = F.scaled_dot_product_attention(q, k, v)
-            with UnifiedAttnMode(mesh):  # the innermost one counts
+            with UnifiedAttnMode(mesh):  # The innermost mode applies.
                 inner = F.scaled_dot_product_attention(q, k, v)
         after = F.scaled_dot_product_attention(q, k, v)
     return alone, inner, after
@@ -282,7 +285,7 @@ def test_disable_switches_interception_off_inside_and_only_there(rank_pool):
 
 
 def nest_modes():
-    """The inner mode's mesh is one half of the ranks; the outer one takes over again afterwards."""
+    """Nest a mode whose mesh is one half of the ranks in another mode, which applies again afterwards."""
     mesh = make_mesh(2, 2)
     outer, inner = UnifiedAttnMode(mesh), UnifiedAttnMode(mesh["ulysses"])
     with outer:
@@ -290,7 +293,7 @@ def nest_modes():
         with inner:
             second = attend_whole(inner, S=9)
         third = attend_whole(outer)
-        with outer:  # once more, the same one
+        with outer:  # The same mode is entered a second time.
             fourth = attend_whole(outer)
         fifth = attend_whole(outer)
     return first, second, third, fourth, fifth
@@ -325,8 +328,8 @@ def test_an_exception_inside_leaves_no_state(rank_pool, kind):
 
 
 def attend_in_two_threads():
-    """Attend in two threads with a mode, a group and data each. The thread that enters first leaves first."""
-    # Groups, because torch gives every mesh dim that spans all ranks one and the same group.
+    """Attend in two threads. Each has its own mode, group and data, and the thread that enters first leaves first."""
+    # Use groups, because torch gives all mesh dims that span all ranks one and the same group.
     modes = [RingAttnMode(dist.new_group([0, 1])), UlyssesAttnMode(dist.new_group([0, 1]))]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     first_inside, both_inside = threading.Event(), threading.Barrier(2)
@@ -397,7 +400,7 @@ def test_attributes_behind_graph_break_are_right(rank_pool):
         assert results == [True] * 3
 
 
-# -- never silently alone
+# -- Attention on one rank only is never silent.
 
 
 def intercept_nothing():
@@ -504,11 +507,11 @@ def test_each_use_of_a_mode_is_judged_by_itself(rank_pool):
         assert by_hand.startswith("RuntimeError")
 
 
-# -- which sequence
+# -- Which sequence a tensor belongs to.
 
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16]
-# Those that gloo does not send.
+# gloo cannot send these dtypes.
 DTYPES += [torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
@@ -516,7 +519,8 @@ def shard_and_gather():
     mesh = make_mesh(2, 2)
     results = {}
     with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
-        cp.intercepted = True  # this is about cutting alone
+        # This test is about splitting only, so the warning about calls that were not intercepted is switched off.
+        cp.intercepted = True
         x = torch.arange(3 * 7 * 2).view(3, 7, 2)
         part = cp.shard(x, dim=1)
         results["part"] = part
@@ -606,7 +610,9 @@ def attend_causally_to_two_joint_orders():
 
 
 def test_is_causal_over_a_concatenation_never_guesses_the_order(rank_pool):
-    """Two sequences can be joined in two orders of equal length: the result is right, or an error."""
+    """Check that an ambiguous order gives the right result or an error: two sequences can be joined in two orders of
+    equal length.
+    """
     for rank, results in enumerate(rank_pool.run(attend_causally_to_two_joint_orders, 2)):
         for name, order in (("in order", (10, 4)), ("reversed", (4, 10))):
             if isinstance(results[name], str):
@@ -694,7 +700,7 @@ def test_nothing_keeps_a_mode_alive(rank_pool):
     assert rank_pool.run(forget_modes, 2) == [True, True]
 
 
-FRAMES = (Segment("text", 3, replicated=True), Segment("video", 25, together=5))  # 5 frames of 5 tokens
+FRAMES = (Segment("text", 3, replicated=True), Segment("video", 25, together=5))  # There are 5 frames of 5 tokens.
 
 
 def attend_by_frames(ring, ulysses, is_causal, compiled):

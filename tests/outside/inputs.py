@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from tests.outside import official, others
 from zoo.tiny.base import fill
 
-# Sizes of the calls, from which a plan is proposed, and (the last) of the call that is compared. Neither 2 nor 3 ranks
-# divide 35 patches, 175 patches of a video, or 37 token ids.
+# Calls of the first two sizes propose a plan, and a call of the last size is compared. Neither 2 nor 3 ranks divide 35
+# patches, 175 patches of a video, or 37 token ids.
 GRIDS = ((5, 5), (5, 9), (5, 7))
 FRAMES = 5
 LENGTHS = (29, 43, 37)
 IMAGE_TOKENS, VIDEO_TOKENS = 5 * 7, FRAMES * 5 * 7
 WINDOW = 24
-# Their position embeddings have a fixed length.
+# The position embeddings of these models have a fixed length.
 ONE_SIZE = ("ViT", "DiT")
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -31,7 +31,7 @@ _DECODER = {**_TEXT, "num_key_value_heads": 2, "max_position_embeddings": 128}
 
 @dataclass(frozen=True)
 class Builder:
-    """A function that builds a model, and one that makes its inputs at size 0, 1 or 2 of :data:`GRIDS`."""
+    """A function that builds a model, and a function that returns its inputs at size 0, 1 or 2 of :data:`GRIDS`."""
 
     cls: str
     make: Callable[[], nn.Module]
@@ -57,7 +57,7 @@ def padded(size: int) -> dict[str, Any]:
 def pixels(patch: int, channels: int = 3, classes: int = 0) -> Callable[[int], dict[str, Any]]:
     def inputs(size: int) -> dict[str, Any]:
         height, width = GRIDS[size]
-        # With a class token: 31 tokens.
+        # With the class token there are 31 tokens, which 2 ranks do not divide.
         return {"pixel_values": noise(2, channels, patch * height, patch * (width - classes))}
 
     return inputs
@@ -204,7 +204,7 @@ BUILDERS = {
 
 
 def build(name: str) -> nn.Module:
-    """Return the model in eval mode, all parameters random, the same in every process."""
+    """Return the model in eval mode, with random parameters that are equal in every process."""
     return fill(BUILDERS[name].make(), seed=1)
 
 

@@ -1,6 +1,6 @@
 """Stand-ins for official repositories: FLUX, Wan 2.1, HunyuanVideo, Mochi, Stable Diffusion 3.5, DiT.
 
-Module names, the arguments of blocks and the place where positions enter are those of the official code. Widths are
+Names of modules, arguments of blocks and the place where positions enter are those of the official code. Widths are
 tiny.
 """
 
@@ -42,7 +42,7 @@ def angles(positions: Tensor, dim: int) -> Tensor:
 
 
 def grid(*sizes: int) -> Tensor:
-    """Return the indices of a grid, ``[prod(sizes), len(sizes)]``, last axis fastest."""
+    """Return the indices of a grid, ``[prod(sizes), len(sizes)]``, with the last axis fastest."""
     return torch.cartesian_prod(*[torch.arange(size) for size in sizes]).view(-1, len(sizes))
 
 
@@ -66,7 +66,7 @@ class LastLayer(nn.Module):
         return self.linear(modulate(self.norm_final(x), *self.adaLN_modulation(F.silu(vec)).chunk(2, dim=-1)))
 
 
-# -- FLUX.1: positions of text and image are arguments, and the table of all angles is passed to every block.
+# -- FLUX.1: positions of text and image are arguments, and every block receives the table of all angles.
 
 
 class DoubleStreamBlock(nn.Module):
@@ -109,12 +109,14 @@ class SingleStreamBlock(nn.Module):
 
 class EmbedND(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
-        """Return angles ``[B, 1, S, 4]`` of positions ``[B, S, 3]``: one of each, and a second one of the last."""
+        """Return angles ``[B, 1, S, 4]`` of positions ``[B, S, 3]``: one for each coordinate, and a second one for the
+        last.
+        """
         return torch.cat([ids, ids[..., -1:] / 10], dim=-1)[:, None]
 
 
 class Flux(nn.Module):
-    """Structure of ``flux.model.Flux``."""
+    """The structure of ``flux.model.Flux``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ class Flux(nn.Module):
         return self.final_layer(img, vec)
 
 
-# -- Wan 2.1: rotary positions are computed inside of each attention from the size of the whole video.
+# -- Wan 2.1: each attention computes its rotary positions from the size of the whole video.
 
 
 def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor) -> Tensor:
@@ -153,7 +155,9 @@ def rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, k_lens: Tensor | None = None) -> Tensor:
-    """Attend over ``[B, S, H, D]`` with the samples one after the other, and the keys of each up to its length."""
+    """Attend over ``[B, S, H, D]`` with all samples in one packed sequence, and the keys of each sample up to its
+    length.
+    """
     batch, num_queries, num_keys = len(q), q.shape[1], k.shape[1]
     lengths = [num_keys] * batch if k_lens is None else k_lens.tolist()
     k, v = (torch.cat([sample[:length] for sample, length in zip(x, lengths, strict=True)]) for x in (k, v))
@@ -215,7 +219,7 @@ class Head(nn.Module):
 
 
 class WanModel(nn.Module):
-    """Structure of ``wan.modules.model.WanModel`` (text to video)."""
+    """The structure of ``wan.modules.model.WanModel`` (text to video)."""
 
     text_len = 12
 
@@ -226,7 +230,7 @@ class WanModel(nn.Module):
         self.time_embedding, self.time_projection = nn.Linear(1, WIDTH), nn.Linear(WIDTH, 6 * WIDTH)
         self.blocks = nn.ModuleList(WanAttentionBlock() for _ in range(2))
         self.head = Head(16)
-        # Not a buffer, as in the official code, where dtype changes must not reach it.
+        # As in the official code, this is no buffer, because a change of dtype must not reach it.
         self.freqs = torch.polar(torch.ones(64, HEAD_DIM // 2), angles(torch.arange(64), HEAD_DIM // 2)).cdouble()
 
     def forward(self, x: list[Tensor], t: Tensor, context: list[Tensor], seq_len: int) -> list[Tensor]:
@@ -251,8 +255,8 @@ class WanModel(nn.Module):
         return [u[: math.prod(size)] for u, size in zip(h, grid_sizes.tolist(), strict=True)]
 
 
-# -- HunyuanVideo: the text refiner attends by SDPA before the blocks, blocks by flash_attn, with lengths that the model
-# computes.
+# -- HunyuanVideo: the text refiner attends by SDPA before the blocks. Blocks attend by flash_attn, with lengths that
+# the model computes.
 
 
 def attention(
@@ -265,7 +269,7 @@ def attention(
     max_seqlen_kv: int,
     batch_size: int = 1,
 ) -> Tensor:
-    """Attend over ``[B, S, H, D]``; return ``[B, S, H * D]``."""
+    """Attend over ``[B, S, H, D]``, and return ``[B, S, H * D]``."""
     rows = (x.flatten(0, 1) for x in (q, k, v))
     out = flash_attn_varlen_func(*rows, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     return out.view(batch_size, max_seqlen_q, HEADS, HEAD_DIM).flatten(2)
@@ -348,7 +352,7 @@ class MMSingleStreamBlock(SingleStreamBlock):
 
 
 class HYVideoDiffusionTransformer(nn.Module):
-    """Structure of ``hyvideo.modules.models.HYVideoDiffusionTransformer``."""
+    """The structure of ``hyvideo.modules.models.HYVideoDiffusionTransformer``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +376,7 @@ class HYVideoDiffusionTransformer(nn.Module):
         img = self.img_in(x).flatten(2).transpose(1, 2)
         txt = self.txt_in(text_states, t, text_mask)
         img_len, txt_len = img.shape[1], txt.shape[1]
-        # For each sample its valid tokens, then its padding.
+        # Each sample has its valid tokens first, and then its padding.
         ends = [
             (i * (img_len + txt_len) + img_len + int(n), (i + 1) * (img_len + txt_len))
             for i, n in enumerate(text_mask.sum(1))
@@ -387,7 +391,7 @@ class HYVideoDiffusionTransformer(nn.Module):
         return self.final_layer(h[:, :img_len], vec)
 
 
-# -- Mochi: text is pooled by SDPA before the blocks, which pack the valid tokens of both streams for flash_attn.
+# -- Mochi: the model pools text by SDPA before the blocks, which pack the valid tokens of both streams for flash_attn.
 
 
 class AttentionPool(nn.Module):
@@ -442,7 +446,9 @@ class AsymmetricJointBlock(nn.Module):
 
 
 def compute_packed_indices(text_mask: Tensor, num_latents: int) -> dict[str, Any]:
-    """Return which tokens of ``[B, num_latents + text]`` are valid, and where each sample begins among these."""
+    """Return the indices of the valid tokens of ``[B, num_latents + text]``, and where each sample begins among
+    these.
+    """
     mask = F.pad(text_mask, (num_latents, 0), value=True)
     lengths = mask.sum(1)
     return {
@@ -453,7 +459,7 @@ def compute_packed_indices(text_mask: Tensor, num_latents: int) -> dict[str, Any
 
 
 class AsymmDiTJoint(nn.Module):
-    """Structure of ``genmo.mochi_preview.dit.joint_model.asymm_models_joint.AsymmDiTJoint``."""
+    """The structure of ``genmo.mochi_preview.dit.joint_model.asymm_models_joint.AsymmDiTJoint``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -477,7 +483,7 @@ class AsymmDiTJoint(nn.Module):
         return self.final_layer(x, c)
 
 
-# -- Stable Diffusion 3.5: positions are added before the blocks, and a block's forward takes (*args, **kwargs).
+# -- Stable Diffusion 3.5: the model adds positions before the blocks, and a block's forward takes (*args, **kwargs).
 
 
 class DismantledBlock(nn.Module):
@@ -504,7 +510,7 @@ def block_mixing(
     context_heads = heads(context_block.qkv(context_block.pre_attention(context, c)))
     x_in = x_block.pre_attention(x, c)
     attn = sdpa(*(torch.cat(pair, dim=1) for pair in zip(context_heads, heads(x_block.qkv(x_in)), strict=True)))
-    # Stable Diffusion 3.5 Medium: image tokens attend to themselves once more.
+    # In Stable Diffusion 3.5 Medium, image tokens attend to each other a second time.
     attn2 = sdpa(*heads(x_block.qkv2(x_in))) if x_block.x_block_self_attn else None
     length = context.shape[1]
     out = None if context_block.pre_only else context_block.post_attention(attn[:, :length], context)
@@ -522,7 +528,7 @@ class JointBlock(nn.Module):
 
 
 class MMDiTX(nn.Module):
-    """Structure of ``mmditx.MMDiTX`` of Stability-AI/sd3.5."""
+    """The structure of ``mmditx.MMDiTX`` of Stability-AI/sd3.5."""
 
     pos_embed_max_size = 12
 
@@ -569,7 +575,7 @@ class DiTBlock(nn.Module):
 
 
 class DiT(nn.Module):
-    """Structure of ``models.DiT`` of facebookresearch/DiT."""
+    """The structure of ``models.DiT`` of facebookresearch/DiT."""
 
     def __init__(self, input_size: int = 14) -> None:
         super().__init__()

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tests.outside.official import HEADS, WIDTH, EmbedND, LastLayer, Mlp, grid, heads, modulate, rotate, sdpa
 
-# -- timm: blocks in nn.Sequential; class token and positions are added before them, one token is read after them.
+# -- timm: blocks are in nn.Sequential. The class token and positions are added before them, and the class token is read
+# after them.
 
 
 class Attention(nn.Module):
@@ -33,7 +34,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Structure of ``timm.models.vision_transformer.VisionTransformer`` with ``dynamic_img_size=True``."""
+    """The structure of ``timm.models.vision_transformer.VisionTransformer`` with ``dynamic_img_size=True``."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -53,15 +54,15 @@ class VisionTransformer(nn.Module):
         return self.head(self.forward_features(x)[:, 0])
 
 
-# -- ComfyUI: attention is a function of ``[B, S, H * D]``, positions are made inside of the model, and a prompt's
-# options (``transformer_options``) may replace blocks.
+# -- ComfyUI: attention is a function of ``[B, S, H * D]``, the model computes positions, and a prompt's options
+# (``transformer_options``) may replace blocks.
 
 
 def attention_pytorch(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Tensor | None = None) -> Tensor:
     return sdpa(*(x.unflatten(2, (num_heads, -1)) for x in (q, k, v)), mask)
 
 
-# The choice of ComfyUI with --use-pytorch-cross-attention.
+# ComfyUI chooses this function with --use-pytorch-cross-attention.
 optimized_attention = attention_pytorch
 
 
@@ -87,7 +88,7 @@ class ComfyDoubleBlock(nn.Module):
 
 
 class ComfyFlux(nn.Module):
-    """Structure of ``comfy.ldm.flux.model.Flux``."""
+    """The structure of ``comfy.ldm.flux.model.Flux``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Recipes: each runs one model of another library on the ranks of a mesh, with code that a user would write.
+"""Recipes. Each runs one model of another library on the ranks of a mesh, with code that a user would write.
 
-docs/any_model.md shows them with their reasons.
+docs/any_model.md shows them and gives their reasons.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ Run = Callable[[nn.Module, Inputs, DeviceMesh], Tensor]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model and one way to run it on several ranks.
+    """A model, and one way to run it on several ranks.
 
     Args:
         model: a name of :data:`BUILDERS`, which also fixes the inputs.
         way: what the user does, for the table of the page.
-        run: called on every rank, returns the whole output.
-        alone: the same of the unmodified model on one device.
+        run: a function that every rank calls, and that returns the whole output.
+        alone: a function that returns the same output of the unmodified model on one device.
     """
 
     model: str
@@ -62,13 +62,13 @@ class Recipe:
 
 
 def expected(recipe: Recipe) -> Tensor:
-    """Return what the unmodified model computes on one device."""
+    """Return the output of the unmodified model on one device."""
     with torch.no_grad():
         return recipe.alone(build(recipe.model), inputs_of(recipe.model))
 
 
 def on_mesh(recipe: Recipe, mesh: DeviceMesh) -> Tensor:
-    """Return what the recipe computes on the ranks of ``mesh``; every rank calls it."""
+    """Return the output of the recipe on the ranks of ``mesh``. Every rank calls it."""
     with torch.no_grad():
         return recipe.run(build(recipe.model), inputs_of(recipe.model), mesh)
 
@@ -89,7 +89,7 @@ def hooked(*handles: RemovableHandle) -> Iterator[None]:
             handle.remove()
 
 
-# -- the mode, tokens sharded where they are arguments
+# -- In the mode, with tokens sharded where they are arguments.
 
 
 def flux(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
@@ -133,11 +133,11 @@ def global_mask(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
         return cp.gather(out.last_hidden_state, dim=1)
 
 
-# -- the mode, tokens sharded by hooks between the embedding and the first block
+# -- In the mode, with tokens sharded by hooks between the embedding and the first block.
 
 
 def between(first: str, last: str) -> Run:
-    """Shard the first argument of the module ``first``, gather the output of the module ``last``."""
+    """Return a recipe that shards the first argument of module ``first`` and gathers the output of module ``last``."""
 
     def run(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
         with UnifiedAttnMode(mesh) as cp:
@@ -154,7 +154,7 @@ def between(first: str, last: str) -> Run:
 def sd35(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
     with UnifiedAttnMode(mesh) as cp:
         shard = model.joint_blocks[0].register_forward_pre_hook(
-            lambda _, args: tuple(cp.shard(x, dim=1) for x in args)  # context and x
+            lambda _, args: tuple(cp.shard(x, dim=1) for x in args)  # The arguments are context and x.
         )
         gather = model.final_layer.register_forward_hook(
             lambda _, args, x: cp.gather(x, dim=1, sequence=cp.sequence(IMAGE_TOKENS))
@@ -182,10 +182,12 @@ def comfy(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def wan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Run Wan with its rotary table sharded: the rotary function is called inside attention with the whole grid."""
+    """Run Wan with its rotary table sharded, because the rotary function is called inside attention with the whole
+    grid.
+    """
     rope_apply, length = official.rope_apply, inputs["seq_len"]
     ones = torch.zeros(1, length, 1, official.HEAD_DIM)
-    ones[..., 0::2] = 1  # rotated by rope_apply, 1 + 0i is the table itself
+    ones[..., 0::2] = 1  # Rotated by rope_apply, 1 + 0i gives the table itself.
     with UnifiedAttnMode(mesh) as cp:
 
         def sharded_rope(x: Tensor, grid_sizes: Tensor, freqs: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ def wan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
             return tensor_of(model(**inputs))
 
 
-# -- a plan by hand
+# -- With a plan written by hand.
 
 
 def planned(model: nn.Module, inputs: Inputs, mesh: DeviceMesh, plan: Plan) -> Tensor:
@@ -232,13 +234,13 @@ MOCHI_PLAN = Plan(
 
 
 def flash_of_all(q: Tensor, k: Tensor, v: Tensor, *lengths: Any, **options: Any) -> Tensor:
-    """Replace HunyuanVideo's ``attention``: without padding, flash_attn needs no lengths."""
+    """Attend to all tokens in place of HunyuanVideo's ``attention``. Without padding, flash_attn needs no lengths."""
     return flash_attn_func(q, k, v).flatten(2)
 
 
 def hunyuan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Run HunyuanVideo with the text cut to its valid tokens (one prompt). No returned token attends to the rest of the
-    text.
+    """Run HunyuanVideo with the text of one prompt cut to its valid tokens. No returned token attends to the other
+    ones.
     """
     valid = int(inputs["text_mask"].sum())
     inputs["text_states"], inputs["text_mask"] = inputs["text_states"][:, :valid], inputs["text_mask"][:, :valid]
@@ -247,7 +249,7 @@ def hunyuan(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def mochi(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    # The valid tokens among those that this rank holds: its part of the video, and all text.
+    # The indices are those of valid tokens among the tokens of this rank: its part of the video, and all text.
     layout = SequenceLayout((Segment("video", VIDEO_TOKENS),), ranks=mesh.size())
     (mask,) = inputs["y_mask"]
     inputs["packed_indices"] = official.compute_packed_indices(mask, layout.size(dist.get_rank()))
@@ -256,8 +258,8 @@ def mochi(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 @cache
 def proposed_plan(name: str) -> Plan | None:
-    """Return the plan that ``propose_plan`` finds from two calls of other lengths, or from one call if the model has
-    one size.
+    """Return the plan that ``propose_plan`` finds from calls of two lengths, or from one call if the model has one
+    size.
     """
     examples = (inputs_of(name),) if name in ONE_SIZE else (inputs_of(name, 0), inputs_of(name, 1))
     return propose_plan(build(name), examples).plan
@@ -273,12 +275,12 @@ def proposed(model: str) -> Recipe:
     return Recipe(model, "plan, proposed", partial(proposed_for, model))
 
 
-# -- decoding with a cache, and training
+# -- Decoding with a cache, and training.
 
 
 def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Return logits of four tokens after a prompt. Each rank keeps the keys of its part of the prompt, and of the whole
-    answer.
+    """Return the logits of four tokens after a prompt. Each rank caches the keys of its part of the prompt and of all
+    answer tokens.
     """
     ids = inputs["input_ids"]
     prompt, cache = Segment("prompt", ids.shape[1]), DynamicCache(config=model.config)
@@ -296,7 +298,7 @@ def decoded(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
 
 
 def generated(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Return logits of ``generate()`` under a plan. Every rank holds the whole key cache."""
+    """Return the logits of ``generate()`` under a plan. Every rank caches all keys."""
     plan = proposed_plan("Llama, decoding")
     assert plan is not None
     apply_context_parallel(model, ContextParallelConfig(mesh=mesh), plan)
@@ -321,7 +323,9 @@ def decoded_alone(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def trained(model: nn.Module, inputs: Inputs, mesh: DeviceMesh) -> Tensor:
-    """Return loss and gradients of one step. Gradients of the gathered loss are averaged over the ranks."""
+    """Return loss and gradients of one training step. Gradients of the loss of gathered logits are averaged over the
+    ranks.
+    """
     ids = inputs["input_ids"]
     positions = torch.arange(ids.shape[1])[None]
     model.requires_grad_().zero_grad()

@@ -1,4 +1,4 @@
-"""ComfyUI's options of a prompt, which may replace blocks, on several ranks."""
+"""Options of a ComfyUI prompt that may replace blocks, on several ranks."""
 
 from tests.outside.inputs import build, inputs_of
 from tests.outside.recipes import comfy
@@ -6,7 +6,7 @@ from tests.tiny import cpu_mesh, relative_error
 
 
 def scaled(args, extra):
-    """A patch that calls the original block."""
+    """Run the original block, and scale its output, as a patch of ComfyUI does."""
     out = extra["original_block"](args)
     return {**out, "img": 1.5 * out["img"]}
 

@@ -1,4 +1,4 @@
-"""propose_plan sees the operators of flash_attn, which a plan runs over the mesh."""
+"""propose_plan sees the operators of flash_attn, and a plan runs them over the mesh."""
 
 from unittest import mock
 
@@ -34,7 +34,8 @@ def without_padding(inputs):
     return inputs
 
 
-# Rotary positions inside of attention, indices of all tokens, lengths of all tokens: by hand (docs/any_model.md).
+# For these models docs/any_model.md has plans written by hand, because they compute rotary positions inside attention,
+# or indices or lengths of all tokens.
 @pytest.mark.parametrize("name", ["Wan 2.1", "Mochi", "HunyuanVideo"])
 def test_unplannable_model_gets_a_guess_and_reason(name):
     proposal = propose_plan(build(name), tuple(without_padding(inputs_of(name, size)) for size in (0, 1)))

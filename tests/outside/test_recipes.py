@@ -8,9 +8,9 @@ from tests.outside.recipes import RECIPES, expected, on_mesh
 from tests.tiny import cpu_mesh, each_rank_alone, relative_error
 
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
-# Decoding from an empty cache and a step of training attend in ways that the control does not imitate.
+# The control does not imitate how decoding from an empty cache and a training step attend.
 WITHOUT_CONTROL = ("Llama, decoding", "Llama, training")
-# On three ranks in the default run: one of each way.
+# The default run has one recipe of each way on three ranks.
 ON_THREE = ("Qwen3", "timm ViT", "Stable Diffusion 3.5", "HunyuanVideo", "Wan 2.1", "Llama, decoding")
 
 

@@ -1,4 +1,4 @@
-"""Models and calls that no recipe covers: each is an error on every rank, or check_parallel reports it."""
+"""Models and calls that no recipe covers. Each raises an error on every rank, or check_parallel reports it."""
 
 import warnings
 
@@ -52,7 +52,7 @@ def test_hunyuan_with_lengths_of_all_tokens_raises(rank_pool):
 
 
 class BySoftmax(nn.Module):
-    """Attention of vit-pytorch, and of timm without fused attention."""
+    """The attention of vit-pytorch, and of timm without fused attention."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ def test_softmax_by_hand_is_reported(rank_pool):
 
 
 def test_text_as_long_as_the_image_raises():
-    """Lengths that two sequences could have: the mode does not guess."""
+    """Check that lengths which could belong to either of two sequences raise: the mode does not guess."""
     inputs = {**inputs_of("FLUX"), "txt": noise(2, 35, 20), "txt_ids": torch.zeros(2, 35, 3)}
     tokens = ("img", "img_ids", "txt", "txt_ids")
 
@@ -122,7 +122,9 @@ class Decoding(nn.Module):
 
 @pytest.mark.parametrize(("window", "exact"), [(64, True), (24, False)])
 def test_decoding_past_a_window_in_the_mode_is_reported(window, exact):
-    """Each rank's cache drops keys by its own number of keys, so the page excludes windows."""
+    """Check that check_parallel reports a window in the mode, because each rank's cache drops keys by its own number of
+    keys.
+    """
 
     def forward(cp, model, ids):
         total, ranks = ids.shape[1], len(cp.sequence(ids.shape[1]).sizes())

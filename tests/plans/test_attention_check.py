@@ -1,4 +1,4 @@
-"""A planned model whose attention goes past scaled_dot_product_attention in one module raises and names it."""
+"""A planned model raises and names the module if attention of one module bypasses scaled_dot_product_attention."""
 
 import sys
 import warnings
@@ -41,7 +41,7 @@ def by_exp(query, key, value):
 
 
 class Kernel(torch.autograd.Function):
-    """A kernel of the user's own, in which no function of torch is seen."""
+    """A user's own kernel, in which no function of torch can be seen."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -52,7 +52,7 @@ ways = {"matmul": by_matmul, "einsum": by_einsum, "exp": by_exp, "kernel": Kerne
 
 
 def with_other_sdpa(processor, attend):
-    """Return a processor that runs ``processor`` with ``attend`` in place of attention, and SDPA with a mask."""
+    """Return a processor that runs ``processor`` with ``attend`` in place of SDPA, and calls SDPA with a mask."""
 
     class Processor:
         def __call__(self, *args, **kwargs):
@@ -61,7 +61,7 @@ def with_other_sdpa(processor, attend):
             def attention(query, key, value, attn_mask=None, **options):
                 return attend(query, key, value) if attn_mask is None else original(query, key, value, attn_mask)
 
-            # The processor's own name for the function is replaced, and only while it runs.
+            # Replace the processor's own name for the function, and only while the processor runs.
             with mock.patch("torch.nn.functional.scaled_dot_product_attention", attention):
                 return processor(*args, **kwargs)
 
@@ -69,13 +69,13 @@ def with_other_sdpa(processor, attend):
 
 
 def bypass(way):
-    """Return the errors of three FLUX transformers with a processor of the user's in one block."""
+    """Return the errors of three FLUX transformers that have a user's processor in one block."""
     errors = []
     for path in ("transformer_blocks.1.attn", "single_transformer_blocks.0.attn"):
         transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
         transformer.get_submodule(path).set_processor(with_other_sdpa(FluxAttnProcessor(), ways[way]))
         with torch.no_grad():
-            for _ in range(2):  # The second call is refused as well.
+            for _ in range(2):  # The second call is refused too.
                 with pytest.raises(RuntimeError, match=rf"{path} .*Processor.* 2 ranks") as error:
                     transformer(**flux_inputs(13, 5))
                 errors.append(str(error.value))
@@ -177,7 +177,7 @@ def test_replaced_sdpa_raises_before_a_pipeline_runs(rank_pool):
 
 
 def old_processor_of_diffusers():
-    """PixArt's self-attention by a processor of diffusers that computes scores itself."""
+    """Run PixArt's self-attention with a processor of diffusers that computes scores itself."""
     transformer = parallelize_transformer(MODELS["pixart"].build(), mesh=cpu_mesh(1, 2))
     transformer.transformer_blocks[1].attn1.set_processor(AttnProcessor())
     with pytest.raises(RuntimeError, match=r"transformer_blocks\.1\.attn1 .*AttnProcessor"):
@@ -190,7 +190,7 @@ def test_old_processor_of_diffusers_is_named(rank_pool):
 
 
 def skip_all_blocks():
-    """A forward that skips all blocks in every second call, as a step cache in the model does."""
+    """Run a model whose forward skips all blocks in every second call, as a step cache in the model does."""
     transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
     for block in [*transformer.transformer_blocks, *transformer.single_transformer_blocks]:
         block.forward = lambda hidden_states, encoder_hidden_states, **_: (encoder_hidden_states, hidden_states)
@@ -204,7 +204,7 @@ def test_skipped_blocks_name_the_cache_and_not_the_backend(rank_pool):
 
 
 def softmax_outside_of_attention():
-    """Attention by hand in a module that the plan does not know, beside all the attention that it knows."""
+    """Run a model that attends by hand in a module that the plan does not know, and by SDPA in the known ones."""
     transformer = flux_transformer()
     forward = transformer.transformer_blocks[0].ff.forward
 
@@ -227,7 +227,7 @@ def test_scores_by_hand_outside_of_attention_modules_warn_once(rank_pool):
 
 
 def frames_of_the_check():
-    """Return how many Python functions of the check run in each of four calls, whose ranks trust each other."""
+    """Return the number of Python functions that the check runs in each of four calls with verified inputs."""
     transformer = parallelize_transformer(flux_transformer(), mesh=cpu_mesh(1, 2))
     numbers = []
     with torch.no_grad(), inputs_verified([region_of(transformer)]):

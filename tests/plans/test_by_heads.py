@@ -1,4 +1,4 @@
-"""A module that a plan runs on all tokens and some of the heads."""
+"""A plan runs a module on all tokens and some of the heads."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from tests.tiny import cpu_mesh, fill, relative_error
 
 
 class Attend(nn.Module):
-    """Each token attends beside the mean of all keys, which needs all tokens."""
+    """Attention plus the mean of all keys, which needs all tokens."""
 
     def __init__(self, heads):
         super().__init__()
@@ -33,7 +33,7 @@ class Attend(nn.Module):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        # Modules of different numbers of heads do not share their wrapper.
+        # Modules with different numbers of heads must not share a wrapper.
         self.blocks = nn.ModuleList([Attend(4), Attend(3)])
 
     def forward(self, x):
@@ -58,7 +58,7 @@ def run(shape, compiled):
         apply_plan(model, PLAN, sequence_mesh(cpu_mesh(*shape)))
         called = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
         errors = [relative_error(called(x), y) for x, y in zip(inputs, expected, strict=True)]
-        # A block by itself computes on all heads, after a call of a graph too.
+        # A block that is called by itself computes on all heads, also after a call of a graph.
         block, alone = model.blocks[0], fill(Model(), seed=1).blocks[0]
         errors.append(relative_error(block(inputs[0]), alone(inputs[0])))
         remove_plan(model)
@@ -73,7 +73,7 @@ def test_heads_are_shared_in_graphs_too(rank_pool, shape, compiled):
 
 
 class Cached(nn.Module):
-    """Attention to the keys of all chunks so far, which it keeps in an argument."""
+    """Attention to the keys of all chunks so far, which an argument keeps."""
 
     def __init__(self, heads=5):
         super().__init__()
@@ -101,7 +101,7 @@ class InChunks(nn.Module):
 
 
 def generate(model, lengths):
-    """Return the output for each chunk, of ``lengths`` tokens."""
+    """Return the output for each chunk. Their numbers of tokens are ``lengths``."""
     caches = [{name: torch.zeros(2, 5, sum(lengths), 4) for name in "kv"} for _ in model.blocks]
     generator, start, outs = torch.Generator().manual_seed(3), 0, []
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_short_chunks_share_heads_too(rank_pool, shape, lengths):
 
 
 class Fused(nn.Module):
-    """Attention with one projection, whose output is ordered as ``order`` says."""
+    """Attention with one projection, whose outputs are in the order ``order``."""
 
     def __init__(self, order):
         super().__init__()
@@ -147,7 +147,7 @@ class Fused(nn.Module):
 
 
 def attend_fused(order, tokens, parts):
-    """Return the error of the module on several ranks, or the error that it raises."""
+    """Return the relative error of the module on several ranks, or the error that it raises."""
     model, x = fill(nn.Sequential(Fused(order)), seed=1), torch.randn(2, tokens, 20)
     with torch.no_grad():
         expected = model(x)
@@ -173,7 +173,7 @@ def test_fused_projection_in_an_unknown_order_raises(rank_pool, parts):
 
 
 class Grouped(nn.Module):
-    """Attention of four heads of queries, and two of keys and values."""
+    """Attention with four heads of queries and two heads of keys and values."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Activation checkpointing under a plan: gradients are those of one device, whoever calls torch.utils.checkpoint."""
+"""Activation checkpointing under a plan gives the gradients of one device, whoever calls torch.utils.checkpoint."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A video transformer in outline: image tokens attend to each other, then to text that every rank holds."""
+    """A video transformer in outline: image tokens attend to each other, and then to replicated text."""
 
     def __init__(self, way):
         super().__init__()
@@ -75,7 +75,7 @@ PLAN = Plan(
 
 
 def gradients(model, image_length=7):
-    # Text as long as a rank's part of the image: which of the two is meant follows from the plan alone.
+    # The text is as long as a rank's part of the image, so only the plan can tell them apart.
     shapes = (image_length, 4)
     image, text = (torch.randn(2, S, 16, generator=torch.Generator().manual_seed(S)) for S in shapes)
     model(image.requires_grad_(), text).square().mean().backward()

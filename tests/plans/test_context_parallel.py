@@ -1,4 +1,4 @@
-"""Plans applied under diffusers' and MindONE's names."""
+"""Plans applied through the names that diffusers and MindONE use."""
 
 import diffusers
 import pytest

@@ -52,7 +52,7 @@ def with_x(stream: Any, x: Tensor) -> Any:
 
 
 class Block(nn.Module):
-    """Attention to the tokens, and to the text in a dataclass of the dataclass."""
+    """Attention to the tokens, and to text in a dataclass inside the dataclass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ AT_BLOCKS = Plan(
         "blocks.0": {"stream.x": Split(dim=1, segment="video"), "stream.context.time": TIME},
         "blocks.*": {"scale": TIME},
     },
-    # The fields of a dataclass and of a named tuple count as entries.
+    # Fields of a dataclass and of a named tuple count as entries.
     outputs={"blocks.-1": (Gather(dim=1, segment="video"),)},
     joint_order=("video",),
     attention=TEXT,
@@ -128,7 +128,7 @@ def test_fields_are_sharded_and_gathered(rank_pool, kind, plan, shape):
         expected = fill(Pair(), seed=1)(**arguments(kind)).x
     for out, changed in rank_pool.run(run, 2, kind, plan, shape, compiled=False):
         assert relative_error(out, expected) < 1e-5
-        # The caller's object still holds all tokens.
+        # The caller's object must keep all tokens.
         assert changed == 0
 
 

@@ -1,4 +1,4 @@
-"""A plan shards the BlockMask that a model of one's own is given."""
+"""A plan shards the BlockMask that a user's own model receives."""
 
 import pytest
 import torch
@@ -22,7 +22,9 @@ class Block(nn.Module):
 
 
 class CausalVideo(nn.Module):
-    """Frames see themselves and those before; text, which comes first, is seen by all."""
+    """A mask by which each frame sees itself and the frames before it, and all tokens see the text, which comes
+    first.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Code of the user's own inside a planned model is named once, and only where it sees one rank's tokens."""
+"""A user's own code inside a planned model is named once, and only if it sees the tokens of one rank."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ class Subclass(FluxTransformer2DModel):
 
 
 class SameForward(FluxTransformer2DModel):
-    """Adds a method, but leaves the forward alone."""
+    """A subclass that adds a method and keeps the forward."""
 
     def size(self):
         return sum(x.numel() for x in self.parameters())
@@ -153,7 +153,7 @@ def test_the_package_of_the_planned_class_is_known():
 
 
 def warned_at_each_step(change):
-    """Return the number of warnings when a model is parallelized, at two calls, and after a second change."""
+    """Return the numbers of warnings when a model is parallelized, in two calls, and after a second change."""
     model, counts = flux_transformer(), []
     change(model)
 
@@ -198,7 +198,7 @@ def test_an_adapter_for_the_subclass_silences_the_warning(rank_pool):
 
 
 def hook_on_a_unet():
-    """Return the warnings of a UNet with a hook, when it is parallelized and after another hook was added."""
+    """Return the warnings of a UNet with a hook when it is parallelized, and after another hook was added."""
     unet, texts = UNET_PIPELINES["sd"].build().unet, []
     unet.mid_block.register_forward_pre_hook(observe)
     text = torch.randn(1, 7, unet.config.cross_attention_dim)

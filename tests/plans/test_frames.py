@@ -19,7 +19,7 @@ def run(shape, frames, compiled, plan=FRAMES):
 
 @pytest.mark.parametrize(("shape", "compiled"), [((1, 2), False), ((2, 1), False), ((1, 2), True)])
 def test_frames_are_sharded_whole(rank_pool, shape, compiled):
-    # One frame is less than one for each rank.
+    # A single frame is fewer than one for each rank.
     frames = (3, 4) if compiled else (5, 1, 4)
     model = fill(OfFrames(), seed=1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Lookups of a plan at every call of its model: replaced modules, and compiled ones."""
+"""Lookups of a plan at each call of its model, with replaced modules and with compiled ones."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_python_calls_do_not_grow_with_modules():
 
         counts = []
         with inputs_verified([region_of(transformer)]):
-            call()  # Checks the model's attention, through a mode.
+            call()  # This call checks the model's attention, through a mode.
             for _ in range(2):
                 call()
                 counts.append(calls_in_python(call))

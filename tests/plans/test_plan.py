@@ -1,4 +1,4 @@
-"""Plans: what they do, what they refuse, and being compiled by parts."""
+"""Plans: their effect, what they refuse, and compiling them in parts."""
 
 import gc
 from weakref import ref
@@ -35,7 +35,9 @@ class Rotation(nn.Module):
 
 
 class Model(nn.Module):
-    """Tokens are cut at the first block, as Wan's are, and a rotation at the output of the module that makes it."""
+    """A model whose tokens are split at the first block, as Wan's are. A rotation is split at the output of the module
+    that makes it.
+    """
 
     def __init__(self):
         super().__init__()
@@ -44,13 +46,13 @@ class Model(nn.Module):
         self.proj_out = nn.Linear(8, 8)
 
     def forward(self, hidden_states):
-        # Before the cut: all ranks do the same, and nothing may be rerouted.
+        # Before the split all ranks compute the same, so nothing may be rerouted.
         hidden_states = hidden_states + F.scaled_dot_product_attention(hidden_states, hidden_states, hidden_states)
         rotation, _ = self.rotation(hidden_states)
         for block in self.blocks:
             hidden_states = block(hidden_states, rotation)
         out = self.proj_out(hidden_states)
-        # After the gather: here too all ranks do the same, and nothing may be rerouted.
+        # After the gather all ranks compute the same again, so nothing may be rerouted.
         return out + F.scaled_dot_product_attention(out, out, out)
 
 
@@ -222,7 +224,7 @@ def gathered_with_text_behind(num):
     return out
 
 
-# The last is shorter than the number of ranks: every rank holds all of it.
+# The last length is smaller than the number of ranks, so every rank holds all tokens.
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("num", [11, 12, 1])
 def test_gather_keeps_what_follows_on_every_rank(rank_pool, num):

@@ -1,4 +1,4 @@
-"""The plans that diffusers publishes: exact, or an error that says what cannot be read."""
+"""The plans that diffusers publishes are exact, or an error names the part that cannot be read."""
 
 import pytest
 import torch

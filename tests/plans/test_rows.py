@@ -1,5 +1,5 @@
-"""Rows of an image as what is sharded: linear attention sums over ranks, and convolutions see the rows of the ranks
-beside.
+"""A plan shards rows of an image: linear attention sums over ranks, and convolutions see the rows of neighbouring
+ranks.
 """
 
 import re
@@ -16,7 +16,7 @@ from tests.tiny import cpu_mesh, fill, relative_error
 
 
 class Attend(nn.Module):
-    """Linear attention, and a sum over tokens that a softmax is given."""
+    """Linear attention, plus a sum over tokens as input of a softmax."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Attend(nn.Module):
 
 
 class Model(nn.Module):
-    """``[B, 3, H, W]``; its patches are 2 × 2 pixels."""
+    """A model of images ``[B, 3, H, W]`` with patches of 2 × 2 pixels."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
 PLAN = Plan(
     inputs={
         "image": Split(dim=2, segment="rows", per=2),
-        # [B, H · W, C]
+        # Its shape is [B, H · W, C].
         "residual": Split(dim=-2, like="rows", per=None),
     },
     outputs={"": Gather(dim=-2, segment="rows", per=None)},
@@ -89,7 +89,7 @@ def on_ranks(shape, rows):
     return outs, apart
 
 
-# Ring × Ulysses: neighbours are in one group, in the other, or in both.
+# On these meshes (ring × Ulysses) neighbours are in one group, in the other, or in both.
 @pytest.mark.parametrize("shape", [(1, 2), (3, 1), (2, 2)])
 def test_sums_and_halos_equal_one_device(rank_pool, shape):
     ranks = shape[0] * shape[1]
@@ -101,7 +101,7 @@ def test_sums_and_halos_equal_one_device(rank_pool, shape):
         for (out, *_), (_, apart) in zip(outs, every, strict=True):
             assert relative_error(out, expected[index][0]) < 1e-5
             assert relative_error(apart[index], expected[index][0]) < 1e-5
-        # Every rank computes the loss of the whole output: gradients are averaged, as DistributedDataParallel does.
+        # Every rank computes the loss of the whole output, so gradients are averaged, as DistributedDataParallel does.
         for gradients in zip(expected[index][1:], *[out[1:] for out in outs], strict=True):
             assert relative_error(torch.stack(gradients[1:]).mean(dim=0), gradients[0]) < 1e-4
 

@@ -1,4 +1,4 @@
-"""Tokens and keys that a model's user adds where the plan has sharded the tokens."""
+"""A model's user adds tokens and keys after the plan has sharded the tokens."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_added_tokens_raise_on_every_rank_and_name_the_module(rank_pool, functio
 
 
 class WeighingProcessor(FluxAttnProcessor):
-    """A user's processor that weighs image tokens, in the blocks in which they are apart from text."""
+    """A user's processor that scales image tokens, in blocks where image and text are separate."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, *args, token_weights=None, **kwargs):
         if encoder_hidden_states is not None and isinstance(token_weights, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Run cases of options together, and say what came of each.
+"""Run cases of combined options, and print the outcome of each.
 
 python -m tests.together flux+ring2+cfg+fsdp       one case, or several, by their ids
 python -m tests.together --list                    the ids of all
@@ -27,7 +27,7 @@ from tests.together.summary import write_summary
 
 
 def read_rows(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the latest outcome of each case."""
+    """Return the latest outcome of each case in ``path``."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {row["case"]: row for row in rows}
 
@@ -66,7 +66,7 @@ def main() -> int:
     done = {} if options.out is None or not options.out.exists() else read_rows(options.out)
     left = [case for case in dict.fromkeys(ids) if case not in done or done[case]["status"] in options.again]
     left = [case for case in left if parse(case).ranks <= options.max_ranks]
-    # Cheap cases first; then cases of the same number of ranks together.
+    # Run cheap cases first, and cases with the same number of ranks one after the other, so that ranks are reused.
     left.sort(key=lambda case: (parse(case)["compile"] != "eager", parse(case).ranks))
     counts: collections.Counter[str] = collections.Counter()
     pool = RankPool()

@@ -1,5 +1,5 @@
-"""Cases in which every pair of values of two options occurs: a covering array of strength two, by a greedy
-algorithm.
+"""A covering array of strength two: cases in which every pair of values of two options occurs. A greedy algorithm
+builds it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.together.options import AXES, EXCLUSIONS, Case, Exclusion, case_of, e
 SEED = 20
 NUM_CASES = 305
 NUM_SHORT = 10
-# The number of cases that are tried of each refused combination.
+# At most this number of cases of each refused combination is run.
 NUM_TRIED = 3
 ALWAYS_VARIED = ("pipeline", "mesh")
 # Each line holds one case id.
@@ -42,15 +42,15 @@ def admissible_pairs() -> list[Pair]:
 
 
 def complete(start: Mapping[str, str], rng: random.Random, wanted: set[Pair] | None = None) -> dict[str, str] | None:
-    """Return ``start`` completed by a value for each other axis without an exclusion, or None if that is impossible.
+    """Return ``start`` with a value for each other axis such that nothing is excluded, or None if that is impossible.
 
     Args:
-        wanted: pairs; of the values of an axis, the one that adds most of them is taken, and else any.
+        wanted: pairs to cover. For each axis the value that adds most of them is taken.
     """
     if exclusion_of(start) is not None:
         return None
     axes = [axis for axis in AXES if axis not in start]
-    # The axes that exclude most come first: the search then hardly ever turns back.
+    # Choose the values of the axes with most exclusions first, so that the search rarely has to backtrack.
     rng.shuffle(axes)
     axes.sort(key=lambda axis: -sum(axis in exclusion.values for exclusion in EXCLUSIONS) // 4)
     return _search(dict(start), axes, rng, wanted or set())
@@ -84,17 +84,17 @@ def _pair(axis: str, value: str, other: str, taken: str) -> Pair:
 
 
 def covering_array(seed: int = SEED, num_cases: int = NUM_CASES, start: Iterable[Case] = ()) -> list[Case]:
-    """Return at least ``num_cases`` cases, none of them excluded, that hold every admissible pair. Deterministic.
+    """Return at least ``num_cases`` cases that hold every admissible pair, none of them excluded. Deterministic.
 
     Args:
-        start: cases that come first: what is not excluded of an array that was made before an option was added.
+        start: cases to begin with, from an array that was made before an option was added. Excluded ones are dropped.
     """
     rng = random.Random(seed)
     left = set(admissible_pairs())
     cases = {case.id: case for case in start if exclusion_of(case.by_axis) is None}
     for case in cases.values():
         left.difference_update(pairs_of(case.by_axis))
-    # Compiling costs ten times as much: pairs without it are covered first, by cases without it.
+    # Compiling costs ten times as much, so uncompiled cases cover all pairs without compiling first.
     for fixed in (_NOT_COMPILED, {}):
         while pairs := sorted(
             pair for pair in left if exclusion_of({**fixed, **dict(pair)}) is None and _agree(pair, fixed)
@@ -106,7 +106,7 @@ def covering_array(seed: int = SEED, num_cases: int = NUM_CASES, start: Iterable
             case = case_of(best)
             cases[case.id] = case
     while len(cases) < num_cases:
-        # Most options keep their defaults, so that others do not hide the interaction of a few.
+        # Keep most options at their defaults, because others could hide how a few interact.
         kept = {axis: values[0] for axis, values in AXES.items() if axis not in ALWAYS_VARIED and rng.random() < 0.6}
         values = complete({**kept, **(_NOT_COMPILED if rng.random() < 0.8 else {})}, rng)
         if values is not None:
@@ -116,13 +116,13 @@ def covering_array(seed: int = SEED, num_cases: int = NUM_CASES, start: Iterable
 
 
 def read_cases() -> dict[Case, bool]:
-    """Return the cases of ``cases.txt``, and whether ``make test`` runs each."""
+    """Return the cases of ``cases.txt``, and for each whether ``make test`` runs it."""
     lines = [line.partition("#") for line in CASES.read_text().splitlines()]
     return {parse(case.strip()): "short" in mark for case, _, mark in lines if case.strip()}
 
 
 def write_cases(seed: int = SEED, num_cases: int = NUM_CASES) -> list[Case]:
-    """Add cases to ``cases.txt`` for the pairs that it lacks, and drop those that are excluded by now."""
+    """Add cases to ``cases.txt`` for missing pairs, and drop cases that are excluded now."""
     before = read_cases() if CASES.exists() else {}
     cases = covering_array(seed, num_cases, before)
     _write({case: before.get(case, False) for case in cases}, seed)
@@ -130,8 +130,8 @@ def write_cases(seed: int = SEED, num_cases: int = NUM_CASES) -> list[Case]:
 
 
 def choose_short(exact: Collection[str], seed: int = SEED) -> list[Case]:
-    """Mark some of the ``exact`` cases in ``cases.txt``: on at most two ranks, not compiled, with as many pairs as
-    possible.
+    """Mark some of the ``exact`` cases in ``cases.txt`` for ``make test``: uncompiled, at most two ranks, as many pairs
+    as possible.
     """
     cases = read_cases()
     cheap = [case for case in cases if case.id in exact and case.ranks <= 2 and case["compile"] == "eager"]
@@ -161,19 +161,21 @@ def _gained(values: Mapping[str, str], left: set[Pair]) -> int:
 
 
 def refused_cases(seed: int = SEED) -> list[tuple[Case, Exclusion]]:
-    """Return, for each refused combination, a few cases that hold it, no other excluded one, and defaults otherwise."""
+    """Return a few cases of each refused combination. Each holds no other excluded combination, and defaults
+    otherwise.
+    """
     cases = []
     for exclusion in EXCLUSIONS:
         if not exclusion.refused:
             continue
-        # Each exclusion has its own generator, so additions to the list change no other case.
+        # Each exclusion has its own generator, so a new exclusion changes no other case.
         rng = random.Random(f"{seed} {exclusion}")
         longest = max(exclusion.values, key=lambda axis: len(exclusion.values[axis]))
         listed = exclusion.values[longest]
         tried: dict[Case, None] = {}
         for value in [*rng.sample(listed, min(len(listed), NUM_TRIED)), *rng.choices(listed, k=50)]:
             case = case_of({axis: rng.choice(choices) for axis, choices in exclusion.values.items()} | {longest: value})
-            # Another combination would be refused for another reason.
+            # A case with a second excluded combination could be refused for that one.
             if len(tried) < NUM_TRIED and sum(other.excludes(case.by_axis) for other in EXCLUSIONS) == 1:
                 tried[case] = None
         cases += [(case, exclusion) for case in tried]

@@ -1,5 +1,5 @@
-"""Options of a pipeline that a user combines, as data: their values, and which combinations are refused or make no
-sense.
+"""The options of a pipeline that users combine, as data: their values, and combinations that are refused or
+meaningless.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Axis → values. The first value of an axis is its default and is left out of a case's id. A value's name is unique over
-# all axes.
+# The values of each axis. The first one is the default, which a case's id omits. Names of values are unique over all
+# axes.
 AXES: dict[str, tuple[str, ...]] = {
     "pipeline": (
         "flux",
@@ -24,7 +24,7 @@ AXES: dict[str, tuple[str, ...]] = {
         "pixart",
         "unet",
     ),
-    # Sizes of mesh dims; "auto" omits mesh=.
+    # Each value has sizes of mesh dims; "auto" omits mesh=.
     "mesh": (
         "ulysses2",
         "auto1",
@@ -49,7 +49,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "cache": ("uncached", "zero", "hits", "threshold"),
     "cache order": ("cache-last", "cache-first"),
     "weights": ("whole-weights", "replicate", "fsdp", "tensor"),
-    # A VAE that is placed also decodes.
+    # Cases with a placed VAE must also decode, so that the VAE runs.
     "vae": ("latents", "vae"),
     "vae placement": ("auto-vae", "vae-replicate", "vae-offload", "vae-first"),
     "pipefusion": ("exact-stages", "patches2", "patches3"),
@@ -82,7 +82,7 @@ MESH_DIMS = ("batch", "pipe", "ring", "ulysses", "tensor")
 
 @dataclass(frozen=True)
 class Case:
-    """A value for each axis."""
+    """A value for each axis of :data:`AXES`."""
 
     values: tuple[str, ...]
 
@@ -91,7 +91,9 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Pipeline, mesh and all values that are not the default, joined by ``+``; :func:`parse` reads it."""
+        """Return the id of the case: pipeline, mesh and all values that are not the default, joined by ``+``, as
+        :func:`parse` reads it.
+        """
         named = [
             value
             for (axis, values), value in zip(AXES.items(), self.values, strict=True)
@@ -105,7 +107,7 @@ class Case:
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """Sizes by mesh dim; None if the mesh argument is left out."""
+        """Return the sizes by mesh dim, or None if the mesh argument is omitted."""
         if self["mesh"].startswith("auto"):
             return None
         sizes = dict.fromkeys(MESH_DIMS, 1)
@@ -127,15 +129,15 @@ _INDEX = {axis: index for index, axis in enumerate(AXES)}
 
 
 def case_of(values: Mapping[str, str]) -> Case:
-    """The case with these values, and defaults for the other axes."""
+    """Return the case with these values, and defaults for the other axes."""
     return Case(tuple(values.get(axis, default[0]) for axis, default in AXES.items()))
 
 
 def parse(text: str) -> Case:
-    """The case with this id.
+    """Return the case with this id.
 
     Raises:
-        ValueError: a value is not known, or an axis has two.
+        ValueError: A value is unknown, or an axis has two values.
     """
     values: dict[str, str] = {}
     for value in text.split("+"):
@@ -153,10 +155,10 @@ class Exclusion:
     """A combination that no case of the covering array holds.
 
     Args:
-        values: by axis, the values that exclude each other: a case with one of each is excluded.
-        reason: what is combined, or why that means nothing.
-        refused: whether para_core refuses it (each such combination is tried, and must be refused); otherwise it means
-            nothing, or fails without para_core, too.
+        values: the values that exclude each other, by axis. A case with one of them for each axis is excluded.
+        reason: what is combined, or why the combination is meaningless.
+        refused: whether para_core refuses it. Such a combination is run, and must be refused. Otherwise it is
+            meaningless, or fails without para_core too.
     """
 
     reason: str
@@ -176,19 +178,19 @@ _CACHED = other("cache", "uncached")
 _COMPILED = other("compile", "eager")
 _FUSED = other("pipefusion", "exact-stages")
 _STAGES = tuple(mesh for mesh in AXES["mesh"] if "pipe" in mesh)
-# Every mesh but that of one process, which shards nothing.
+# All meshes except that of one process, which shards nothing.
 _RANKS = other("mesh", "auto1")
 _TENSOR = tuple(mesh for mesh in AXES["mesh"] if "tensor" in mesh)
-# Without mesh=, weights="tensor" gives two ranks to "tensor".
+# Without mesh=, weights="tensor" makes a mesh with a dim "tensor" of two ranks.
 _TENSOR_OR_AUTO = (*_TENSOR, "auto2")
 
 EXCLUSIONS: tuple[Exclusion, ...] = (
-    # -- Means nothing.
+    # -- Combinations that mean nothing.
     Exclusion("an order of what is not there", {"cache": ("uncached",), "cache order": ("cache-first",)}, False),
     Exclusion("an order of what is not there", {"cache": ("uncached",), "undo": ("cache-off-first",)}, False),
     Exclusion("an order of what is not there", {"compile": ("eager",), "compile order": ("compile-first",)}, False),
     Exclusion("one process has no other to share heads with", {"weights": ("tensor",), "mesh": ("auto1",)}, False),
-    # -- Fails without para_core, too.
+    # -- Combinations that fail without para_core too.
     Exclusion(
         "Dynamo does not trace the hooks of offload",
         {"compile": ("whole", "in-place"), "offload": other("offload", "no-offload")},
@@ -215,7 +217,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
         {"vae placement": ("vae-offload", "vae-first"), "offload": ("model-after",)},
         False,
     ),
-    # -- Refused.
+    # -- Combinations that para_core refuses.
     Exclusion(
         "text='shard' of a model that needs all text tokens",
         {"pipeline": other("pipeline", "flux", "klein", "ltx", "qwen", "unet"), "text": ("text-shard",)},
@@ -283,5 +285,5 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
 
 
 def exclusion_of(values: Mapping[str, str]) -> Exclusion | None:
-    """The first exclusion that excludes ``values``; None if they may be combined."""
+    """Return the first exclusion that matches ``values``, or None if they may be combined."""
     return next((exclusion for exclusion in EXCLUSIONS if exclusion.excludes(values)), None)

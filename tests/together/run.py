@@ -1,4 +1,4 @@
-"""Run one case on its ranks, and without para_core on one process, and judge the results."""
+"""Run one case on its ranks and on one process without para_core, and judge the results."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from tests.together import user
 from tests.together.options import MESH_DIMS, Case
 from tests.together.snapshot import differences, snapshot, tensors_of_ours
 
-# Several ranks sum in another order: 1e-7 a step, amplified by the guidance scale and by two to eight steps.
+# Several ranks sum in another order, which changes a step by 1e-7. The guidance scale and up to eight steps amplify it.
 FLOAT32_BOUND = 1e-4
-# In bfloat16 both outputs differ from float32 by rounding; another order of sums may increase the error up to this
+# In bfloat16 both outputs differ from float32 by rounding. Another order of sums may increase the error by up to this
 # factor.
 BFLOAT16_FACTOR = 2.0
-# With these options two of four steps are skipped, whatever the differences.
+# These options skip two of four steps, whatever the differences are.
 _HITS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
-# The relative margin of each decision; with less, another order of sums might decide otherwise.
+# Each decision must be this far from the threshold, relatively. Closer ones could change with the order of sums.
 _CLEAR = 0.02
 
 
 @dataclass
 class Raised:
-    """An exception as it is sent to the parent.
+    """An exception in the form that ranks send to the parent process.
 
     Args:
-        clear: whether it is a ValueError, TypeError or RuntimeError that code of para_core raised.
+        clear: whether it is a ValueError, TypeError or RuntimeError raised by code of para_core.
     """
 
     kind: str
@@ -61,12 +61,12 @@ class Reference:
     """The outputs of one process without ranks.
 
     Args:
-        plain: the outputs of the untouched pipeline.
-        expected: of the cached one, or in patches, if the case has these; else ``plain``.
-        precise: in bfloat16, the outputs in float32 arithmetic; else None.
-        state: the snapshot of the untouched pipeline after its calls.
-        threshold: of the cache.
-        raised: by para_core on this one process.
+        plain: the outputs of the unmodified pipeline.
+        expected: the outputs with the case's cache or PipeFusion, which ranks must match; without these, ``plain``.
+        precise: the outputs in float32 arithmetic if the case is in bfloat16, else None.
+        state: the snapshot of the unmodified pipeline after its calls.
+        threshold: the threshold of the cache.
+        raised: the error that para_core raised on this one process.
     """
 
     plain: list[Tensor]
@@ -82,8 +82,9 @@ class Outcome:
     """The verdict on a case.
 
     Args:
-        status: ``exact``, ``refused``, ``wrong``, ``obscure``, ``hang``, or ``alone``: it fails without para_core, too.
-        detail: the refusal's sentence, or what is wrong.
+        status: ``exact``, ``refused``, ``wrong``, ``obscure``, ``hang``, or ``alone`` if it fails without para_core
+            too.
+        detail: the message of the refusal, or a description of the fault.
     """
 
     case: str
@@ -92,11 +93,11 @@ class Outcome:
     errors: list[float] = field(default_factory=list)
 
 
-# -- one process
+# -- On one process.
 
 
 def _initial_latents(pipe: Any, case: Case) -> list[Any]:
-    """Return what ``prepare_latents`` draws in each call."""
+    """Return the latents that ``prepare_latents`` draws in each call."""
     drawn, draw = [], pipe.prepare_latents
 
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -112,7 +113,9 @@ def _initial_latents(pipe: Any, case: Case) -> list[Any]:
 
 
 def _in_float32(pipe: Any, case: Case, drawn: list[Any]) -> list[Tensor]:
-    """Generate in float32 from latents that bfloat16 drew, because a generator draws others for another dtype."""
+    """Generate in float32 from the latents drawn in bfloat16, because a generator draws other numbers for another
+    dtype.
+    """
     left = iter(drawn)
 
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -123,7 +126,7 @@ def _in_float32(pipe: Any, case: Case, drawn: list[Any]) -> list[Tensor]:
 
 
 def reference(case: Case) -> Reference:
-    """Generate without ranks and without compiling."""
+    """Return the outputs of one process, uncompiled."""
     with user.quiet():
         pipe = _untouched(case)
         plain = user.generate(pipe, case)
@@ -157,7 +160,7 @@ def _untouched(case: Case, dtype: torch.dtype | None = None) -> Any:
 
 
 def _cached(pipe: Any, case: Case) -> tuple[float, list[Tensor]]:
-    """Return the cache's threshold and the outputs of one process with it."""
+    """Return a threshold for the cache, and the outputs of one process with it."""
     for threshold in _thresholds(case):
         _apply_cache(pipe, case, threshold)
         outs = user.generate(pipe, case)
@@ -165,7 +168,7 @@ def _cached(pipe: Any, case: Case) -> tuple[float, list[Tensor]]:
         hits = [row.hit for row in rows]
         margins = [abs(row.difference / threshold - 1) for row in rows if row.difference is not None]
         remove_cache_from_pipe(pipe)
-        # The threshold must lead to hits and misses in the last call, with a margin.
+        # The threshold must give both hits and misses in the last call, each with a margin.
         if case["cache"] == "hits" or (any(hits) and min(margins, default=1.0) > _CLEAR):
             return threshold, outs
     raise AssertionError(f"no threshold lets the cache of {case.id} skip")
@@ -187,14 +190,14 @@ def _pipefusion(case: Case) -> PipeFusion | None:
     return None if patches is None else PipeFusion(patches)
 
 
-# -- on ranks
+# -- On ranks.
 
 
 def _mesh(case: Case) -> DeviceMesh | None:
     sizes = case.mesh
     if sizes is None:
         return None
-    # The dims are in the order of init_context_parallel_mesh: stages are furthest apart, tensor ranks are neighbours.
+    # Keep the order of init_context_parallel_mesh: ranks of stages are furthest apart, tensor ranks are neighbours.
     names = [
         name for name in ("pipe", "batch", "ring", "ulysses", "tensor") if sizes[name] > 1 or name in MESH_DIMS[2:4]
     ]
@@ -217,8 +220,8 @@ def _parallelize(pipe: Any, case: Case, mesh: DeviceMesh | None) -> None:
 
 
 def on_ranks(case: Case, threshold: float) -> dict[str, Any]:
-    """Generate in parallel and after everything was undone. Return both outputs and what is left on the pipeline, or
-    the error.
+    """Generate in parallel, undo everything, and generate again. Return both outputs and the remains on the pipeline,
+    or the error.
     """
     results: dict[str, Any] = {"stage": "building"}
     pipe = None
@@ -266,7 +269,7 @@ def _undo(pipe: Any, case: Case) -> None:
 
 
 def _try_to_undo(pipe: Any, case: Case, results: dict[str, Any]) -> None:
-    """Undo everything after a refusal; record an error."""
+    """Undo everything after a refusal, and record an error of the undo."""
     try:
         _undo(pipe, case)
     except Exception as error:
@@ -275,12 +278,12 @@ def _try_to_undo(pipe: Any, case: Case, results: dict[str, Any]) -> None:
 
 _OURS = tuple(str(Path(module.__file__ or "").parent.resolve()) for module in (para_core, para_core.adapters))
 _CLEAR_KINDS = (ValueError, TypeError, RuntimeError)
-# Words of torch's own errors, which a message of para_core may quote.
+# These words occur in errors of torch itself, which a message of para_core may quote.
 _OBSCURE = re.compile(r"aten[.:]|OpOverload|unimplemented operator|torch\._dynamo|[Mm]eta tensor|Traceback|HOP ")
 
 
 def described(error: BaseException) -> Raised:
-    """Return ``error`` in the form that is sent to the parent, with whether it is a clear refusal."""
+    """Return ``error`` in the form that ranks send to the parent, with whether it is a clear refusal."""
     frames = traceback.extract_tb(error.__traceback__)
     last = frames[-1]
     ours = str(Path(last.filename).resolve()).startswith(_OURS)
@@ -290,11 +293,11 @@ def described(error: BaseException) -> Raised:
     return Raised(type(error).__name__, str(error), where, clear, trace)
 
 
-# -- judging
+# -- The verdict.
 
 
 def run(case: Case, pool: RankPool, timeout: float = 180.0) -> Outcome:
-    """Run ``case`` on its ranks and on this process, and compare."""
+    """Run ``case`` on its ranks and on this process, and return the verdict."""
     try:
         alone = reference(case)
     except Exception as error:
@@ -314,7 +317,7 @@ def run(case: Case, pool: RankPool, timeout: float = 180.0) -> Outcome:
 
 
 def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcome:
-    """Compare the results of all ranks with ``alone``."""
+    """Return the verdict on the results of all ranks, given those of one process."""
     raised = [result.get("raised") for result in results]
     if any(raised):
         return _judge_raised(case, results)
@@ -390,7 +393,7 @@ def reason_of(detail: str) -> str:
 
 
 def _compiled_alone(case: Case) -> str | None:
-    """Return the error of one process that compiles the untouched pipeline as the case does, or None."""
+    """Return the error of one process that compiles the unmodified pipeline as the case does, or None."""
     torch.compiler.reset()
     try:
         with user.quiet():

@@ -1,5 +1,5 @@
-"""Everything that para_core may leave on a pipeline, as plain values: classes, attributes, hooks, parameters and what
-holds tensors.
+"""A description, in plain values, of everything that para_core may leave on a pipeline: classes, attributes, hooks,
+parameters, tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def snapshot(pipe: Any) -> dict[str, str]:
-    """Return descriptions by path. Two pipelines that were built and changed in the same way have equal snapshots."""
+    """Return a description of each attribute, by path. Two pipelines that were built and changed in the same way have
+    equal ones.
+    """
     state = {"modes": str([*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()])}
     state.update(_object(pipe, "pipe"))
     for name, component in pipe.components.items():
@@ -30,7 +32,7 @@ def snapshot(pipe: Any) -> dict[str, str]:
 
 
 def differences(actual: dict[str, str], expected: dict[str, str]) -> list[str]:
-    """Return paths that only one snapshot has, or whose descriptions differ."""
+    """Return the paths that only one snapshot has, or whose descriptions differ."""
     return [
         f"{path}: {actual.get(path, 'missing')}, expected {expected.get(path, 'nothing')}"
         for path in sorted(actual.keys() | expected.keys())
@@ -40,7 +42,7 @@ def differences(actual: dict[str, str], expected: dict[str, str]) -> list[str]:
 
 def _class_of(value: Any) -> str:
     cls = type(value)
-    # A private subclass has the name of its base class, and attributes of its own.
+    # A private subclass has the name of its base class, so its own attributes identify it.
     private = [name for name in vars(cls) if "para_core" in name]
     return f"{cls.__module__}.{cls.__qualname__}{sorted(private) if private else ''}"
 
@@ -49,14 +51,14 @@ def _object(value: Any, path: str) -> dict[str, str]:
     state = {path: _class_of(value)}
     for name, attribute in getattr(value, "__dict__", {}).items():
         if name == "deprecation_warnings":
-            continue  # transformers notes in it which hints it has logged in this process
-        # Values differ from call to call; their classes do not.
+            continue  # transformers records in it which hints it has logged in this process.
+        # The values differ from call to call, but their classes do not.
         state[f"{path}.{name}"] = ", ".join(sorted(_kinds(attribute)))
     return state
 
 
 def _kinds(value: Any, depth: int = 3) -> set[str]:
-    """Return the classes of ``value`` and of the items of containers."""
+    """Return the classes of ``value`` and of the items of containers in it."""
     kinds = {_class_of(value)}
     if depth and isinstance(value, (list, tuple, set)):
         kinds.update(*[_kinds(each, depth - 1) for each in value], set())
@@ -69,7 +71,7 @@ def _module(module: nn.Module, path: str) -> dict[str, str]:
     state = {path: _class_of(module)}
     for name, attribute in vars(module).items():
         if name == "_output_capturing_hooks_installed":
-            # transformers installs hooks of its own at the first call of an encoder, of which pipelines share some
+            # transformers installs its own hooks at the first call of an encoder, and some pipelines share an encoder.
             continue
         if name in _HOOKS:
             hooks = [hook for hook in attribute.values() if "output_capturing" not in getattr(hook, "__module__", "")]
@@ -96,7 +98,9 @@ def describe(tensor: Tensor) -> str:
 
 
 def tensors_of_ours(pipe: Any) -> list[str]:
-    """Return the attributes of the pipeline and its non-module components that hold a tensor class of para_core."""
+    """Return the attributes of the pipeline and of its components, modules excepted, that hold a tensor class of
+    para_core.
+    """
     parts = {"pipe": pipe} | {
         f"pipe.{name}": part for name, part in pipe.components.items() if not isinstance(part, nn.Module)
     }

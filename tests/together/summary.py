@@ -13,11 +13,11 @@ from tests.together.run import FLOAT32_BOUND
 
 
 def summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> dict[str, Any]:
-    """Counts of the cases by what came of them; refusals by reason; how many pairs exact cases hold; what each
-    exclusion says.
+    """Return the number of cases by status, refusals by reason, the pairs that exact cases hold, and the error of each
+    exclusion.
 
     Args:
-        rows: by case, what ``python -m tests.together --out`` wrote.
+        rows: the rows that ``python -m tests.together --out`` wrote, by case.
     """
     ran = {case: rows[case.id] for case in read_cases() if case.id in rows}
     exact = [case for case, row in ran.items() if row["status"] == "exact"]
@@ -41,7 +41,9 @@ def summary(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> dict[str
 
 
 def excluded(rows: Mapping[str, Mapping[str, Any]], seed: int = SEED) -> list[dict[str, Any]]:
-    """Return each refused combination: its reason, the number of tried cases, and the error of one of them."""
+    """Return each refused combination with its reason, the number of cases that were run, and the error of one of
+    them.
+    """
     entries: dict[str, dict[str, Any]] = {}
     for case, exclusion in refused_cases(seed):
         row = rows.get(case.id)

@@ -1,5 +1,5 @@
-"""Options together give what the untouched pipeline gives, or are refused with a reason: `python -m tests.together
-CASE` runs one.
+"""Combined options give the result of the unmodified pipeline, or are refused with a reason. ``python -m tests.together
+CASE`` runs one case.
 """
 
 import random
@@ -43,7 +43,7 @@ def test_array_holds_every_admissible_pair():
 
 @pytest.mark.long
 def test_excluded_pairs_have_a_reason():
-    """No pair is inadmissible by accident: each one matches an exclusion, or every way to complete it does."""
+    """Check that each inadmissible pair matches an exclusion, or that every way to complete it does."""
     admissible = set(admissible_pairs())
     axes = list(AXES)
     rng = random.Random(3)
@@ -80,7 +80,7 @@ def test_each_refused_combination_is_tried_alone():
 
 
 def judged(**changed):
-    """Return the verdict on two ranks, of which the second differs from an exact one in ``changed``."""
+    """Return the verdict on two ranks, of which the second differs from an exact rank in ``changed``."""
     case, out = parse("flux+ulysses2"), torch.arange(1.0, 5.0)
     exact = {"outs": [out], "undone": [out], "kept": [], "state": {"pipe": "FluxPipeline"}, "stage": "done"}
     alone = Reference([out], [out], None, {"pipe": "FluxPipeline"})
@@ -109,12 +109,12 @@ OFF, SLIGHTLY = torch.tensor([1.0, 2.0, 3.0, 4.01]), torch.tensor([1.0, 2.0, 3.0
     [
         ({}, "exact"),
         ({"outs": [OFF]}, "wrong"),
-        ({"outs": [SLIGHTLY]}, "wrong"),  # other bits than the first rank
+        ({"outs": [SLIGHTLY]}, "wrong"),  # The bits differ from those of the first rank.
         ({"outs": [torch.full((4,), torch.nan)]}, "wrong"),
         ({"undone": [SLIGHTLY]}, "wrong"),
         ({"state": {"pipe": "FluxPipeline", "pipe._para_core": "dict"}}, "wrong"),
         ({"kept": ["pipe.scheduler.model_outputs holds para_core.cfg.deferred.Deferred"]}, "wrong"),
-        (refused(), "wrong"),  # alone: the other rank would wait for it
+        (refused(), "wrong"),  # Only one rank is refused, so the other one would wait for it.
     ],
 )
 def test_a_wrong_result_is_told_from_an_exact_one(changed, status):

@@ -1,5 +1,5 @@
 """Steps that a user takes with diffusers alone: build a tiny pipeline, change it (LoRA, offload, dtype, int8,
-compiling) and call it.
+compiling), call it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PLAIN = {"guidance_scale": 1.0}
 
 
 class _Pipeline:
-    """The builder of a tiny pipeline, and its arguments.
+    """A builder of a tiny pipeline, with the arguments of its calls.
 
     Args:
         plain, guided: arguments without and with classifier-free guidance.
-        second: those of a second call, of another size.
+        second: arguments of a second call with another size.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ _PIPELINES = {
     "unet": _Pipeline(UNET_PIPELINES["sd"], _PLAIN, {}, {"height": 104, "width": 72}),
 }
 
-# Four heads, which two tensor ranks share, and three blocks, for as many stages; with what depends on these.
+# Two tensor ranks share four heads, and three stages share three blocks. The other sizes follow from these.
 _CONFIGS: dict[str, dict[str, int]] = {
     **{name: {"num_layers": 3} for name in ("wan", "wan22", "cogvideox", "mochi", "qwen")},
     **{name: {} for name in ("klein", "hunyuan")},
@@ -70,7 +70,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build(case: Case, dtype: torch.dtype | None = None) -> Any:
-    """The pipeline of ``case``; its weights are those of its dtype, in ``dtype``."""
+    """Return the pipeline of ``case``. Weights are drawn in the case's dtype, and cast to ``dtype``."""
     pipe = _PIPELINES[case["pipeline"]].tiny.build()
     changed = _CONFIGS.get(case["pipeline"])
     for name, part in pipe.components.items():
@@ -78,13 +78,13 @@ def build(case: Case, dtype: torch.dtype | None = None) -> Any:
             config = {**part.config, "num_attention_heads": 4, **changed}
             setattr(pipe, name, fill(type(part).from_config(config), seed=len(name)))
         elif isinstance(part, nn.Module):
-            # Some tiny pipelines share an autoencoder.
+            # Some tiny pipelines share an autoencoder, which a case must not change for others.
             setattr(pipe, name, copy.deepcopy(part))
             if hasattr(part, "clear_cache"):
-                # The VAEs of Wan and Qwen-Image make counters in their first call, which may be on one rank alone.
+                # The VAEs of Wan and Qwen-Image create counters in their first call, which may be on one rank only.
                 getattr(pipe, name).clear_cache()
     for module in denoisers(pipe).values():
-        # As they are loaded; the tiny models take no gradients.
+        # Loaded models require gradients. The tiny ones do not.
         module.requires_grad_(True)
     for wanted in (DTYPES[case["dtype"]], dtype):
         if wanted is not None:
@@ -93,8 +93,8 @@ def build(case: Case, dtype: torch.dtype | None = None) -> Any:
 
 
 def _cast_weights(pipe: Any, dtype: torch.dtype) -> None:
-    """Cast as ``from_pretrained(dtype=...)`` does: some modules stay in float32."""
-    cast: dict[nn.Parameter, nn.Parameter] = {}  # encoders tie weights
+    """Cast the weights as ``from_pretrained(dtype=...)`` does, which keeps some modules in float32."""
+    cast: dict[nn.Parameter, nn.Parameter] = {}  # Encoders tie weights, so each parameter is cast once.
     for part in pipe.components.values():
         kept = getattr(part, "_keep_in_fp32_modules", None) or []
         if isinstance(part, nn.Module):
@@ -117,7 +117,7 @@ def denoisers(pipe: Any) -> dict[str, nn.Module]:
     return {name: getattr(module, "_orig_mod", module) for name, module in modules.items() if module is not None}
 
 
-# -- calls
+# -- Calls.
 
 
 def steps_of(case: Case) -> int:
@@ -164,11 +164,11 @@ def generate(pipe: Any, case: Case, dtype: torch.dtype | None = None) -> list[Te
     return outs
 
 
-# -- LoRA
+# -- LoRA.
 
 
 def add_lora(pipe: Any) -> None:
-    """Add a random adapter, equal on every rank and large enough to change the output measurably."""
+    """Add a random LoRA that is equal on every rank and large enough to change the output measurably."""
     from peft import LoraConfig
 
     with torch.random.fork_rng():
@@ -177,7 +177,7 @@ def add_lora(pipe: Any) -> None:
             module.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
             for name, parameter in module.named_parameters():
                 if "lora_" in name:
-                    # peft makes adapters in float32.
+                    # peft creates LoRA weights in float32.
                     parameter.data = parameter.data.to(module.dtype)
 
 
@@ -191,7 +191,7 @@ def unload_lora(pipe: Any) -> None:
         module.unload_lora()
 
 
-# -- weights in 8 bits
+# -- Weights in 8 bits.
 
 
 def quantize(pipe: Any) -> None:
@@ -201,7 +201,7 @@ def quantize(pipe: Any) -> None:
         quantize_(module, Int8WeightOnlyConfig())
 
 
-# -- offload
+# -- Offload.
 
 
 def offload(pipe: Any, how: str) -> None:
@@ -216,11 +216,11 @@ def offload(pipe: Any, how: str) -> None:
             module.enable_group_offload(cpu, offload_type="leaf_level")
 
 
-# -- compiling
+# -- Compiling.
 
 
 def compile_denoisers(pipe: Any, how: str) -> None:
-    # The backend runs the captured graphs without a code generator, which would take minutes.
+    # This backend runs the captured graphs without a code generator, which would take minutes.
     options: dict[str, Any] = {"fullgraph": True, "backend": "aot_eager"}
     for name, module in denoisers(pipe).items():
         if how == "whole":
@@ -239,7 +239,7 @@ def uncompile(pipe: Any) -> None:
             part._compiled_call_impl = None
 
 
-# -- in the order of a user's program
+# -- The changes in the order of a user's program.
 
 
 def before(pipe: Any, case: Case) -> None:
@@ -278,7 +278,7 @@ def _offload(pipe: Any, case: Case, when: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence warnings of models and caches, which other tests cover."""
+    """Return a context that silences warnings of models and caches, which other tests cover."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

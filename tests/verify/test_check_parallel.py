@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A model with patches of pixels, blocks and a head."""
+    """A model with an embedding of pixel patches, blocks and a head."""
 
     def __init__(self, *, centred=()):
         super().__init__()
@@ -82,7 +82,7 @@ def test_a_mean_over_tokens_is_found_where_it_is(wrong):
 
 
 class Gathers(Model):
-    """A model whose forward uses the number of its tokens between two blocks."""
+    """A model whose forward uses its number of tokens between two blocks."""
 
     def forward(self, x):
         x = self.embed(x)
@@ -158,7 +158,7 @@ class Short(nn.Module):
 
 
 class FailsOnSecondRank(Model):
-    """The first rank waits in attention, while the second has failed before it."""
+    """A model that fails on the second rank before attention, in which the first rank waits."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +224,7 @@ def test_plans_are_checked():
 def test_misplaced_gather_is_found():
     plan = Plan({"x": Split(1, "image")}, {"blocks.0": Gather(1, "image")}, ("image",))
     check = check_parallel(make(), torch.randn(1, 12, 4), plan=plan, ranks=2)
-    # Behind the first block every rank has all tokens, and attends to them alone.
+    # After the first block every rank has all tokens, so attention on one rank is complete.
     assert check.exact
 
 
@@ -261,7 +261,7 @@ def test_outputs_in_a_dataclass_are_compared():
 
 
 class ReturnsMore(Model):
-    """Returns a second tensor if it is given at least as many tokens as a rank never has."""
+    """A model that returns a second tensor if it has at least a number of tokens that no rank has."""
 
     def forward(self, x):
         y = super().forward(x)
@@ -430,7 +430,7 @@ def test_learned_positions_of_encoder_are_found():
     check = check_parallel(model.encoder, torch.randn(1, 12, 32), ranks=2)
     assert check.exact, str(check)
     with_positions = check_parallel(model, tokens(12), position_ids=positions, ranks=2)
-    # Its pooler takes the first token, which only the first rank has.
+    # The pooler takes the first token, which only the first rank has.
     assert with_positions.first_difference.module == "pooler"
 
 

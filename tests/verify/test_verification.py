@@ -1,4 +1,6 @@
-"""verify=True: equal outputs are reported, other ones raise on every rank and name the first module that differs."""
+"""verify=True reports equal outputs. Other outputs raise on every rank, and the error names the first module that
+differs.
+"""
 
 import logging
 import warnings
@@ -32,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")
 
 
 class Counter:
-    """Counts the calls of the transformer's first block on whole inputs and on parts."""
+    """A counter of the calls of the transformer's first block, on whole inputs and on parts."""
 
     def __init__(self, transformer, total):
         self.whole = self.parts = 0
@@ -48,7 +50,7 @@ class Counter:
 
 @contextmanager
 def logged():
-    """Yield the texts that the verification logs at level INFO."""
+    """Yield the messages that the verification logs at level INFO."""
     texts, handler = [], logging.Handler()
     handler.emit = lambda record: texts.append(record.getMessage())
     logger = logging.getLogger(verification.__name__)
@@ -63,7 +65,7 @@ def logged():
 
 
 def verify_sizes(ring, ulysses):
-    """Call a transformer at two sizes, twice each, and once more after new code came in."""
+    """Call a transformer twice at each of two sizes, and once more after its code has changed."""
     transformer = flux_transformer()
     counter = Counter(transformer, 13)
     parallelize_transformer(transformer, mesh=cpu_mesh(ring, ulysses), verify=True)
@@ -92,7 +94,9 @@ def test_each_size_costs_one_more_call_and_new_code_another(rank_pool, mesh):
 
 
 def wrong(kind):
-    """Return the error of a FLUX transformer that looks at its tokens, with the warnings of foreign code ignored."""
+    """Return the error of a FLUX transformer whose code uses its number of tokens. Ignore the warnings about foreign
+    code.
+    """
     transformer = as_class(Subclass) if kind == "subclass" else flux_transformer()
     if kind == "subclass":
         transformer.load_state_dict(flux_transformer().state_dict())
@@ -133,7 +137,9 @@ def test_code_that_looks_at_all_tokens_raises_with_the_first_module(rank_pool, k
 
 
 def bypassing():
-    """Attention past SDPA whose check was switched off: only the comparison can see it."""
+    """Call a transformer whose attention bypasses SDPA, with that check switched off, so that only the comparison can
+    find it.
+    """
     transformer = flux_transformer()
     parallelize_transformer(transformer, mesh=cpu_mesh(2, 1), verify=True)
 
@@ -253,7 +259,7 @@ def verify_models(names):
     return texts
 
 
-# Models with caches of keys among their arguments, heads per rank, rows, masks, and sixteen bits.
+# These models have key caches among their arguments, heads per rank, rows, masks, or sixteen bits.
 VERIFIED_MODELS = ["wan", "anyflow far", "sana", "hunyuan", "mochi", "ltx", "qwen-image, masked"]
 
 

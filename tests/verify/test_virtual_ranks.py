@@ -1,4 +1,4 @@
-"""Virtual ranks compute what ranks in processes do, and a failure of one ends the others."""
+"""Virtual ranks compute the results of ranks in processes, and a failure of one ends the others."""
 
 import threading
 import time
@@ -28,7 +28,8 @@ def test_known_plan_is_exact_and_model_untouched(ring, ulysses):
 
 def test_a_wrong_order_of_text_and_image_is_seen():
     module, inputs = MODELS["flux"].build(), MODELS["flux"].inputs(1, 5, 7)
-    # With text on every rank. Where both are sharded and nothing is masked, any order is exact.
+    # The wrong order matters with replicated text. If both segments are sharded and nothing is masked, any order is
+    # exact.
     wrong = replace(FLUX_PLAN.with_replicated("text"), joint_order=("image", "text"), attention={})
     with torch.no_grad():
         expected = module(**inputs).sample
@@ -56,7 +57,7 @@ def test_an_error_of_one_rank_ends_the_others():
 def test_ranks_that_meet_in_different_collectives_end_at_once():
     def run(mesh):
         dim = mesh.ulysses
-        # Rank 2 leaves without the collective in which the others wait.
+        # Rank 2 returns without calling the collective in which the others wait.
         return None if mesh.rank == 2 else all_gather(torch.ones(1), [1, 1, 1], 0, dim)
 
     began = time.perf_counter()

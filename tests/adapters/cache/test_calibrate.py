@@ -1,4 +1,4 @@
-"""calibrate_cache finds the threshold for a target, and leaves the pipe with it; after an error it is as it was."""
+"""calibrate_cache finds the threshold for a target and sets it. After an error the pipe is as before."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def generate(pipe, seed, **options):
 
 
 class BlockClock:
-    """A stand-in for ``time``: each computed block takes a second."""
+    """A stand-in for ``time`` in which each computed block takes a second."""
 
     def __init__(self, pipe):
         self.seconds = 0.0
@@ -77,7 +77,7 @@ def test_the_smallest_threshold_that_is_fast_enough_is_found(monkeypatch):
         assert row.metrics["speedup"] == pytest.approx(4 * row.steps / (4 * row.computed + row.steps - row.computed))
     assert calibration.chosen.metrics["speedup"] >= 1.8
     assert all(row.metrics["speedup"] < 1.8 for row in calibration.rows if row.threshold < calibration.threshold)
-    # The next smaller threshold computes one step more, so no whole number of steps is closer to the target.
+    # The next smaller threshold computes one step more, so no whole number of steps is nearer to the target.
     less = [row.computed for row in calibration.rows if row.threshold < calibration.threshold]
     assert min(less) - calibration.chosen.computed <= 1
 
@@ -101,7 +101,7 @@ def test_calibration_finds_smallest_threshold_for_computed_steps(monkeypatch):
     # The metric is the average over the two prompts.
     assert calibration.chosen.metrics["computed_steps"] == calibration.chosen.computed / 2 <= 4
     assert all(row.computed > 2 * 4 for row in calibration.rows if row.threshold < calibration.threshold)
-    # The search tried more thresholds than the one at which nothing is skipped.
+    # The search also tried thresholds other than the one that skips nothing.
     assert sum(row.threshold < calibration.threshold for row in calibration.rows) > 1
     assert f"{calibration.threshold:.4g}" in str(calibration).splitlines()[-1]
     with pytest.raises(ValueError, match=r"computed_steps ≤ 1: .*\d"):
@@ -159,7 +159,7 @@ def test_unreachable_target_names_best_and_changes_nothing():
     with pytest.raises(TypeError, match="no_such_argument"):
         calibrate(pipe, PROMPTS[0], target=1.0, no_such_argument=1)
     assert caching_of(pipe).caches is before
-    # As tests.tiny sets it.
+    # This is the setting of tests.tiny.
     assert pipe._progress_bar_config == {"disable": True}
 
 
@@ -176,7 +176,7 @@ def test_calibration_arguments_may_differ_between_prompts():
     generator = torch.Generator().manual_seed(3)
     calls = [{"prompt": PROMPTS[0], "generator": generator}, {"prompt": PROMPTS[1], "height": 56}]
     calibration = calibrate(pipe, calls, target=1.0, thresholds=[1e-9, 1e3])
-    # Each trial starts from the same noise; otherwise a threshold that skips nothing would change the image.
+    # Each trial starts from the same noise. Otherwise a threshold that skips nothing would change the image.
     assert calibration.rows[1].metrics["psnr"] == math.inf
 
 
@@ -195,14 +195,14 @@ def test_frames_of_videos_are_images():
 
 def test_metrics_by_hand():
     generator = torch.Generator().manual_seed(0)
-    # Two of one size, one of another.
+    # Two images have the same size, and one has another.
     references = [torch.rand(2, 16, 24, 3, generator=generator), torch.rand(1, 16, 16, 3, generator=generator)]
     equal = [x.clone() for x in references]
     brighter = [x + 0.1 for x in references]
     psnr, ssim = load_metric("psnr"), load_metric("ssim")
     assert psnr(equal, references) == math.inf
     assert psnr(brighter, references) == pytest.approx(20.0, abs=1e-4)
-    # A third of the images changed: a third of the squared error.
+    # A third of the images changed, so the squared error is a third.
     assert psnr([references[0], brighter[1]], references) == pytest.approx(20.0 + 10 * math.log10(3), abs=1e-4)
     assert ssim(equal, references) == pytest.approx(1.0)
     assert ssim([1 - x for x in references], references) < 0
@@ -267,14 +267,14 @@ def test_bad_arguments_are_errors_before_anything_is_generated(options, match):
 @pytest.mark.long
 def test_another_threshold_compiles_nothing_anew():
     torch._dynamo.reset()
-    # The number of graphs does not depend on the backend; this one is the fastest.
+    # The number of graphs does not depend on the backend, and this one is the fastest.
     counter = CompileCounterWithBackend("eager")
     pipe = flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1))
     apply_cache_on_pipe(pipe)
     pipe.transformer = torch.compile(pipe.transformer, backend=counter, fullgraph=True)
     for _ in range(2):
         calibration = calibrate(pipe, PROMPTS[0], target=1.0, thresholds=[0.5, 1e3], num_inference_steps=3)
-        # One graph runs without the cache, one at the first call of a cached generation, one at its other calls.
+        # One graph runs without the cache, one in the first call of a cached generation, and one in its other calls.
         assert counter.frame_count == 3
         assert calibration.chosen.computed == 1
     for threshold in (0.7, 0.0):
@@ -284,7 +284,7 @@ def test_another_threshold_compiles_nothing_anew():
 
 
 def calibrate_on_rank(shape):
-    """Calibrate with clocks of the ranks that disagree about which threshold is fast."""
+    """Calibrate on ranks whose clocks disagree about which threshold is fast."""
     from unittest import mock
 
     ring, ulysses, batch = shape

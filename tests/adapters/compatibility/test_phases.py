@@ -136,7 +136,7 @@ def test_another_transformer_is_refused_with_what_is_supported(make, message):
         expected = f"^{type(target).__name__} .*{message}.*{SUPPORTED}"
         with pytest.raises(TypeError, match=expected) as error:
             attempt(target)
-        # The token dim depends on the model: in most image models dim 1 is channels.
+        # The token dim depends on the model. In most image models dim 1 has the channels.
         assert "dim=1" not in str(error.value)
 
 
@@ -197,7 +197,7 @@ def attend_unseen(compiled):
 
 @pytest.mark.long
 @pytest.mark.parametrize("compiled", ["no", *[pytest.param(x, marks=pytest.mark.long) for x in ("blocks", "whole")]])
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hooks of this test only observe, or raise.
 def test_unseen_attention_raises_on_every_rank(rank_pool, compiled):
     expected = flux_pipe()(**flux_call()).images
     for is_runtime_error, out in rank_pool.run(attend_unseen, 2, compiled):
@@ -205,7 +205,7 @@ def test_unseen_attention_raises_on_every_rank(rank_pool, compiled):
         assert relative_error(out, expected) < 1e-5
 
 
-# Reference images of 4 tokens. The first step of a pipeline passes the mode alone.
+# The reference images have 4 tokens. The first step of a pipeline passes the mode only.
 REFERENCE = [{"kv_cache_mode": "extract", "num_ref_tokens": 4}, {"kv_cache_mode": "cached", "kv_cache": object()}]
 
 
@@ -279,7 +279,7 @@ def run(phase, model, mesh, options):
 
 
 def on_flux(change, mesh, **options):
-    """Return the case of a pipe whose transformer was changed after its plan was applied."""
+    """Return the case of a pipe whose transformer is changed by ``change`` after its plan was applied."""
     pipe = flux_pipe()
     pipe.transformer = change(pipe.transformer) or pipe.transformer
     return case(pipe, pipe.transformer, "transformer", mesh=mesh, **options)
@@ -301,7 +301,7 @@ def compiled_in_place(module):
 
 
 def other_attention(query, key, value, **options):
-    """Stand in for a function with which a user has replaced SDPA."""
+    """Return SDPA's result, as a function that a user has put in place of SDPA."""
     return torch.ops.aten.scaled_dot_product_attention(query, key, value, **options)
 
 
@@ -326,7 +326,7 @@ def in_stages(mesh):
 
 
 def compiled_stages(mesh):
-    """Compile the blocks in place after the split into stages."""
+    """Compile the blocks in place after they were split into stages."""
     pipe = flux_pipe()
     hold_stage(pipe.transformer, in_stages(mesh))
     return case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
@@ -359,7 +359,7 @@ def fsdp_without_breaks(mesh):
 
 def compiled_gguf(mesh):
     pipe = flux_pipe()
-    # The attribute that diffusers sets. A file needs the package gguf: tests/weights/test_quantized_files.py.
+    # diffusers sets this attribute. A file needs the package gguf: tests/weights/test_quantized_files.py.
     pipe.transformer.hf_quantizer = type("GGUFQuantizer", (), {})()
     pipe.transformer.transformer_blocks[0].compile(backend="eager")
     return case(pipe, pipe.transformer, "transformer", mesh=mesh)
@@ -373,7 +373,7 @@ def quantized_late(mesh):
     return case(pipe, pipe.transformer, "transformer", mesh=mesh)
 
 
-# For each check: a phase that runs it, a case that it refuses, and the message.
+# Each check has a phase that runs it, a case that it refuses, and the message.
 def named_twice(model, mesh):
     apply_plan(model, require_plan(model, model, None), mesh.sequence, options=AttnOptions(backend="math"))
     for submodule in model.modules():
@@ -613,7 +613,7 @@ def test_each_check_has_a_case(name):
     phase, make, message = CASES[name]
     check = all_checks()[name]
     assert check in checks_of(phase)
-    # Of all checks one looks at torch's function.
+    # Only this check reads torch's function.
     attention = other_attention if name == "refuse_replaced_attention" else F.scaled_dot_product_attention
     with fake_group(2), mock.patch.object(F, "scaled_dot_product_attention", attention):
         of_case = make(guided_mesh(cpu_mesh(1, 2)))

@@ -1,4 +1,6 @@
-"""A model inside a wrapper for training is refused on all ranks, with the way to take it out; inside it is exact."""
+"""A model inside a training wrapper is refused on all ranks, and the error says how to take it out. The inner model is
+exact.
+"""
 
 import warnings
 
@@ -23,7 +25,7 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 class Engine(nn.Module):
-    """A wrapper of a library that is not installed here."""
+    """A wrapper from a library that is not installed here."""
 
     def __init__(self, module):
         super().__init__()
@@ -60,7 +62,7 @@ WRAPPERS = {
 
 
 def errors_of_flux(name):
-    """Return the errors of all entry points, and the result after the model was taken out."""
+    """Return the errors of all entry points, and the result after the model was taken out of its wrapper."""
     mesh, wrap, errors = cpu_mesh(1, 2), WRAPPERS[name], []
     pipe = flux_pipe(shared_parts=False)
     pipe.transformer = wrap(pipe.transformer)
@@ -113,7 +115,7 @@ def errors_of_others():
     for attempt in (
         lambda: parallelize_vae(by_ddp(pipe.vae), mesh=mesh),
         lambda: parallelize_unet(by_ddp(UNET_PIPELINES["sd"].build().unet), mesh=mesh),
-        # A wrapped transformer under a name of its own would otherwise be left out.
+        # A wrapped transformer with its own component name would otherwise be left out.
         lambda: parallelize_pipe(with_reference(pipe), mesh=mesh),
     ):
         with pytest.raises(TypeError) as caught:
@@ -134,7 +136,7 @@ def test_wrapped_vae_unet_and_second_transformer_are_refused(rank_pool):
 
 
 class OfItsOwn(nn.Module):
-    """A model with a part named ``module``, which is no wrapper."""
+    """A model with a part named ``module`` that is no wrapper."""
 
     def __init__(self):
         super().__init__()

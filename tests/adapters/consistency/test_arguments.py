@@ -1,6 +1,6 @@
-"""Ranks of one mesh generate one image: same random numbers, same arguments, or an error on all of them.
+"""Ranks of one mesh generate one image with equal random numbers and arguments, or all raise.
 
-Exceptions, callbacks, interrupts and threads: a call that ends badly leaves the pipe usable.
+After exceptions, callbacks, interrupts and calls from threads the pipe can still be used.
 """
 
 import os
@@ -78,7 +78,7 @@ def test_without_generator_ranks_draw_as_first_rank(rank_pool, ring, ulysses):
             assert torch.equal(state, state_alone)
 
 
-# Keys are the names in the error; values are the arguments of rank 1 that differ from rank 0.
+# Keys are the names in the error. Values are the arguments of rank 1 that differ from those of rank 0.
 DIFFERENCES = {
     "prompt": {"prompt": "a small blue square"},
     "height": {"height": 80},
@@ -94,7 +94,7 @@ DIFFERENCES = {
 
 
 def call_differently():
-    """Return each difference's error and the seconds until it was raised; then call with equal arguments."""
+    """Return each difference's error and the seconds until it was raised. Then call with equal arguments."""
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
     errors = {}
     for name, options in DIFFERENCES.items():
@@ -139,7 +139,7 @@ def test_only_other_images_are_sent_to_other_meshes(other, word):
 
 
 def call_with_the_same():
-    """Call with arguments that are equal on all ranks, but are different objects in each process."""
+    """Call with arguments that are equal on all ranks but are different objects in each process."""
     pipe = parallelize_pipe(flux_pipe(), mesh=cpu_mesh(1, 2))
     pipe(**flux_call(prompt="红" * 3000, prompt_2="🟥" * 1000, negative_prompt="é" * 1000, num_inference_steps=1))
 
@@ -147,7 +147,7 @@ def call_with_the_same():
         return tensors
 
     pipe(**flux_call(callback_on_step_end=keep, callback_on_step_end_tensor_inputs=["latents"], num_inference_steps=1))
-    # The prompt is positional. An argument that is None is equal to an absent one.
+    # The prompt is positional. An argument that is None equals an absent one.
     options = flux_call(num_inference_steps=1)
     prompt = options.pop("prompt")
     return pipe(prompt, **(options | ({"latents": None} if dist.get_rank() else {}))).images
@@ -216,7 +216,7 @@ def leave_in_the_middle():
     return pipe(**flux_call()).images
 
 
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hooks of this test only observe, or raise.
 def test_an_exception_on_all_ranks_leaves_the_pipe_usable(rank_pool):
     expected = flux_pipe()(**flux_call()).images
     for out in rank_pool.run(leave_in_the_middle, 2):
@@ -238,14 +238,14 @@ def leave_on_one_rank(how):
         pipe(**flux_call())
     finally:
         if dist.get_rank() == 1:
-            time.sleep(4)  # it lives on
+            time.sleep(4)  # The rank lives on while the others wait.
         assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize(
     "how", ["of the group", *[pytest.param(how, marks=pytest.mark.long) for how in ("seconds", "timedelta")]]
 )
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hooks of this test only observe, or raise.
 def test_exception_on_one_rank_ends_others_with_reason(rank_pool, how):
     first, second = rank_pool.run_expecting_errors(leave_on_one_rank, 2, how)
     assert isinstance(second, ValueError)
@@ -265,7 +265,7 @@ def die_on_one_rank(where):
         pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(die)
     begun = time.monotonic()
     try:
-        # The pool ends the other ranks soon after one died.
+        # The pool ends the other ranks soon after one has died.
         with mock.patch.object(failures, "_PATIENCE", 0.2):
             pipe(**flux_call(callback_on_step_end=die if where == "in a callback" else None))
     finally:
@@ -273,7 +273,7 @@ def die_on_one_rank(where):
 
 
 @pytest.mark.parametrize("where", ["in a block", "in a callback"])
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hooks of this test only observe, or raise.
 def test_dying_rank_is_named_in_time(rank_pool, where):
     with pytest.raises(
         RankPoolError,
@@ -329,7 +329,7 @@ def test_callbacks_interrupts_and_forms_of_output_work_as_before(rank_pool):
     expected = draw_all(flux_pipe())
     for outs in rank_pool.run(draw_all_parallel, 2):
         errors = relative_errors(outs, expected)
-        # An image is rounded to 256 steps: one of them in one pixel is 1e-4.
+        # An image is rounded to 256 levels, so one level in one pixel is an error of 1e-4.
         assert errors.pop("images") < 1e-3
         assert max(errors.values()) < 1e-5, errors
 
@@ -359,7 +359,7 @@ def call_from_two_threads():
     return errors, out, transformer(**inputs).sample
 
 
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hooks only observe, or raise
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hooks of this test only observe, or raise.
 def test_second_thread_in_transformer_raises(rank_pool):
     expected = flux_transformer()(**flux_inputs(10, 3)).sample
     for errors, *outs in rank_pool.run(call_from_two_threads, 2):
@@ -380,8 +380,8 @@ def test_call_after_destroyed_group_raises(rank_pool):
 
 
 def timeouts_after_a_change():
-    """Seconds that each group of ours waits, by its description: groups inside of a mesh of two ranks, and one of three
-    ranks.
+    """Return the time-out in seconds of each para_core group, by its description: groups inside a mesh of two ranks,
+    and one of three ranks.
     """
     mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("pipe",))
     find_or_make_group("para_core: of three ranks", [0, 1, 2], timeout=timedelta(seconds=50))
@@ -406,5 +406,5 @@ def test_a_timeout_reaches_edges_and_row_groups_that_exist(rank_pool):
     *members, _ = rank_pool.run(timeouts_after_a_change, 3)
     for seconds in members:
         assert (seconds.pop("para_core: of three ranks"), seconds.pop("the user's")) == (50, 50)
-        assert len(seconds) == 4  # two edges, the rows, the mesh
+        assert len(seconds) == 4  # These are two groups of neighbours, the group of rows, and the mesh.
         assert set(seconds.values()) == {7}

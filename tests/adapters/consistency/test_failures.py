@@ -1,4 +1,4 @@
-"""Reports of ranks that did not answer, and of the reason."""
+"""Reports about ranks that did not answer, with the reason."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ PLACES = {rank: f"process {rank}0 on host {host}" for rank, host in enumerate("a
 
 @contextmanager
 def roll(present, patience=0.6):
-    """Call the roll on rank 0 of :data:`PLACES`; the ranks in ``present`` have signed in."""
+    """Call the roll on rank 0 of :data:`PLACES`, after the ranks in ``present`` have signed in."""
     store = dist.HashStore()
     for rank in present:
         store.set(f"para_core/call/token/here/{rank}", "")

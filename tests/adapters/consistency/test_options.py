@@ -1,4 +1,4 @@
-"""Options that differ between ranks, or are invalid: an error on every rank, before anything is sent or changed."""
+"""Invalid options, or options that differ between ranks, raise on every rank before anything is sent or changed."""
 
 import re
 from datetime import timedelta
@@ -27,7 +27,7 @@ def attend(*args, **kwargs):
     raise NotImplementedError
 
 
-# Two values of each option, for ranks 0 and 1.
+# Each option has two values, one for rank 0 and one for rank 1.
 OF_PIPE = {
     "text": ("shard", "replicate"),
     "assume_equal": (True, False),
@@ -65,7 +65,7 @@ def differ():
     refuse("batched", parallelize_unet, unet, mesh=meshes[0], batched=rank == 0)
     refuse("offload_policy", shard_weights, pipe, meshes[0], offload_policy=[None, OffloadPolicy()][rank])
     refuse("max_ring_dim_size", init_context_parallel_mesh, "cpu", max_ring_dim_size=1 + rank)
-    # The ranks are in step again.
+    # The ranks make the same calls again.
     parallelize_pipe(pipe, mesh=meshes[0])
     return messages, image_of(pipe)
 

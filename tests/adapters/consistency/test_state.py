@@ -1,4 +1,4 @@
-"""Comparison over ranks of state other than arguments: dtypes, LoRAs, versions, and changes by callbacks."""
+"""State other than arguments is compared over ranks: dtypes, LoRAs, versions, and changes by callbacks."""
 
 import re
 from unittest import mock
@@ -25,7 +25,7 @@ def fill(pipe, seed):
 
 
 def pipe_with_lora():
-    pipe = flux_pipe(shared_parts=False)  # one difference is the dtype of its VAE
+    pipe = flux_pipe(shared_parts=False)  # The dtype of the VAE differs between ranks in one case.
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]), "style")
     fill(pipe, seed=1)
     return pipe
@@ -105,7 +105,7 @@ def call_after(change):
         pipe(**flux_call(output_type=output_type))
     finally:
         mock.patch.stopall()
-        pipe.vae.to(torch.float32)  # all pipes of this process share it
+        pipe.vae.to(torch.float32)  # All pipes of this process share the VAE.
 
 
 @pytest.mark.sample(5)
@@ -128,7 +128,7 @@ def test_the_same_lora_on_all_ranks_is_exact(rank_pool):
         assert relative_error(out, expected) < 1e-5
 
 
-# -- callbacks
+# -- Callbacks.
 
 
 def here(tensors, changed):
@@ -226,7 +226,9 @@ def test_exception_in_callback_is_raised_on_all_ranks(rank_pool):
 
 
 def alike(pipe, step, timestep, tensors):
-    """Changes tensors and the LoRA alike; one rank gives a copy of what the other gives back as it was."""
+    """Change tensors and the LoRA equally on all ranks. One rank returns a copy where the other returns the same
+    tensor.
+    """
     if step == 0:
         fill(pipe, seed=3)
         prompt = tensors["prompt_embeds"]

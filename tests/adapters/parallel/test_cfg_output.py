@@ -1,4 +1,4 @@
-"""The output of a model call is predicted, before it is computed, without touching the model."""
+"""The output of a model call is predicted before it is computed, without changing the model."""
 
 import copy
 
@@ -15,15 +15,15 @@ from tests.adapters.test_transformers import BATCHED
 from tests.tiny import flux_inputs, flux_transformer
 from zoo.tiny.transformers.registry import MODELS
 
-# The outputs of these models cannot be predicted. The first ones read values of their arguments.
+# The outputs of these models cannot be predicted, because the models read values of their arguments.
 UNKNOWN = {"framepack", "framepack, one sample", "hunyuan 1.5", "hunyuan 1.5, image", "lumina2", "glm-image"}
 UNKNOWN |= {"hunyuanimage", "joyimage", "omnigen", "bria fibo 2", "bria fibo 2, editing"}
 UNKNOWN |= {"qwen-image 2.1", "qwen-image 2.1, no image", "qwen-image 2.1, cached"}
-# These make masks of flex_attention, or keep keys of earlier calls.
+# These models make masks of flex_attention, or keep keys of earlier calls.
 UNKNOWN |= {"anyflow far", "wan animate 2", "kandinsky 6 sr"}
-# These have blocks that depend on the number of blocks.
+# The blocks of these models depend on the number of blocks.
 UNKNOWN |= {"wan vace", "wan animate", "chroma", "chroma, controlnet", "bria fibo", "hunyuandit, controlnet", "krea 2"}
-# These switch autocast off for a device type, which meta does not support.
+# These models disable autocast for a device type, which the meta device does not support.
 UNKNOWN |= {"helios", "helios, no guidance of text", "ernie-image", "cosmos 3"}
 UNKNOWN |= {"ideogram 4", "ideogram 4, a time step for each token"}
 SIXTEEN_BITS = ("flux", "wan", "qwen-image", "hunyuan", "ltx2")
@@ -39,7 +39,7 @@ def forms(tree):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        # A model with both branches in one batch has nothing to predict.
+        # A model with both branches in one batch needs no prediction.
         *[(name, torch.float32) for name in MODELS if name not in BATCHED],
         *[(name, torch.bfloat16) for name in SIXTEEN_BITS],
     ],

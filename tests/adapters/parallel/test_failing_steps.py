@@ -1,4 +1,4 @@
-"""A step that fails on one rank raises on all: while options are resolved, a pipeline is loaded, or one is restored."""
+"""A step that fails on one rank raises on all ranks, whether it resolves options, loads a pipeline or restores one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One call of parallelize_pipe replaces another: it fails and changes nothing, then succeeds, and is undone."""
+"""One call of parallelize_pipe replaces another: first it fails and changes nothing, then it succeeds and is undone."""
 
 import traceback
 from unittest import mock
@@ -16,7 +16,7 @@ from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
 from tests.weights.test_text_encoders import mesh_of
 
-# For each kind of settings: the dims of the mesh, and the options. Without dims each rank has a mesh of its own.
+# Each kind of settings has dims of the mesh, and options. Without dims each rank has its own mesh.
 SETTINGS = {
     "ulysses": ({"ulysses": 2}, {}),
     "ring": ({"ring": 2}, {"rotate_method": "allgather", "text": "replicate", "timeout": 90}),
@@ -42,7 +42,7 @@ def parallelize(pipe, kind):
 
 
 def replace(pairs):
-    """Return what differs from what it should be when the second settings of each pair replace the first."""
+    """Return the faults that occur when the second settings of each pair replace the first."""
     expected = {}
     for kind in dict.fromkeys(kind for pair in pairs for kind in pair):
         heartbeat()
@@ -59,7 +59,7 @@ def replace(pairs):
 
 
 def replaced(first, second, expected, plain):
-    """Take ``first``, then ``second`` with a failure, then ``second``, then neither."""
+    """Apply ``first``, then ``second`` with a failure, then ``second``, then undo it. Return the faults."""
     out = []
     pipe = make("flux")
     generate(pipe, "flux", num_inference_steps=8)
@@ -88,7 +88,7 @@ def replaced(first, second, expected, plain):
     return out
 
 
-# Each of these replaces sharded weights.
+# Each of these pairs replaces sharded weights.
 SHORT = [("fsdp", "tensor"), ("text encoders", "fsdp"), ("fsdp and offload", "stages")]
 
 

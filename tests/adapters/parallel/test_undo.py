@@ -1,4 +1,4 @@
-"""A call that is refused or fails leaves the pipeline as it was: with the earlier settings, on every rank."""
+"""A call that is refused or fails leaves the pipeline with its earlier settings, on every rank."""
 
 import warnings
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
 
 def timeouts():
-    """Return the time-out of each group in seconds, by its description and ranks."""
+    """Return the time-out of each group in seconds, by the group's description and ranks."""
     groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
     return {
         f"group {group.group_desc} {dist.get_process_group_ranks(group)}": str(
@@ -46,7 +46,7 @@ def timeouts():
 
 
 def state_of(pipe):
-    """Return everything that a call may change: the snapshot, the wrappers of each instance, and the time-outs of
+    """Return all state that a call may change: the snapshot, the wrappers of each instance, and the time-outs of
     groups.
     """
     state = {**snapshot(pipe), **timeouts()}
@@ -63,14 +63,14 @@ def image_of(pipe):
 
 
 def changes_since(before, pipe):
-    """Return what differs from ``before``, except new process groups: later calls reuse these."""
+    """Return the differences from ``before``, except new process groups, which later calls reuse."""
     now = {path: value for path, value in state_of(pipe).items() if not path.startswith("group ") or path in before}
     return differences(now, before)
 
 
 @contextmanager
 def same_pipe(pipe):
-    """Raise unless ``pipe`` is the same after the block as before."""
+    """Raise unless ``pipe`` is the same after the context as before it."""
     before = state_of(pipe)
     yield
     changed = changes_since(before, pipe)
@@ -148,15 +148,15 @@ def test_unparallelize_pipe_restores_timeouts(rank_pool):
         assert seconds[:-1] == [70, 50, 50, 50, 40]
         assert seconds[-1] == last not in (70, 50, 40, 30)
         assert {key: after[key] for key in before} == before
-        # Groups that were made meanwhile have the time-out of the mesh.
+        # Groups that were created meanwhile have the time-out of the mesh.
         assert not {"0:00:30", "0:00:40", "0:00:50", "0:01:10"} & set(after.values())
 
 
-# -- a failure in one step
+# -- A failure in one step.
 
 PARALLEL = "para_core.adapters.parallel"
 WEIGHTS = "para_core.adapters.weights"
-# Functions that a step calls, by the module in which it looks them up.
+# Each module has the functions that a step calls and looks up there.
 STEPS_OF_PIPE = {
     "plan": f"{PARALLEL}.model.apply_plan",
     "submodules": "para_core.plans.region.wrap_method",
@@ -188,7 +188,7 @@ def fails_here(rank):
 
 @contextmanager
 def failing(step, rank, after=0):
-    """Make the function ``step`` raise on ``rank`` (None: on all ranks), from its call number ``after`` on."""
+    """Make the function ``step`` raise on ``rank`` (on all ranks if None) from its call number ``after`` on."""
     owner, _, name = step.rpartition(".")
     original, calls = getattr(__import__(owner, fromlist=[name]), name), []
 
@@ -206,7 +206,7 @@ def failing(step, rank, after=0):
 
 
 def fail_in(earlier, steps, rank):
-    """Make each of ``steps`` fail, and compare the pipeline before and after."""
+    """Make each of ``steps`` fail, and compare the pipeline before and after it."""
     pipe, mesh = flux_pipe(shared_parts=False), cpu_mesh(1, 2)
     if earlier is not None:
         parallelize_pipe(pipe, mesh=mesh, **earlier)
@@ -223,14 +223,14 @@ def fail_in(earlier, steps, rank):
         ):
             continue
         if name == "weights mesh" and rank is not None:
-            continue  # a group is made by all of its ranks: one that does not come is waited for until the time-out
+            continue  # All ranks of a group create it, so they would wait for a failed rank until the time-out.
         try:
             with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(STEPS_OF_PIPE[name], rank):
                 parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=33, text="replicate", weights=weights)
         except BaseException as error:
             error.add_note(f"step {name}, rank {rank}")
             raise
-    # Links and groups still work, and the earlier settings are those that compute.
+    # Links and groups still work, and the earlier settings compute.
     assert torch.equal(image_of(pipe), image)
 
 
@@ -255,8 +255,8 @@ def test_a_failing_step_after_the_weights_were_gathered_changes_nothing(rank_poo
 
 
 def fail_between_shards(rank):
-    """Let the second component, or a block in the middle, fail after others were sharded; fresh, and from another
-    method.
+    """Let the second component or a middle block fail after others were sharded, on a new pipeline and on one with
+    another method.
     """
     pipe, mesh = flux_pipe(shared_parts=False), init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
     data = init_context_parallel_mesh("cpu")
@@ -312,7 +312,7 @@ def fail_in_cache(cached, parallel, rank=None):
             continue
         before = state_of(pipe)
         with pytest.raises((RuntimeError, Injected), match="17"), failing(step, rank):
-            # Other roles: the wrappers of the earlier cache do not fit.
+            # The other options give blocks other roles, so the wrappers of the earlier cache do not fit.
             apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, last_blocks=1)
         assert changes_since(before, pipe) == [], name
         assert torch.equal(pipe(**flux_call(num_inference_steps=3))[0], image), name
@@ -400,7 +400,7 @@ def test_a_failing_step_of_parallelize_unet_changes_nothing(rank_pool, rank):
 
 
 def fail_in_stages(rank):
-    """Make PipeFusion on stages fail, on a new pipeline and on one that already runs in stages with PipeFusion."""
+    """Make PipeFusion on stages fail, on a new pipeline and on one that already runs it."""
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     steps = (
         f"{PARALLEL}.call.FusedPipe",
@@ -426,7 +426,9 @@ def test_a_failing_step_in_stages_changes_nothing(rank_pool, rank):
 
 
 def adapters_with_perturbed_guidance():
-    """Return the batched inputs of the plan, and whether blocks run in stages, if the pipeline perturbs attention."""
+    """Return the batched inputs of the plan, and whether blocks run in stages, for a pipeline that perturbs
+    attention.
+    """
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     pipe.pag_applied_layers = []
     registered = adapter_for(pipe.transformer)

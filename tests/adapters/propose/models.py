@@ -1,4 +1,4 @@
-"""Models written by hand, with names of their own."""
+"""Models written by hand, with their own names for modules and arguments."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Painter(nn.Module):
 
 
 class Centred(Painter):
-    """Subtracts the mean of all tokens between blocks, which no plan can express."""
+    """A model that subtracts the mean of all tokens between blocks, which no plan can express."""
 
     def forward(self, latents: Tensor, caption: Tensor, positions: Tensor) -> Tensor:
         latents = self.embed(latents)
@@ -72,7 +72,7 @@ def painter_inputs(tokens: int, text: int = 5) -> dict[str, Tensor]:
 
 
 class Chosen(nn.Module):
-    """Scales tokens by the largest of all, in a module with weights that must see all of them."""
+    """A model that scales tokens by the largest of all. The module that does so has weights and must see all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Choosing(Painter):
 
 class UnplacedLayer(Layer):
     def forward(self, latents: Tensor, caption: Tensor, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale the caption by ``words`` ``[B, text]``, the weight of each word."""
+        """Scale the caption by ``words`` ``[B, text]``, which has a weight for each word, and paint with it."""
         return super().forward(
             latents, caption * words[:, :, None], torch.zeros(caption.shape[1] + latents.shape[1], 8)
         )

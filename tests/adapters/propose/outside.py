@@ -10,7 +10,7 @@ from tests.modes.fake_flash_attn import flash_attn_func
 
 
 class Attention(nn.Module):
-    """timm's attention, with fused projections."""
+    """The attention of timm, with fused projections."""
 
     def __init__(self, dim: int = 16, heads: int = 2) -> None:
         super().__init__()
@@ -26,14 +26,14 @@ class Attention(nn.Module):
 
 
 class HandAttention(Attention):
-    """vit-pytorch's attention, which computes the softmax itself."""
+    """The attention of vit-pytorch, which computes the softmax itself."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
 class FlashAttention(Attention):
-    """Attention of official repositories, which call FlashAttention with ``[B, S, H, D]``."""
+    """The attention of official repositories, which call FlashAttention with ``[B, S, H, D]``."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
@@ -61,7 +61,9 @@ class VitBlock(nn.Module):
 
 
 class Vit(nn.Module):
-    """timm's VisionTransformer: blocks in nn.Sequential, a class token, a pooled head; any image size."""
+    """The structure of timm's VisionTransformer: blocks in nn.Sequential, a class token, a pooled head, any image
+    size.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ def image(height: int, width: int) -> dict[str, Tensor]:
 
 
 class JointBlock(nn.Module):
-    """SD3.5's joint block, whose ``forward(*args, **kwargs)`` calls a function."""
+    """The joint block of SD3.5, whose ``forward(*args, **kwargs)`` calls a function."""
 
     def __init__(self, *, last: bool = False) -> None:
         super().__init__()
@@ -105,7 +107,7 @@ def _mix(block: JointBlock, context: Tensor, x: Tensor, c: Tensor) -> tuple[Tens
 
 
 class Joint(nn.Module):
-    """SD3.5's MMDiTX, with its names of arguments."""
+    """The structure of SD3.5's MMDiTX, with its names of arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +150,7 @@ class DitBlock(nn.Module):
 
 
 class Dit(nn.Module):
-    """facebookresearch DiT: position embeddings of a fixed length, and an image that must be a square."""
+    """The structure of facebookresearch's DiT: position embeddings of a fixed length, for square images only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +184,7 @@ def dit_inputs(side: int = 10) -> dict[str, Tensor]:
 
 
 class Lists(nn.Module):
-    """vit-pytorch's Transformer: a list of lists, with residuals outside of their modules."""
+    """The structure of vit-pytorch's Transformer: a list of lists, with residuals added outside the modules."""
 
     def __init__(self, attention: type[Attention]) -> None:
         super().__init__()
@@ -197,7 +199,7 @@ class Lists(nn.Module):
 
 
 class NormLists(nn.Module):
-    """x-transformers' layers: lists of a list of norms and a module."""
+    """The structure of x-transformers' layers: lists of a list of norms and a module."""
 
     def __init__(self, attention: type[Attention]) -> None:
         super().__init__()
@@ -211,7 +213,7 @@ class NormLists(nn.Module):
 
 
 class PaddedAttention(nn.Module):
-    """Pads all tokens to a multiple of 4 before it attends to them, and masks what it added."""
+    """Attention that pads all tokens to a multiple of 4, and masks the padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +252,9 @@ class PaddedModel(nn.Module):
 
 
 class HalfByHand(nn.Module):
-    """timm's Cait: blocks that compute a softmax, then a class token that attends to their tokens by SDPA."""
+    """The structure of timm's Cait: blocks that compute a softmax by hand, then a class token that attends by SDPA to
+    their tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +278,7 @@ class ListVit(nn.Module):
 
 
 class EncoderModel(nn.Module):
-    """torch's own encoder, in one module."""
+    """A model of torch's own encoder, in one module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A decoder of transformers generates under a proposed plan what it generates alone: its key-value cache is whole on
-every rank.
+"""A decoder of transformers generates the same under a proposed plan as alone: every rank has the whole key-value
+cache.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""Plans are proposed for models whose blocks are arranged otherwise than in diffusers, or the error says why not."""
+"""Plans are proposed for models whose blocks are arranged in other ways than in diffusers, or an error gives the
+reason.
+"""
 
 import pytest
 import torch
@@ -72,14 +74,14 @@ def test_model_of_one_size_needs_one_example():
 
 
 class Listed(Joint):
-    """Text as Wan's official code takes it: a list of [L, C]."""
+    """A model that takes text as Wan's official code does: a list of [L, C]."""
 
     def forward(self, x, t, context):
         return super().forward(x, t, torch.zeros(x.shape[0], 6), torch.stack(context))
 
 
 class Pooled(Dit):
-    """An embedding for each sample instead of a label."""
+    """A model that takes an embedding for each sample instead of a label."""
 
     def forward(self, x, t, pooled):
         return super().forward(x, t, pooled.argmax(dim=1))
@@ -118,7 +120,7 @@ def test_nested_lists_are_found_by_their_parent():
 
 
 def test_lists_of_norms_are_no_blocks():
-    """A cache of these would skip norms."""
+    """Check that lists of norms are not taken for blocks, because a cache of these would skip norms."""
     model = fill(ListVit(lists=NormLists), seed=1).eval()
     proposal = propose_plan(model, (image(16, 20), image(16, 32)))
     assert_exact(model, proposal, image(20, 24))
@@ -161,7 +163,7 @@ def test_answers_say_all_of_a_plan_without_a_guess():
 
 def test_split_of_output_replaces_the_guess():
     model = fill(Dit(), seed=1).eval()
-    # Only inputs of blocks can be sharded here, not the tensor that the position embedding is added to.
+    # Only inputs of blocks can be sharded here, not the tensor to which the position embedding is added.
     answers = {"blocks.0(0)": Split(1, segment="image")}
     proposal = propose_plan(model, (dit_inputs(),), answers=answers)
     assert proposal.plan.inner == {"blocks.0": {0: Split(1, segment="image")}}

@@ -1,4 +1,4 @@
-"""A plan is proposed for models that nobody described, and only where it is exact."""
+"""A plan is proposed for models without an adapter, and only if it is exact."""
 
 import re
 
@@ -39,7 +39,7 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 def adapter_of(source):
-    """Return the adapter that the text of a module defines."""
+    """Return the adapter that the source of a module defines."""
     names = {}
     exec(source, names)
     return names["ADAPTER"]

@@ -1,4 +1,4 @@
-"""Plans are proposed for models whose blocks are given something else than tensors [B, S, C]."""
+"""Plans are proposed for models whose blocks take other inputs than tensors [B, S, C]."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ class FlexBlock(nn.Module):
 
 
 def causal_mask(text: int, video: int) -> BlockMask:
-    """Return the mask of ``text`` tokens, which are seen by all, and frames of five tokens, which see earlier ones."""
+    """Return the mask for ``text`` tokens, which all tokens see, and for frames of five tokens, which see earlier
+    frames.
+    """
     frame = torch.cat([torch.full((text,), -1), torch.arange(video) // 5])
     total = text + video
     return create_block_mask(lambda b, h, q, k: frame[q] >= frame[k], None, None, total, total, device="cpu")
 
 
 class CausalVideo(nn.Module):
-    """Blocks of flex attention over text and video, with a mask that the model makes or is given."""
+    """Blocks of flex attention over text and video, with a mask that the model makes or receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ def test_plan_of_flex_attention_in_eager_code(text, given, compiled):
 
 @dataclass(frozen=True)
 class Stream:
-    """The arguments of a block for one kind of tokens."""
+    """The arguments of a block for tokens of one kind."""
 
     x: Tensor
     time: Tensor
@@ -113,7 +115,7 @@ class StreamBlock(nn.Module):
 
 
 class PairBlock(StreamBlock):
-    """Two streams in two dataclasses, of which the second sees the first."""
+    """A block of two streams in two dataclasses. The second stream sees the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class HolderBlock(StreamBlock):
 
 
 class OfStreams(nn.Module):
-    """A model that is given tensors, and gives its blocks dataclasses, as ``kind`` says."""
+    """A model that takes tensors, and passes its blocks dataclasses of the given ``kind``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -195,7 +197,7 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Rotary(nn.Module):
-    """A rotary embedding inside attention, whose table has a row for each token, made from the number of tokens."""
+    """A rotary embedding inside attention. It makes a table with a row for each token from the number of tokens."""
 
     def __init__(self, tokens: int | None = None) -> None:
         super().__init__()
@@ -220,7 +222,7 @@ class RotaryBlock(nn.Module):
 
 
 class Rotated(nn.Module):
-    """RAE's structure."""
+    """The structure of RAE."""
 
     def __init__(self, tokens: int | None = None) -> None:
         super().__init__()
@@ -249,7 +251,9 @@ def test_rotary_module_inside_attention_is_given_all_tokens(tokens):
 
 
 class OfPatches(nn.Module):
-    """DINOv3's structure: the rotary table has rows for patches only, ``before`` or after which other tokens come."""
+    """The structure of DINOv3: the rotary table has rows for patches only. Other tokens come after them, or
+    ``before``.
+    """
 
     def __init__(self, *, before: bool) -> None:
         super().__init__()
@@ -291,7 +295,7 @@ def test_table_of_patches_only_is_sharded_with_their_tokens(before, which):
     proposal = propose_plan(model, (tokens_of(25), tokens_of(37)))
     assert proposal.plan is not None, proposal
     assert proposal.plan.inner["blocks.*"]["angles"] == Split(0, like="image", only=which)
-    # With 5 ranks the first, or the last, holds a single patch.
+    # With 5 ranks the first or the last one has a single patch.
     for ranks, length in ((2, 31), (5, 13), (5, 4)):
         check = check_parallel(model, plan=proposal.plan, ranks=ranks, **tokens_of(length))
         assert check.error < 1e-5, check
@@ -331,14 +335,14 @@ def test_mixer_of_a_hybrid_is_named():
     assert proposal.plan is None
     (question,) = proposal.questions
     assert "blocks.0.mixer (Mixer)" in question
-    # The way out that it names is exact.
+    # The way out that the error names is exact.
     answers = {"blocks.*.mixer(x)": Gather(-2, "image"), "blocks.*.mixer(0)": Split(-2, like="image")}
     assert all(f'"{name}"' in question for name in answers)
     assert propose_plan(model, examples, answers=answers).error < 1e-5
 
 
 class OwnPositions(RotaryBlock):
-    """Wan's structure: a function inside attention computes positions from a grid of all tokens."""
+    """The structure of Wan: a function inside attention computes positions from a grid of all tokens."""
 
     def __init__(self) -> None:
         super().__init__(nn.Identity())
@@ -371,7 +375,7 @@ def test_module_that_computes_positions_inside_is_named():
 
 
 class Pooled(Hybrid):
-    """A hybrid that computes softmaxes: before the blocks, in the blocks without use, and over classes."""
+    """A hybrid with softmaxes before the blocks, in the blocks without effect, and over classes."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -451,7 +455,7 @@ def test_plan_of_blocks_of_frames():
     model = fill(OfFrames(), seed=1)
     proposal = propose_plan(model, (frames_of(5), frames_of(7)), segment="video")
     assert proposal.plan == FRAMES
-    # Fewer frames than ranks too, and other sizes.
+    # The sizes include fewer frames than ranks.
     for ranks, inputs in ((2, frames_of(5, 2, 5)), (3, frames_of(4)), (3, frames_of(2))):
         check = check_parallel(model, plan=proposal.plan, ranks=ranks, **inputs)
         assert check.error < 1e-5, check
@@ -463,7 +467,7 @@ def test_frames_that_do_not_grow_are_asked_for():
 
 
 class PackedBlock(RotaryBlock):
-    """Qwen3-VL's structure: attention splits tokens ``[S, C]`` by the cumulative lengths of the images."""
+    """The structure of Qwen3-VL: attention splits tokens ``[S, C]`` by the cumulative lengths of the images."""
 
     def __init__(self) -> None:
         super().__init__(nn.Identity())
@@ -477,7 +481,7 @@ class PackedBlock(RotaryBlock):
 
 
 class Tower(nn.Module):
-    """A merger of groups of tokens also reads the blocks' tokens between them."""
+    """A vision tower with a merger of groups of tokens, which also reads the blocks' tokens between them."""
 
     def __init__(self) -> None:
         super().__init__()
