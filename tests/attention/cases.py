@@ -1,5 +1,5 @@
-"""Attention calls as one device makes them, and how ranks cut them: what the tests of exactness and gradients draw
-from.
+"""Attention calls as one device makes them, and how ranks split them. Tests of exactness and of gradients draw from
+these.
 """
 
 from dataclasses import dataclass, field
@@ -15,9 +15,9 @@ from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from tests.attention.one_device import make_qkv
 from tests.rank_pool import heartbeat
 
-# (ring, ulysses)
+# Each mesh is (ring, ulysses).
 MESHES = [(2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (1, 4), (2, 2)]
-# Meshes of four ranks are in the long run only: three ranks give several hops and uneven parts as well.
+# Only the long run has meshes of four ranks, because three ranks give several hops and uneven parts as well.
 ON_MOST_MESHES = [pytest.param(*mesh, marks=pytest.mark.long if 4 in mesh else ()) for mesh in MESHES]
 # For tests that cross meshes with another axis: a ring, Ulysses with parts that do not divide, and both.
 ON_FEW_MESHES = [
@@ -35,20 +35,22 @@ BALANCED = (("video", 13, False, True),)
 
 @dataclass(frozen=True)
 class Mask:
-    """Dims of size 1 are broadcast; ``rows`` and ``columns`` say whether a rank gets all of them or its own."""
+    """A mask, and for ``rows`` and ``columns`` whether a rank gets all of them or its part. Dims of size 1 are
+    broadcast.
+    """
 
-    dims: str = "bhqk"  # which of the four are not 1; without b and h the mask has two dims
+    dims: str = "bhqk"  # These dims are not of size 1. Without b and h the mask has two dims.
     dtype: torch.dtype = torch.bool
     rows: str = "global"
     columns: str = "global"
-    share: float = 0.3  # of the entries that hide a key; 1: all of them
+    share: float = 0.3  # This share of the entries hides a key. With 1, all of them do.
 
     def make(self, B: int, H: int, S: int, S_k: int) -> Tensor:
         sizes = [size if dim in self.dims else 1 for dim, size in zip("bhqk", (B, H, S, S_k), strict=True)]
         generator = torch.Generator().manual_seed(5)
         hidden = torch.rand(sizes, generator=generator) < self.share
         if "q" in self.dims and S > 1:
-            hidden[:, :, 1] = True  # a query that sees nothing
+            hidden[:, :, 1] = True  # This query sees no key.
         if self.dtype == torch.bool:
             mask = ~hidden
         else:
@@ -56,8 +58,8 @@ class Mask:
         return mask if set(self.dims) & {"b", "h"} else mask[0, 0]
 
     def local_dims(self, query_layout: SequenceLayout, key_layout: SequenceLayout) -> list[tuple[int, SequenceLayout]]:
-        """Return the dims of which a rank gets its own part, except where each rank has one token: size 1 would
-        broadcast.
+        """Return the dims of which a rank gets its part. A dim in which each rank has one token is omitted, because
+        size 1 would broadcast.
         """
         candidates = [(-2, "q", self.rows, query_layout), (-1, "k", self.columns, key_layout)]
         return [
@@ -74,7 +76,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call, and how its tokens are sharded."""
+    """An attention call, and how its tokens are sharded."""
 
     S: int = 13
     H: int = 3
@@ -84,13 +86,13 @@ class Case:
     H_kv: int | None = None
     D_v: int | None = None
     dtype: torch.dtype = torch.float32
-    # (name, total, replicated, balanced); S and S_k are then their sums. Keys are sharded like queries unless
-    # key_segments is given.
+    # Each tuple has name, total, replicated and balanced. S and S_k are then sums of totals. Keys are sharded like
+    # queries unless key_segments is given.
     segments: tuple[tuple[Any, ...], ...] | None = None
     key_segments: tuple[tuple[Any, ...], ...] | None = None
     mask: Mask | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    # Memory layout of the tensors; see lay_out.
+    # lay_out describes the memory layouts.
     memory: str = "contiguous"
 
     def qkv(self) -> list[Tensor]:
@@ -113,7 +115,7 @@ class Case:
     def on_one_device(self, *, double: bool = False) -> Tensor:
         q, k, v = (x.double() if double else x for x in self.qkv())
         if self.H == 0:
-            # SDPA of torch 2.11 divides by the number of heads on a CPU, which ends the process.
+            # SDPA of torch 2.11 divides by the number of heads on a CPU, which would end the process.
             return q.new_empty(*q.shape[:-1], v.shape[-1])
         mask = self.whole_mask()
         if mask is not None and mask.dtype != torch.bool:
@@ -135,11 +137,11 @@ def _layout(segments: tuple[tuple[Any, ...], ...] | None, total: int, ranks: int
 
 
 def lay_out(x: Tensor, memory: str) -> Tensor:
-    if memory == "transposed":  # as a model gets it: [B, S, H, D] with heads and tokens swapped
+    if memory == "transposed":  # A model passes [B, S, H, D] with heads and tokens swapped.
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if memory == "strided":
         return torch.stack([x, x + 1], dim=-1).flatten(-2)[..., ::2]
-    if memory == "expanded":  # one head, one batch, seen many times
+    if memory == "expanded":  # One head of one sample is repeated in all others.
         return x[:1, :1].expand_as(x)
     if memory == "3-D":
         return x[0]
@@ -155,7 +157,7 @@ def held(x: Tensor, dim: int, layout: SequenceLayout, rank: int) -> Tensor:
 
 
 def put_together(parts: list[Tensor], dim: int, layout: SequenceLayout) -> Tensor:
-    """Return the sum of the parts of all ranks, each at its positions. Replicated tokens add up."""
+    """Return the sum of the parts of all ranks, each at its positions. Replicated tokens are added."""
     shape = list(parts[0].shape)
     shape[dim] = layout.total
     whole = parts[0].new_zeros(shape)
@@ -166,7 +168,7 @@ def put_together(parts: list[Tensor], dim: int, layout: SequenceLayout) -> Tenso
 
 
 def compiled_sdpa(compile_with: str | None) -> Any:
-    """Return a new function each time, because functions with the same code would share compiled graphs."""
+    """Return a new function in each call, because functions with the same code would share compiled graphs."""
 
     def sdpa(*args: Any, **options: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **options)
@@ -213,7 +215,7 @@ def gradients(
     compile_with: str | None = None,
     mode_options: dict[str, Any] | None = None,
 ) -> list[list[Tensor]]:
-    """Return, for each case, this rank's gradients of query, key, value and of a float mask. Each rank has its own
+    """Return, for each case, this rank's gradients of query, key, value and a float mask. Each rank has its own
     loss.
     """
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
@@ -260,7 +262,7 @@ def _grads(inputs: list[Tensor]) -> list[Tensor]:
 
 
 def sdpa_with_both(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Call SDPA with a mask and is_causal, which its math backend does not take together."""
+    """Call SDPA with a mask and is_causal, which its math backend does not accept together."""
     if mask is not None and options.get("is_causal"):
         causal = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
         mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, float("-inf"))

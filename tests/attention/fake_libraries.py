@@ -1,4 +1,4 @@
-"""Stand-ins for FlashAttention-3, FlashAttention-4 and SageAttention, with their signatures, which compute by the
+"""Stand-ins for FlashAttention-3, FlashAttention-4 and SageAttention, with their signatures. They compute by the
 formula.
 """
 
@@ -16,7 +16,7 @@ from para_core.attention import libraries
 from tests.kernels.attention_cases import by_formula
 
 
-# Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 01afd16.
+# The signature is that of Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 01afd16.
 def flash_attn_3(
     q,
     k,
@@ -36,7 +36,9 @@ def flash_attn_3(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    """``[B, S, H, D]``; lse ``[B, H, S_q]``; the diagonal ends at the last query and the last key."""
+    """Attend over ``[B, S, H, D]``. lse is ``[B, H, S_q]``, and the diagonal ends at the last query and the last
+    key.
+    """
     shift = k.shape[1] - q.shape[1]
     options = {"scale": softmax_scale, "is_causal": causal, "query_offset": shift}
     result, lse = by_formula(*[x.transpose(1, 2) for x in (q, k, v)], **options)
@@ -48,7 +50,7 @@ def earlier_flash_attn_3(q, k, v, softmax_scale=None, causal=False):
     return flash_attn_3(q, k, v, softmax_scale, causal, return_attn_probs=True)
 
 
-# PyPI's flash-attn-4 4.0.0b36, flash_attn/cute/interface.py.
+# The signature is that of PyPI's flash-attn-4 4.0.0b36, flash_attn/cute/interface.py.
 def flash_attn_4(
     q,
     k,
@@ -74,20 +76,20 @@ def flash_attn_4(
     gather_bwd_recompute_p=False,
     gather_bwd_token_chunk=None,
 ):
-    """As FlashAttention-3, except that it always returns a pair, whose lse is None unless it is asked for."""
+    """Attend as FlashAttention-3 does, but always return a pair, whose lse is None unless it is requested."""
     out, lse = flash_attn_3(q, k, v, softmax_scale, causal, return_attn_probs=True)
     return out, lse if return_lse else None
 
 
-# thu-ml/SageAttention, sageattention/core.py, commit 0116592.
+# The signature is that of thu-ml/SageAttention, sageattention/core.py, commit 0116592.
 def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
-    # "only applicable when qo_len == kv_len"
+    # Its docstring says "only applicable when qo_len == kv_len".
     assert tensor_layout == "HND" and not (is_causal and q.shape[2] != k.shape[2])
     out, lse = by_formula(q, k, v, scale=sm_scale, is_causal=is_causal)
     return (out.to(q.dtype), lse.float()) if return_lse else out.to(q.dtype)
 
 
-# The modules in which the libraries have these functions, by the name of the backend.
+# Each backend has the module in which its library defines the function.
 PLACES = {
     "flash3": ("flash_attn_interface", "flash_attn_func", flash_attn_3),
     "flash4": ("flash_attn.cute", "flash_attn_func", flash_attn_4),
@@ -97,7 +99,7 @@ PLACES = {
 
 @contextmanager
 def libraries_installed():
-    """Install the stand-ins, for all devices and dtypes. Yields how often each was called, by the name of the
+    """Install the stand-ins for all devices and dtypes. Yield the number of calls of each, by the name of the
     backend.
     """
     calls = Counter()

@@ -1,4 +1,4 @@
-"""Attention calls of random sizes, layouts, masks and options, and how far a mesh's answer is from plain SDPA's on one
+"""Attention calls with random sizes, layouts, masks and options, and the error of a mesh relative to SDPA on one
 device.
 """
 
@@ -24,12 +24,12 @@ _MASK_DIMS = ["qk", "k", "q", "bk", "bqk", "bhqk", "hqk", "hk", "h", ""]
 
 @dataclass(frozen=True)
 class DrawnMask:
-    """A mask whose ``dims`` are not of size 1, and which of the last two hold a rank's own part."""
+    """A mask with dims ``dims`` that are not of size 1. It says which of the last two are parts of a rank."""
 
     dims: str
     dtype: torch.dtype
     local: str
-    hidden: float  # share of the entries that hide a key
+    hidden: float  # This is the share of the entries that hide a key.
 
     def make(self, sizes: dict[str, int], generator: torch.Generator) -> Tensor:
         """Return the mask, ``[B or 1, H or 1, S_q or 1, S_k or 1]``."""
@@ -59,13 +59,13 @@ class DrawnCall:
     gradients: bool
 
     def layouts(self, ranks: int) -> tuple[SequenceLayout, SequenceLayout]:
-        """Return the layouts of queries and keys; the same object if both are sharded in the same way."""
+        """Return the layouts of queries and keys, which are the same object if both are sharded in the same way."""
         queries = SequenceLayout(self.query_segments, ranks)
         return queries, queries if self.key_segments is None else SequenceLayout(self.key_segments, ranks)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """Return query, key, value and the mask if the call has one, of the whole sequence."""
+        """Return query, key and value of the whole sequence, and the mask if the call has one."""
         generator = torch.Generator().manual_seed(self.seed)
         S, S_k = (layout.total for layout in self.layouts(1))
         shapes = [(self.num_heads, S, self.head_dim), (self.num_kv_heads, S_k, self.head_dim)]
@@ -76,7 +76,9 @@ class DrawnCall:
         return [*tensors, self.mask.make({"b": self.batch, "h": self.num_heads, "q": S, "k": S_k}, generator)]
 
     def attend(self, tensors: list[Tensor], *, alone: bool = False) -> Tensor:
-        """Return SDPA of the tensors. ``alone``: on one device, whose math backend takes no mask with is_causal."""
+        """Return SDPA of the tensors. ``alone`` says that it runs on one device, whose math backend accepts no mask
+        with is_causal.
+        """
         query, key, value, mask = (*tensors, None)[:4]
         is_causal, grouped = self.is_causal, self.num_kv_heads < self.num_heads
         if alone and is_causal and mask is not None:
@@ -127,15 +129,15 @@ def _mask(dice: random.Random) -> DrawnMask:
     return DrawnMask(dice.choice(_MASK_DIMS), dtype, dice.choice(["", "q", "k"]), dice.choice([0.0, 0.3, 0.9, 1.0]))
 
 
-# -- on ranks
+# -- On ranks.
 
 
 def worst_error(call: DrawnCall, mesh: DeviceMesh, rotate_method: RotateMethod) -> float:
-    """Return the larger error of out and of gradients over all ranks, as a multiple of what is allowed.
+    """Return the larger error of out and of gradients over all ranks, as a multiple of the allowed error.
 
-    In float32 ‖out - expected‖ may be 1e-5 ‖expected‖; for a gradient at least 1e-5 of the norm of value's gradient. In
-    16 bits ‖out - exact‖ may be twice the error of SDPA against float64 plus one rounding, because partial results are
-    rounded before they are merged, and SDPA may be exact by chance on a few numbers.
+    In float32 ‖out - expected‖ may be 1e-5 ‖expected‖. The error of a gradient may be at least 1e-5 of the norm of
+    value's gradient. In 16 bits ‖out - exact‖ may be twice the error of SDPA against float64 plus one rounding, because
+    partial results are rounded before they are merged, and SDPA may be exact by chance on a few numbers.
     """
     layouts = call.layouts(mesh.size())
     parts = _parts(call, mesh)
@@ -152,8 +154,8 @@ def worst_error(call: DrawnCall, mesh: DeviceMesh, rotate_method: RotateMethod) 
 
 
 def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
-    """Return this rank's parts of query, key, value and mask, as leaves that require gradients if the call asks for
-    these.
+    """Return this rank's parts of query, key, value and mask. They are leaves that require gradients if the call has
+    gradients.
     """
     queries, keys = call.layouts(mesh.size())
     query, key, value, *masks = call.tensors
@@ -165,10 +167,10 @@ def _parts(call: DrawnCall, mesh: DeviceMesh) -> list[Tensor]:
 
 
 def _local_dim(call: DrawnCall, ranks: int) -> tuple[int, SequenceLayout] | None:
-    """Return the mask dim of which a rank gets its part, with its layout; None if that part would be ambiguous.
+    """Return the mask dim of which a rank gets its part, with its layout, or None if that part would be ambiguous.
 
-    That is so if each rank has one token, because size 1 would broadcast, and if no rank has more than one and the part
-    is ``[..., 1, 1]``, which may be a query's or a key's and raises.
+    It is ambiguous if each rank has one token, because size 1 would broadcast. It is also ambiguous if no rank has more
+    than one token and the part is ``[..., 1, 1]``, which may belong to a query or a key and raises.
     """
     if call.mask is None or not call.mask.local or call.mask.local not in call.mask.dims:
         return None
@@ -212,7 +214,7 @@ def _norms_over_ranks(*parts: Tensor) -> list[float]:
 
 
 def _errors_of_gradients(call: DrawnCall, parts: list[Tensor], weight: Tensor, mesh: DeviceMesh) -> list[float]:
-    """Return the errors of the gradients of the sum of all ranks' losses. Gradients of replicated tokens add up over
+    """Return the errors of the gradients of the sum of all ranks' losses. Gradients of replicated tokens are added over
     ranks.
     """
     queries, keys = call.layouts(mesh.size())
@@ -243,7 +245,7 @@ def _sum_over_ranks(part: Tensor, local_dim: tuple[int, SequenceLayout] | None, 
 
 
 def _ratio(difference: float, allowed: float) -> float:
-    """Return ``difference`` divided by what is allowed: 0 if there is no difference, infinite if it is NaN."""
+    """Return ``difference`` divided by the allowed difference: 0 if there is none, infinite if it is NaN."""
     if difference == 0.0:
         return 0.0
     return difference / max(allowed, 1e-30) if difference == difference else float("inf")

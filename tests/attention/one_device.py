@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def make_qkv(S, H, D=8, *, B=2, S_k=None, H_kv=None, D_v=None, dtype=torch.float32, seed=0) -> list[Tensor]:
-    """Query, key and value, the same on all ranks and in the parent."""
+    """Return query, key and value, which are the same on all ranks and in the parent process."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         (B, H, S, D),
@@ -16,7 +16,7 @@ def make_qkv(S, H, D=8, *, B=2, S_k=None, H_kv=None, D_v=None, dtype=torch.float
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """‖out − expected‖ / ‖expected‖; infinite where shape or dtype differ, or a number is NaN."""
+    """Return ‖out − expected‖ / ‖expected‖, or infinity if shape or dtype differ or a number is NaN."""
     if out.shape != expected.shape or (expected.dtype != torch.float64 and out.dtype != expected.dtype):
         return float("inf")
     if expected.numel() == 0:

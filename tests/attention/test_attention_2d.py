@@ -1,5 +1,5 @@
-"""Attention2D: a ring's ranks as rows and columns, against one device; what it sends and launches, against its
-docstring.
+"""Attention2D, in which the ranks of a ring are rows and columns: its results compared with one device, its traffic and
+launches with its docstring.
 """
 
 import doctest
@@ -26,7 +26,7 @@ from tests.rank_pool import heartbeat
 
 TWO_DIMS = {"rotate_method": "2d"}
 CAUSAL, GQA = {"is_causal": True}, {"enable_gqa": True}
-# 2 × 2 and 3 × 2; one column, alone and inside of Ulysses; 2 × 2 around Ulysses.
+# The grids are 2 × 2 and 3 × 2, a single column alone and inside Ulysses, and 2 × 2 around Ulysses.
 MESHES = [
     (4, 1),
     (2, 2),
@@ -39,7 +39,7 @@ on_meshes = pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 
 CASES = [
     Case(13, 3),
-    Case(3, 1),  # a rank without tokens
+    Case(3, 1),  # One rank has no tokens.
     Case(1, 2, options=CAUSAL),
     Case(0, 3),
     Case(13, 3, B=0),
@@ -70,7 +70,7 @@ def test_attention_in_two_dims_equals_one_device(rank_pool, ring, ulysses):
     ]
     sixteen_bits.append(
         Case(5, 1, B=1, D_v=5, dtype=torch.bfloat16)
-    )  # one row, and an odd number of bytes before its lse
+    )  # There is one row, and an odd number of bytes before its lse.
     test_exactness.check_all(rank_pool, CASES + sixteen_bits, ring, ulysses, mode_options=TWO_DIMS)
 
 
@@ -90,7 +90,7 @@ def test_in_one_compiled_graph_with_and_without_gradients(rank_pool, ring):
     test_gradients.check_all(rank_pool, cases, ring, 1, "aot_eager", TWO_DIMS)
 
 
-# -- what is sent
+# -- Traffic.
 
 
 B, H, D, E = 2, 5, 8, 4
@@ -162,17 +162,17 @@ def test_grid_is_the_one_with_fewest_bytes():
         (8, 8),
         (32, 16),
     ]
-    assert choose_grid(64, 8, 1) == (32, 2)  # 8 · 1 + 1 · 31 vectors; (64, 1) are 63
+    assert choose_grid(64, 8, 1) == (32, 2)  # This grid sends 8 · 1 + 1 · 31 vectors, and (64, 1) would send 63.
 
 
-# -- launches, options
+# -- Launches and options.
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize(("ranks", "columns"), [(4, 2), (6, 2), (9, 3), (64, 8), (3, 1)])
 def test_launches_grow_with_the_columns_alone(ranks, columns, device):
     counter = count_attention(ranks, 1, tokens=576, device=device, rotate_method="2d")
-    of_one_column, of_more = (6, 14) if device == "cpu" else (7, 17)  # of 16 bits there are casts
+    of_one_column, of_more = (6, 14) if device == "cpu" else (7, 17)  # 16-bit tensors need casts.
     require_at_most(of_one_column if columns == 1 else of_more + columns - 2, counter)
 
 
@@ -201,7 +201,7 @@ def test_what_is_rounded_does_not_travel_in_two_dims():
         AttnOptions(rotate_method="2d", comm_dtype=torch.float8_e4m3fn)
 
 
-# -- generated calls
+# -- Generated calls.
 
 
 def worst_errors(ring, ulysses, first, last):
@@ -230,7 +230,9 @@ def test_generated_calls_equal_one_device(rank_pool, ring, ulysses, first, last)
 
 
 def attend_in_one_graph(ring, ulysses, segments, lengths):
-    """Return the errors of causal attention over balanced segments, sharded, computed and gathered in one graph."""
+    """Return the errors of causal attention over balanced segments that are sharded, computed and gathered in one
+    graph.
+    """
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     mode = UnifiedAttnMode(mesh, rotate_method="2d")
@@ -244,7 +246,7 @@ def attend_in_one_graph(ring, ulysses, segments, lengths):
             return mode.gather(out, dim=2, sequence=layout)
 
     errors = []
-    for length in lengths:  # the second length is symbolic
+    for length in lengths:  # The second length is symbolic.
         runs = [Segment(name, length + i, **kind) for i, (name, kind) in enumerate(segments)]
         layout = SequenceLayout(tuple(runs), ring * ulysses)
         generator = torch.Generator().manual_seed(0)
@@ -259,7 +261,7 @@ TEXT, REPLICATED = ("text", {}), ("text", {"replicated": True})
 FRONT, BACK = ("front", {"balanced": True}), ("back", {"balanced": True})
 
 
-@pytest.mark.long  # four ranks that compile; the default run has graphs of shorter cases
+@pytest.mark.long  # Four ranks compile. The default run has graphs of shorter cases.
 @pytest.mark.parametrize("mesh", [(4, 1), (2, 2)])
 @pytest.mark.parametrize("segments", [[FRONT], [FRONT, BACK], [REPLICATED, FRONT], [FRONT, TEXT], [TEXT, FRONT, BACK]])
 def test_causal_attention_over_balanced_segments_is_one_graph(rank_pool, mesh, segments):

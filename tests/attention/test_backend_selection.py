@@ -38,7 +38,7 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- a backend that is named
+# -- A backend that is named.
 
 
 @pytest.mark.parametrize(("backend", "fused"), [("flash", True), ("math", False)])
@@ -88,7 +88,7 @@ def test_missing_triton_package_is_named(monkeypatch):
 
 
 def test_flash_on_cuda_refuses_masks_and_rectangles():
-    query, key, value = (x.half().to("meta") for x in make(5, 7))  # meta: the kernels of CUDA
+    query, key, value = (x.half().to("meta") for x in make(5, 7))  # The meta device runs the kernels of CUDA.
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool, device="meta")
     for function in (local_attention, local_attention_with_lse):
         with pytest.raises(RuntimeError, match=r"flash.* attn_mask"):
@@ -106,7 +106,7 @@ def test_flash_on_cuda_refuses_masks_and_rectangles():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_named_backend_computes_on_one_rank_too(monkeypatch, compiled):
-    """Covers a mask, shared heads, more keys than queries, and gradients."""
+    """Check a named backend on one rank with a mask, shared heads, more keys than queries, and gradients."""
     query, key, value = make(5, 7, key_heads=1)
     query.requires_grad_()
     mask = torch.ones(5, 7, dtype=torch.bool).tril(1)
@@ -156,7 +156,7 @@ def test_cuda_backends_raise_on_cpu(backend, with_gradient):
         F.scaled_dot_product_attention(query, key, value)
 
 
-# -- the table
+# -- The table.
 
 
 def test_without_a_measurement_pytorch_chooses():
@@ -173,7 +173,7 @@ def test_fastest_backend_respects_user_switches(monkeypatch):
         assert resolve_backend(None, query, value, masked=False) == "cudnn"
         assert resolve_backend(None, query, value, masked=False, is_causal=True) == "triton"
         assert resolve_backend("math", query, value, masked=False) == "math"
-        # A mask may be one that the fastest does not take, but that the Triton kernel does.
+        # The fastest backend may not accept the mask, but the Triton kernel does.
         assert resolve_backend(None, query, value, masked=True) is None
         assert resolve_backend(None, query, value, masked=True, is_causal=True) == "triton"
         assert resolve_backend(None, query.float(), value.float(), masked=False) is None
@@ -183,7 +183,7 @@ def test_fastest_backend_respects_user_switches(monkeypatch):
     assert resolve_backend(None, query, value, masked=False) is None
 
 
-# -- the Triton kernel behind the functions of this package
+# -- The Triton kernel behind the functions of this package.
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "rows"])
@@ -193,7 +193,7 @@ def test_triton_out_and_lse_fit_pytorch_backward(kind):
     if kind != "none":
         mask = torch.rand(2, 1, 1 if kind == "keys" else 5, 20, generator=torch.Generator().manual_seed(1)) > 0.4
         mask[0, ..., 12:] = False
-        mask[1] = mask[1] & (kind == "rows")  # with a mask of keys the second sample sees nothing
+        mask[1] = mask[1] & (kind == "rows")  # With a mask of keys the second sample sees no key.
     with interpreted():
         out, lse = local_attention_with_lse(LocalAttentionCall(*tensors, mask=mask), backend="triton")
         assert torch.equal(local_attention(LocalAttentionCall(*tensors, mask=mask), backend="triton"), out)
@@ -221,7 +221,7 @@ def test_continued_triton_equals_merged_pytorch():
             continued_attention(merged, LocalAttentionCall(query, *part))
     assert so_far.out.dtype == torch.float16
     exact_out, exact_lse = by_formula(query, key, value)
-    # Merged, each part is rounded to float16 beforehand; here the weights are, once.
+    # Merging rounds each part to float16 first. Without merging, the weights are rounded once.
     assert error(so_far.out, exact_out) <= 1.1 * error(merged.out.half(), exact_out)
     check_lse(so_far.lse, exact_lse, 1e-5)
 

@@ -1,4 +1,4 @@
-"""BlockSparseAttnMode against dense attention with the mask written out for every token."""
+"""BlockSparseAttnMode, compared with dense attention under a mask written out for every token."""
 
 import json
 from functools import partial
@@ -46,7 +46,7 @@ CASES = [
     (Case(H=3, segments=BALANCED, options=CAUSAL), 2),
     (Case(13, 3, mask=Mask("bk")), 4),
     (Case(13, 3, mask=Mask("bhqk", torch.float32, "local"), options=CAUSAL), 4),
-    (Case(13, 2), 50),  # one block
+    (Case(13, 2), 50),  # There is a single block.
 ]
 
 
@@ -78,7 +78,7 @@ def drawn_items(draw):
     return sparse_case(case, size, draw(st.sampled_from([0.1, 0.5, 0.9])), draw(st.integers(0, 99)))
 
 
-# The pool outlives an example: nothing of one job is left when the next starts.
+# The pool outlives an example, because no state of a job is left when the next one starts.
 @settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
     max_examples=settings().max_examples // 2,
@@ -88,7 +88,7 @@ def test_any_block_mask_on_any_mesh_equals_one_device(rank_pool, mesh, items):
     check_all(rank_pool, items, *mesh)
 
 
-# -- what is sent
+# -- Traffic.
 
 
 def count_traffic(blocks, block_size, backward):
@@ -105,8 +105,8 @@ def count_traffic(blocks, block_size, backward):
 @pytest.mark.parametrize(
     ("blocks", "collectives"),
     [
-        (torch.eye(4, dtype=torch.bool), 0),  # each rank sees its own
-        (torch.eye(4, dtype=torch.bool).roll(1, 1), 1),  # and the one after: distance 3 alone
+        (torch.eye(4, dtype=torch.bool), 0),  # Each rank sees its own block.
+        (torch.eye(4, dtype=torch.bool).roll(1, 1), 1),  # Each rank also sees the next one, which is at distance 3.
         (torch.eye(4, dtype=torch.bool) | torch.eye(4, dtype=torch.bool).roll(-1, 1), 1),
         (torch.ones(4, 4, dtype=torch.bool), 3),
     ],
@@ -114,11 +114,11 @@ def count_traffic(blocks, block_size, backward):
 )
 def test_what_no_rank_sees_is_not_sent(rank_pool, blocks, collectives):
     assert rank_pool.run(count_traffic, 4, blocks, 4, False) == [collectives] * 4
-    # Backward blocks travel again, and their gradients back.
+    # In the backward pass blocks travel again, and their gradients travel back.
     assert rank_pool.run(count_traffic, 4, blocks, 4, True) == [3 * collectives] * 4
 
 
-# -- one rank, and bad input
+# -- One rank, and bad input.
 
 
 def attend_alone():

@@ -12,17 +12,15 @@ from para_core import UnifiedAttnMode, init_context_parallel_mesh
 
 ROOT = Path(para_core.__file__).parent
 
-# Files are what a reader opens to follow one call; docs/how_it_works.md walks through them.
+# A reader who follows one call opens these files. docs/how_it_works.md walks through them.
 MOST_FILES = {"ulysses": 8, "ring": 11}
-# Measured: 75 and 81 in Python 3.11, which counts comprehensions as calls; 82 was seen for Ulysses after other tests in
-# the same process. Before calls were bound once: 105 and 129.
+# Python 3.11, which counts comprehensions as calls, needs 75 and 81, and 82 for Ulysses after other tests in the same
+# process. Before calls were bound once it needed 105 and 129.
 MOST_PYTHON_CALLS = {"ulysses": 88, "ring": 96}
 
 
 def trace_call(kind, assume_equal):
-    """Return the files of para_core that a call runs in, and the number of its calls in Python, after two calls like
-    it.
-    """
+    """Return the files of para_core in which a call runs, and its number of Python calls, after two calls like it."""
     mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2 if kind == "ring" else 1)
     files, num_calls = set(), 0
 

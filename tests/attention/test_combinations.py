@@ -1,4 +1,4 @@
-"""Options and modes together: what went wrong once where two of them met."""
+"""Options and modes in combinations that once failed."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def make_mode(kind, mesh, **options):
 
 
 def learn_both(kind, ring, ulysses, inputs):
-    """Return results and gradients of :func:`natural` and of our own attention, for 2 and 4 heads."""
+    """Return results and gradients of :func:`natural` and of para_core's attention, for 2 and 4 heads."""
     return [
         [learn(kind, ring, ulysses, heads, options, **inputs) for options in ({"attn_func": natural}, {})]
         for heads in (2, 4)
@@ -51,7 +51,7 @@ def learn_both(kind, ring, ulysses, inputs):
 
 
 def learn(kind, ring, ulysses, heads, options, mask=None, is_causal=False):
-    """Return the result and the gradients of a rank's part; each rank has its own loss."""
+    """Return the result and the gradients of a rank's part. Each rank has its own loss."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     qkv = [x.tensor_split(ring * ulysses, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(S, heads)]
     with make_mode(kind, mesh, **options):
@@ -60,7 +60,7 @@ def learn(kind, ring, ulysses, heads, options, mask=None, is_causal=False):
     return [out.detach(), *[x.grad for x in qkv]]
 
 
-PADDING = torch.arange(S)[None, None, None] < 5  # a rank of three has no key that counts
+PADDING = torch.arange(S)[None, None, None] < 5  # One of three ranks has only padding keys.
 
 
 @pytest.mark.sample(3)
@@ -173,7 +173,7 @@ def compile_what_is_refused(what):
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    # Dynamo of torch 2.11 shows the arguments of the exception: RuntimeError([ConstantVariable(...)]).
+    # Dynamo of torch 2.11 prints the arguments of the exception as RuntimeError([ConstantVariable(...)]).
     [
         ("made inside", r"RuntimeError[:(].*BlockSparseAttnMode"),
         ("attn_func", r"RuntimeError[:(].*attn_func.* is_causal"),

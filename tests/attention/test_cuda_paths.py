@@ -1,8 +1,9 @@
-"""Attention on a GPU without a GPU: each backend on meta tensors, its kernels' preconditions checked at every call.
+"""Attention on a GPU without a GPU: each backend runs on meta tensors, and every call checks the preconditions of its
+kernels.
 
-The kernels check little of what they take for granted, so the watcher here does. What they take for granted is cited
-from PyTorch 2.13: `mem_eff/…` with lines lies under `torch/include/ATen/native/transformers/cuda/mem_eff_attention/`,
-the rest under `aten/src/ATen/native/`.
+The kernels check few of their preconditions, so the watcher here does. Their sources are cited from PyTorch 2.13:
+`mem_eff/…` with lines is in `torch/include/ATen/native/transformers/cuda/mem_eff_attention/`, the rest in
+`aten/src/ATen/native/`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ B, H = 2, 4
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 aten = torch.ops.aten
 
-# -- what each kernel asks of its arguments
+# -- The preconditions of each kernel.
 
 
 def _aligned(x: Tensor, name: str) -> None:
-    """Rows that can be loaded 16 bytes at a time: mem_eff/kernel_forward.h:573-612, kernel_backward.h:1182-1238."""
+    """Require rows that can be loaded 16 bytes at a time: mem_eff/kernel_forward.h:573-612,
+    kernel_backward.h:1182-1238.
+    """
     step = 16 // x.element_size()
     assert x.stride(-1) == 1, f"{name} has last stride {x.stride(-1)}"
     assert x.storage_offset() % step == 0, f"{name} begins at an unaligned {x.storage_offset()}"
@@ -38,13 +41,15 @@ def _aligned(x: Tensor, name: str) -> None:
 
 
 def _bias_of_efficient(bias: Tensor | None, query: Tensor, key: Tensor) -> None:
-    """transformers/cuda/attention_backward.cu, _efficient_attention_backward: dtype, shape and last stride of bias."""
+    """Require a valid dtype, shape and last stride of bias: transformers/cuda/attention_backward.cu,
+    _efficient_attention_backward.
+    """
     if bias is None:
         return
     assert bias.dtype == query.dtype, f"bias is {bias.dtype}, query {query.dtype}"
     assert bias.shape == (*query.shape[:3], key.shape[2]), f"bias is {list(bias.shape)}"
     _aligned(bias, "bias")
-    # The last load of the last row: transformers/attention.cpp, preprocess_mask, pads for it.
+    # The last load of the last row reads this far, for which preprocess_mask of transformers/attention.cpp pads.
     last = bias.storage_offset() + sum(s * (n - 1) for n, s in zip(bias.shape[:-1], bias.stride()[:-1], strict=True))
     end = (last + -(-key.shape[2] // 8) * 8) * bias.element_size()
     assert end <= bias.untyped_storage().nbytes(), "the last row of bias is loaded past its storage"
@@ -71,11 +76,11 @@ def check_efficient_backward(
     check_efficient(query, key, value, bias)
     assert grad_out.dtype == out.dtype == query.dtype
     heads, num_queries, head_dim = out.shape[1:]
-    if out.dtype != F32:  # kKernelComputesDelta, kernel_backward.h:272
-        # No stride of its rows is passed: o_strideM() is head_dim_value * num_heads, kernel_backward.h:684.
+    if out.dtype != F32:  # kKernelComputesDelta of kernel_backward.h:272 says so.
+        # The stride of its rows is not passed: o_strideM() is head_dim_value * num_heads, kernel_backward.h:684.
         assert num_queries == 1 or out.stride(2) == heads * head_dim, f"out has strides {out.stride()}"
         assert out.stride(3) == 1
-    # Read in tiles of 32 rows (mem_eff/gemm/mma_from_smem.h:1602-1605), strides of B and H
+    # lse is read in tiles of 32 rows (mem_eff/gemm/mma_from_smem.h:1602-1605), with the strides of B and H
     # (kernel_backward.h:1189-1194).
     assert lse.dtype == F32 and lse.stride(2) == 1
     assert lse.shape[2] == -(-num_queries // 32) * 32, f"lse has {lse.shape[2]} rows for {num_queries} queries"
@@ -85,7 +90,9 @@ def check_efficient_backward(
 def check_flash(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
 ) -> None:
-    """transformers/cuda/flash_attn/flash_api.cpp, mha_fwd; the causal diagonal: transformers/cuda/sdp_utils.cpp."""
+    """Check the conditions of transformers/cuda/flash_attn/flash_api.cpp, mha_fwd, and the causal diagonal of
+    transformers/cuda/sdp_utils.cpp.
+    """
     for x in (query, key, value):
         assert x.dtype in (F16, BF16) and x.dtype == query.dtype
         assert x.stride(-1) == 1
@@ -110,7 +117,7 @@ def check_flash_backward(
     *_: Any,
     **__: Any,
 ) -> None:
-    """transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
+    """Check the conditions of transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
     check_flash(query, key, value, dropout_p, is_causal)
     assert not 192 < query.shape[-1] <= 224, "not on sm86 to sm89, nor sm120 (transformers/cuda/sdp_utils.cpp)"
     assert grad_out.dtype == out.dtype == query.dtype and grad_out.shape == out.shape == query.shape
@@ -120,7 +127,9 @@ def check_flash_backward(
 
 
 def check_cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, **__: Any) -> None:
-    """transformers/cuda/sdp_utils.cpp, can_use_cudnn_attention; the bias: cudnn/MHA.cpp, build_graph."""
+    """Check the conditions of transformers/cuda/sdp_utils.cpp, can_use_cudnn_attention, and the bias by
+    cudnn/MHA.cpp, build_graph.
+    """
     for x in (query, key, value):
         assert x.dtype in (F16, BF16) and x.dtype == query.dtype
         assert x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
@@ -147,7 +156,9 @@ def check_cudnn_backward(
     *_: Any,
     **__: Any,
 ) -> None:
-    """cudnn/MHA.cpp, run_cudnn_SDP_bprop: a graph is found again by the strides of q, k, v and bias alone."""
+    """Check the conditions of cudnn/MHA.cpp, run_cudnn_SDP_bprop, which finds a cached graph by the strides of q,
+    k, v and bias only.
+    """
     check_cudnn(query, key, value, bias)
     assert query.shape[-1] == value.shape[-1] <= 128, "transformers/cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim"
     for name, x in {"out": out, "grad_out": grad_out}.items():
@@ -171,7 +182,7 @@ ALLOCATIONS = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, 
 
 
 class Watcher(TorchDispatchMode):
-    """Checks each fused kernel's preconditions, and counts what else is launched."""
+    """A mode that checks the preconditions of each fused kernel, and counts the other launches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +203,7 @@ class Watcher(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- the cases
+# -- The cases.
 
 BACKENDS = {
     "flash": (SDPBackend.FLASH_ATTENTION, (F16, BF16)),
@@ -203,7 +214,7 @@ BACKENDS = {
 HEAD_DIMS = (36, 64, 96, 128, 256)
 MASKS = ("none", "causal", "bool", "bool rows", "float", "float32")
 MEMORY = ("BHSD", "BSHD", "packed")
-# (number of key heads, of queries, of keys)
+# Each tuple has the numbers of key heads, of queries and of keys.
 SIZES = ((H, 64, 64), (H, 37, 37), (H, 37, 53), (H // 2, 64, 64), (H // 2, 37, 37))
 
 
@@ -227,12 +238,12 @@ CASES = [
 
 
 def make(memory: str, heads: int, length: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """``[B, heads, length, head_dim]``, on the meta device."""
+    """Return a tensor ``[B, heads, length, head_dim]`` on the meta device."""
     if memory == "BHSD":
         return torch.empty(B, heads, length, head_dim, dtype=dtype, device="meta")
     if memory == "BSHD":
         return torch.empty(B, length, heads, head_dim, dtype=dtype, device="meta").transpose(1, 2)
-    # The second of three in one buffer, as a fused projection leaves it.
+    # It is the second of three tensors in one buffer, as in a fused projection.
     return torch.empty(B, length, 3, heads, head_dim, dtype=dtype, device="meta")[:, :, 1].transpose(1, 2)
 
 
@@ -244,7 +255,7 @@ def make_mask(kind: str, num_queries: int, num_keys: int, dtype: torch.dtype) ->
 
 
 def every_call(mask: str) -> Iterator[tuple[str, int, int, int]]:
-    """(memory, number of key heads, of queries, of keys)."""
+    """Return tuples (memory, number of key heads, of queries, of keys)."""
     for memory in MEMORY:
         for key_heads, num_queries, num_keys in SIZES if memory == "BHSD" else SIZES[:3:2]:
             if mask != "causal" or num_queries == num_keys:
@@ -262,7 +273,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[SDPBackend], None]:
 
 
 def mask_copies(mask: str, dtype: torch.dtype) -> int:
-    """Return how often a mask with aligned rows is copied: to a bias, or to query's dtype."""
+    """Return how often a mask with aligned rows is copied, to a bias or to query's dtype."""
     return {"bool": 1, "bool rows": 1, "float32": int(dtype != F32)}.get(mask, 0)
 
 
@@ -295,11 +306,11 @@ def test_each_kernel_gets_its_layout_without_copies(choose, backend, dtype, head
             continue
         assert len(forward.kernels) == len(backward.kernels) == 1, case
         if head_dim % 8 or num_keys % 8 or (backend == "efficient" and key_heads != H):
-            continue  # padded or expanded
+            continue  # These masks are padded or expanded.
         copies = mask_copies(mask, dtype)
         assert len(forward.copies) == copies, f"{case}: {forward.copies}"
         if "efficient" in backward.kernels[0] and backend != "efficient":
-            # Another kernel than the forward's: it expands heads, and wants out laid out.
+            # The backward uses another kernel than the forward. It expands heads, and needs out in a certain layout.
             copies += int(memory == "BHSD") + 2 * int(key_heads != H)
         assert len(backward.copies) == copies, f"{case}: {backward.copies}"
         if mask in ("none", "causal"):
@@ -307,7 +318,7 @@ def test_each_kernel_gets_its_layout_without_copies(choose, backend, dtype, head
             assert len(backward.launches) == 1 + copies or key_heads != H, f"{case}: {backward.launches}"
 
 
-# A ring merges partial results in float32 and cuts rows into pieces: out, grad_out and lse then lie in their own ways.
+# A ring merges partial results in float32 and splits rows into pieces, which gives out, grad_out and lse other strides.
 @pytest.mark.parametrize(
     ("backend", "dtype"), [("flash", BF16), ("efficient", F16), ("efficient", F32), ("cudnn", BF16)]
 )
@@ -318,13 +329,14 @@ def test_the_gradient_takes_out_and_lse_however_they_lie(choose, backend, dtype,
         query = make(memory, H, num_queries, 64, dtype)
         key, value = (make(memory, key_heads, num_keys, 64, dtype) for _ in range(2))
         lse = torch.empty(B, H, num_queries + 5, device="meta")[..., 5:]
-        if out_memory == "rows":  # one piece of a longer row
+        if out_memory == "rows":  # It is one piece of a longer row.
             out = make("BHSD", H, num_queries + 3, 64, dtype)[:, :, 3:]
         elif out_memory == "float32":
             out = make("BSHD", H, num_queries, 64, F32)
         else:
             out = make(out_memory, H, num_queries, 64, dtype)
-        grad_out = torch.empty(B, 1, num_queries, 1, dtype=dtype, device="meta").expand(out.shape)  # as sum() gives it
+        # sum() gives the gradient these strides.
+        grad_out = torch.empty(B, 1, num_queries, 1, dtype=dtype, device="meta").expand(out.shape)
         with Watcher() as watcher:
             grads = local_attention_backward(LocalAttentionCall(query, key, value), grad_out, out, lse)
         assert len(watcher.kernels) == 1
@@ -360,7 +372,7 @@ def test_wide_mask_is_cast_before_backends():
 @pytest.mark.parametrize("dtype", [F16, BF16, F32], ids=str)
 @pytest.mark.parametrize("num_keys", [37, 40])
 def test_bool_mask_becomes_bias_of_0_and_minus_infinity(dtype, num_keys):
-    mask = torch.rand(B, 1, 3, num_keys) > 0.5  # on the CPU: meta tensors have no numbers
+    mask = torch.rand(B, 1, 3, num_keys) > 0.5  # The mask is on the CPU, because meta tensors have no values.
     query, key = (torch.empty(B, H, length, 8, dtype=dtype) for length in (3, num_keys))
     result = LocalAttentionCall(query, key, key, mask, is_causal=False, scale=None).bias
     assert result is not None and result.dtype == dtype
@@ -398,7 +410,7 @@ def test_gradient_of_mask_needs_no_kernel(choose):
     assert grad_mask is not None and grad_mask.shape == (B, H, 37, 37) and not watcher.kernels
 
 
-# -- the watcher itself
+# -- The watcher itself.
 
 
 def lse_of(num_queries: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention over every mesh against unmodified SDPA on one device: numbers, shapes, dtypes."""
+"""Attention over every mesh, compared with unmodified SDPA on one device: numbers, shapes, dtypes."""
 
 import pytest
 import torch
@@ -43,7 +43,8 @@ def check(case: Case, out: Tensor, where: str) -> None:
         bound = 1e-5 if case.dtype == torch.float32 else 1e-12
         assert relative_error(out, expected) < bound, f"{case} on {where}"
         return
-    # 16 bits: as near to the truth as SDPA itself comes. The small term: SDPA may be exact by luck on few numbers.
+    # In 16 bits the result must be as near to the exact one as SDPA's own. The small term allows for SDPA being exact
+    # by chance on few numbers.
     exact = case.on_one_device(double=True)
     assert out.dtype == case.dtype
     bound = 2 * relative_error(expected, exact) + torch.finfo(case.dtype).eps / 4
@@ -57,7 +58,7 @@ def check_all(rank_pool, cases, ring, ulysses, compile_with=None, mode_options=N
             check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}")
 
 
-# Float32 on most meshes, other dtypes on few.
+# Float32 is tested on most meshes, and other dtypes on few.
 dtypes_and_meshes = pytest.mark.parametrize(
     ("dtype", "ring", "ulysses"),
     [
@@ -71,7 +72,8 @@ dtypes_and_meshes = pytest.mark.parametrize(
 @pytest.mark.sample(3)
 @dtypes_and_meshes
 def test_self_attention_equals_one_device(rank_pool, ring, ulysses, dtype):
-    # Uneven; fewer tokens than ranks, so that some rank holds nothing; fewer heads than ranks; even.
+    # The sizes are uneven, have fewer tokens than ranks (so that some rank has none), fewer heads than ranks, or are
+    # even.
     sizes = [(13, 3, 8), (3, 1, 8), (1, 2, 5), (2, 5, 16), (31, 7, 1), (16, 4, 32), (70, 6, 24)]
     # A negative scale and is_causal together give NaN in torch itself.
     options = [{}, CAUSAL, {"scale": -0.3}, {"scale": 1.7, "is_causal": True}]
@@ -130,7 +132,7 @@ def test_replicated_segments_in_any_order_count_once(rank_pool, ring, ulysses, d
     orders = [
         TEXT_FIRST,
         IMAGE_FIRST,
-        (("image", 2, False), ("text", 3, True)),  # fewer image tokens than ranks
+        (("image", 2, False), ("text", 3, True)),  # There are fewer image tokens than ranks.
         (("text", 0, True), ("image", 9, False)),
         (("text", 4, True), ("image", 0, False)),
         (("text", 6, True),),
@@ -249,7 +251,7 @@ def drawn_cases(draw):
         D_v=draw(st.none() | st.integers(1, 9)),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         segments=draw(segments()),
-        # At least one key: SDPA's own answer for none depends on the backend.
+        # There is at least one key, because SDPA's own result without keys depends on the backend.
         key_segments=draw(st.none() | segments().filter(lambda parts: sum(part[1] for part in parts) > 0)),
         mask=draw(st.none() | masks()),
         options=options | ({"enable_gqa": True} if groups > 1 else {}),
@@ -257,7 +259,7 @@ def drawn_cases(draw):
     )
 
 
-# The pool outlives an example: nothing of one job is left when the next starts.
+# The pool outlives an example, because no state of a job is left when the next one starts.
 CHECKS = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
@@ -268,8 +270,8 @@ def test_any_attention_on_any_mesh_equals_one_device(rank_pool, mesh, cases):
 
 
 def is_readable_in_a_graph(case, ranks):
-    """Return whether a graph can tell the mask's extents without an exchange: no local dim of size 1 on any rank, and
-    no dim that one rank alone holds whole.
+    """Return whether a graph can infer the mask extents without an exchange: no local dim has size 1, and no dim is
+    whole on one rank only.
     """
     if case.mask is None:
         return True
@@ -289,17 +291,17 @@ def test_any_attention_on_any_mesh_compiled_equals_one_device(rank_pool, mesh, c
     check_all(rank_pool, cases, ring, ulysses, "aot_eager")
 
 
-# Minimal forms of failures that a search found; all are fixed.
+# These are minimal forms of failures that a search found. All are fixed.
 FOUND = [
-    # Mask and is_causal together, on the math backend, which a width of the values' own asks for.
+    # The math backend, which values of another width need, gets a mask and is_causal together.
     Case(13, 1, D=1, D_v=2, mask=Mask("k"), options=CAUSAL),
     Case(13, 1, D=1, B=0, mask=Mask("bhqk"), options=CAUSAL),
-    # Columns of a mask after Ulysses had put replicated tokens behind the others.
+    # The columns of a mask were wrong after Ulysses had moved replicated tokens after the others.
     Case(H=4, segments=TEXT_FIRST, mask=Mask("bk")),
     Case(H=3, segments=TEXT_FIRST, mask=Mask("bhqk", torch.float32, "local")),
-    # Rows that see one rank's keys only, whose lse elsewhere is -inf.
+    # Rows see the keys of one rank only, so their lse on other ranks is -inf.
     Case(3, 1, mask=Mask("qk", share=0.9)),
-    # One token of a mask with one column: its heads are a line that is not dense.
+    # The mask has one token and one column, so its heads form a line that is not dense.
     Case(H=4, segments=(("part", 1, False, True),), mask=Mask("q", torch.bool, "local"), options=CAUSAL),
 ]
 

@@ -1,4 +1,4 @@
-"""The exchange as a GPU makes it, all peers and tensors in one launch: here by the operators' form for CPUs."""
+"""The exchange packs all peers and tensors in one launch, as on a GPU. The tests run the operators' form for CPUs."""
 
 from unittest import mock
 
@@ -22,7 +22,7 @@ from tests.attention.test_exactness import check
 CASES = [
     Case(16, 4),
     Case(13, 3),
-    Case(3, 1),  # ranks without tokens, and without heads
+    Case(3, 1),  # Some ranks have no tokens, and some no heads.
     Case(13, 5, D=3, D_v=7),
     Case(9, 4, S_k=5, mask=Mask("k")),
     Case(13, 6, H_kv=2, options={"enable_gqa": True}),

@@ -1,4 +1,4 @@
-"""Rows that hide every key with a large number instead of -inf weigh the blocks of a ring as SDPA weighs its keys."""
+"""If a row hides every key with a large number instead of -inf, a ring weighs its blocks as SDPA weighs its keys."""
 
 import pytest
 import torch
@@ -20,17 +20,17 @@ LOW = [torch.finfo(torch.float32).min, -1e9]
 
 def make_mask(low, kind):
     mask = torch.zeros(2, 1, S, S)
-    if kind == "key padding":  # one sample sees five keys, the other none
+    if kind == "key padding":  # One sample sees five keys, and the other sees none.
         mask[0, :, :, 5:] = low
         mask[1] = low
         return mask[:, :, :1]
-    if kind == "one column":  # one number for all keys of a query
+    if kind == "one column":  # All keys of a query have the same number.
         mask[:, :, 3] = low
         mask[1, :, 9] = -1.5
         return mask[..., :1]
-    mask[:, :, 3] = low  # a query that sees nothing
+    mask[:, :, 3] = low  # This query sees no key.
     mask[0, :, 7, 2:] = low
-    mask[1, :, 9, :6] = 2 * low if low > -1e30 else low  # two levels: only the higher one counts
+    mask[1, :, 9, :6] = 2 * low if low > -1e30 else low  # Of two levels only the higher one counts.
     mask[1, :, 9, 6:] = low
     return mask
 
@@ -58,7 +58,7 @@ def on_one_device(low, kind, is_causal):
     scores = q.double() @ k.double().mT * q.shape[-1] ** -0.5
     highest = mask.amax(-1, keepdim=True)
     bias = torch.where(highest < -1e8, (mask.double() - highest.double()), mask.double())
-    # The value of a score that is absorbed is 0, its derivative is its own.
+    # A score that is absorbed has the value 0, but keeps its derivative.
     scores = torch.where(highest < -1e8, scores - scores.detach(), scores)
     out = (scores + bias).softmax(-1) @ v.double()
     out.square().sum().backward()
@@ -81,7 +81,7 @@ def test_rows_hidden_by_finite_masks_equal_one_device(rank_pool, ring, ulysses, 
             assert relative_error(grad, whole.float()) < 1e-4, f"gradient of {name}, rank {rank}"
 
 
-# -- blocks of keys on one device
+# -- Blocks of keys on one device.
 
 
 BLOCKS = [(5, 0, 3, 4), (1, 6), (7,), (2, 1, 1)]
@@ -103,7 +103,7 @@ def merged_over_blocks(query, key, value, mask, lengths, is_causal):
 
 
 def exactly(query, key, value, mask, is_causal):
-    """Return attention in float64, and which rows see no key. Scores count for nothing beside numbers below -2**24."""
+    """Return attention in float64, and which rows see no key. Scores have no effect next to numbers below -2**24."""
     scores = query.double() @ key.double().mT * query.shape[-1] ** -0.5
     bias = (
         torch.zeros(mask.shape).double().masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else mask.double()
@@ -122,7 +122,8 @@ def draw_mask(dtype, shape, is_causal, generator):
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.4
     mask = torch.randn(shape, generator=generator).to(dtype)
-    # In a causal call the numbers that a query sees may all be low although its row is not. That is not corrected.
+    # In a causal call the numbers that a query sees may all be low although the row's other numbers are not. This is
+    # not corrected.
     levels = [-torch.inf] if is_causal else [max(level, torch.finfo(dtype).min) for level in LEVELS]
     levels += [] if is_causal else [torch.finfo(dtype).min]
     for level in levels:

@@ -1,4 +1,4 @@
-"""Gradients over every mesh against those of unmodified SDPA on one device, for the sum of all ranks' losses."""
+"""Gradients over every mesh, compared with those of unmodified SDPA on one device, for the sum of all ranks' losses."""
 
 import pytest
 import torch
@@ -115,8 +115,8 @@ def test_any_attention_on_any_mesh(rank_pool, mesh, cases):
 COMPILED = [
     Case(13, 4),
     Case(13, 3, options=CAUSAL),
-    Case(5, 1, options=CAUSAL),  # a rank without heads, a rank with one token
-    Case(1, 2),  # a rank without tokens
+    Case(5, 1, options=CAUSAL),  # One rank has no heads, and one has a single token.
+    Case(1, 2),  # One rank has no tokens.
     Case(13, 6, H_kv=2, options=GQA),
     Case(H=4, segments=TEXT_FIRST, mask=Mask("bk", torch.float32)),
     Case(H=3, segments=BALANCED, mask=Mask("bhqk", torch.float32, "local"), options=CAUSAL),

@@ -1,4 +1,4 @@
-"""Exact attention imports no approximate module until an option asks for one."""
+"""Exact attention imports no approximate module before an option needs one."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""Inputs of SDPA other than four dims of one dtype, and the errors for those that are refused."""
+"""Inputs of SDPA other than four dims of one dtype, and errors for the refused ones."""
 
 import re
 
@@ -70,7 +70,7 @@ def test_what_sdpa_takes_is_taken(rank_pool, ring, ulysses):
         assert relative_error(outs["2-D"], local[1][0, 0]) < 1e-5
         assert outs["meta"] == local[1].shape
         assert outs["autocast"].dtype == torch.bfloat16
-        # 8 bits of mantissa in queries, keys, values and result.
+        # Queries, keys, values and the result have 8 bits of mantissa.
         assert relative_error(outs["autocast"].float(), local[1]) < 1e-2
         assert relative_error(outs["autocast mask"].float(), local[3]) < 1e-2
         assert outs["autocast float64"].dtype == torch.float64
@@ -93,7 +93,7 @@ def test_mask_of_one_row_and_column_is_taken_beside_an_empty_rank(rank_pool, rin
 
 
 def small_masks(S):
-    """Masks of at most two dims that do not differ between queries, float and bool."""
+    """Return masks of at most two dims that are equal for all queries, float and bool."""
     generator = torch.Generator().manual_seed(2)
     shapes = [(), (1,), (S,), (1, S), (1, 1)]
     floats = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -178,7 +178,7 @@ def lay_out(ring, ulysses, memory):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("memory", ["as a model gives it", "contiguous"])
-@pytest.mark.parametrize(("ring", "ulysses"), [*MESHES[::2], (1, 4)])  # the last: one head per rank
+@pytest.mark.parametrize(("ring", "ulysses"), [*MESHES[::2], (1, 4)])  # On the last mesh each rank has one head.
 def test_result_has_strides_that_models_expect(rank_pool, ring, ulysses, memory):
     whole = F.scaled_dot_product_attention(*make_qkv(12, 4)).transpose(1, 2).reshape(2, 12, 32)
     for rank, outs in enumerate(rank_pool.run(lay_out, ring * ulysses, ring, ulysses, memory)):
@@ -190,7 +190,7 @@ def pin_a_backend(ring, ulysses, heads, assume_equal):
     mesh = make_mesh(ring, ulysses)
     q, k, v = own(mesh, make_qkv(12, heads))
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=assume_equal):
-        F.scaled_dot_product_attention(q, k, v)  # known before the switch
+        F.scaled_dot_product_attention(q, k, v)  # The mode knows this sequence before the switch.
         with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
             try:
                 F.scaled_dot_product_attention(q, k, v)
@@ -265,7 +265,9 @@ def test_graph_without_backend_raises_on_every_rank(rank_pool):
 
 
 def expand_a_key_mask(ring, ulysses, lengths):
-    """Attend with one mask row that is expanded to all queries, of all keys and of this rank's, eager and compiled."""
+    """Attend with one mask row that is expanded to all queries, over all keys and over this rank's, eager and
+    compiled.
+    """
     mesh, outs = make_mesh(ring, ulysses), []
     for S in lengths:
         padding = torch.arange(S) < max(1, S - 2)

@@ -1,4 +1,4 @@
-"""The number of kernels that the host launches for one attention call, and the counter itself."""
+"""The number of kernels that the host launches for one attention call, and the counter of launches itself."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def counted(function, *args):
     return dict(counter.by_operator)
 
 
-# -- the counter
+# -- The counter.
 
 
 def test_views_are_not_launches():
@@ -94,14 +94,14 @@ def test_custom_operators_are_opened_also_one_inside_another():
     torch.testing.assert_close(opened, 2 * x + 1)
 
 
-# -- what one call costs: forward, no mask
+# -- The cost of one forward call without a mask.
 
 
 def require_at_most(budget, counter):
     assert counter.launches <= budget, f"at most {budget} are allowed; {counter}"
 
 
-DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])  # meta: the kernels of CUDA
+DEVICES = pytest.mark.parametrize("device", ["cpu", "meta"])  # The meta device runs the kernels of CUDA.
 
 
 @DEVICES
@@ -161,7 +161,7 @@ def test_ulysses_with_triton_launches_as_with_flash():
     )
 
 
-# -- with a mask: a few launches per call, and none per block unless the mask has a row per query
+# -- With a mask. It costs a few launches per call, and none per block unless it has a row per query.
 
 
 MASKS = pytest.mark.parametrize("dtype", [torch.bool, torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -1,4 +1,4 @@
-"""The wrappers of other libraries, around stand-ins that have their signatures and that compute by the formula."""
+"""The wrappers of other libraries, around stand-ins that have their signatures and compute by the formula."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_library_without_lse_raises():
         flash_attention_3(lambda q, k, v, softmax_scale=None, causal=False: q)(*make_qkv(13, 2, seed=0))
 
 
-# -- by name
+# -- Backends by name.
 
 
 def by_name(backend, ring, compiled):
@@ -162,7 +162,7 @@ def test_a_gradient_is_exact(rank_pool, backend, computes):
 
 
 def refused(backend):
-    """Return the errors of the mode, of a mask, of the CPU and of float32."""
+    """Return the errors about the mode, a mask, the CPU and float32."""
     mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=2)
     query, key, value = make_qkv(13, 2, seed=0)
     errors = []

@@ -1,4 +1,4 @@
-"""Attention on one device, on each backend that a CPU has, against float64."""
+"""Attention on one device, with each backend that a CPU has, compared with float64."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def make_mask(kind: str, dtype: torch.dtype) -> Tensor | None:
     torch.manual_seed(1)
     if kind == "none":
         return None
-    if kind == "bool":  # the third row of the first sample sees nothing
+    if kind == "bool":  # The third row of the first sample sees no key.
         mask = torch.rand(B, 1, S_Q, S_K) > 0.4
         mask[0, :, 2] = False
         return mask
@@ -83,7 +83,7 @@ def test_out_lse_and_gradients_equal_float64(backend, dtype, key_heads):
         finite = exact_lse > -torch.inf
         assert torch.equal(lse > -torch.inf, finite), what
         check(lse[finite], exact_lse[finite], dtype, what)
-        if kind != "bool":  # SDPA's own rows without a key may be NaN
+        if kind != "bool":  # SDPA's own rows without a key may be NaN.
             check(local_attention(LocalAttentionCall(*qkv, **options)), exact_out, dtype, what)
 
         grad_out = torch.randn_like(out)
@@ -140,7 +140,7 @@ def test_rows_without_a_key_give_zeros_and_no_gradient(backend, hidden):
 def test_out_of_range_finite_mask_hides_as_in_float(backend):
     qkv = make()
     mask = torch.zeros(B, 1, S_Q, S_K, dtype=torch.float64)
-    mask[:, :, 2] = -1e300  # float32 ends at 3e38
+    mask[:, :, 2] = -1e300  # float32 has no number of this size: it ends at 3e38.
     mask[:, :, 4, 1:] = -1e300
     mask[:, :, 5] = -torch.inf
     _, exact, _ = in_float64(qkv, mask)

@@ -1,4 +1,6 @@
-"""Ownership of a mask's rows, inferred from its values, and the verdict over all ranks. These tests need no ranks."""
+"""Ownership of a mask's rows is inferred from its values, and all ranks reach one verdict. These tests need no
+ranks.
+"""
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from para_core.distributed.layout import Segment, SequenceLayout
 
 
 def causal(rows, total, first=0, window=None, left=0, valid=None):
-    """Rows ``first``, ``first + 1``, … of a causal mask, bool ``[1, 1, rows, total]``."""
+    """Return rows ``first``, ``first + 1``, … of a causal mask, bool ``[1, 1, rows, total]``."""
     i, j = torch.arange(first, first + rows)[:, None], torch.arange(total)[None]
     mask = (j <= i) & (j >= left) & (j < (total if valid is None else valid))
     return (mask if window is None else mask & (j > i - window))[None, None]
@@ -28,7 +30,7 @@ FORMS = {
     "float16": lambda mask: additive(mask, torch.float16, torch.finfo(torch.float16).min),
     "bfloat16": lambda mask: additive(mask, torch.bfloat16, torch.finfo(torch.bfloat16).min),
     "-10000": lambda mask: additive(mask, torch.bfloat16, -10000.0),
-    # Rows that see nothing see everything: older versions of transformers.
+    # In older versions of transformers, rows that see no key see every key.
     "unmasked": lambda mask: mask | ~mask.any(-1, keepdim=True),
 }
 
@@ -62,11 +64,11 @@ def test_single_rows_of_a_causal_model_counted_from_zero_are_detected():
         verdict([causal(1, 3, rank, valid=valid) for rank in range(3)], layout, is_causal=True)
         with pytest.raises(ValueError, match=r"cp\.shard"):
             verdict([causal(1, 3, valid=valid) for _ in range(3)], layout, is_causal=True)
-    verdict([causal(1, 3) for _ in range(3)], layout)  # of an encoder: two keys are padding
+    verdict([causal(1, 3) for _ in range(3)], layout)  # Two keys of an encoder are padding.
 
 
 def band(rows, total, window, first=0, valid=None):
-    """Rows ``first``, ``first + 1``, … of a mask with a window to both sides, bool ``[1, 1, rows, total]``."""
+    """Return rows ``first``, ``first + 1``, … of a mask with a window to both sides, bool ``[1, 1, rows, total]``."""
     i, j = torch.arange(first, first + rows)[:, None], torch.arange(total)[None]
     return (((i - j).abs() <= window) & (j < (total if valid is None else valid)))[None, None]
 
@@ -81,7 +83,7 @@ def test_rows_of_a_window_to_both_sides_counted_from_zero_are_detected(form, win
     verdict([FORMS[form](band(size, total, window, start, valid)) for start, size in starts], layout)
     local = [FORMS[form](band(size, total, window, valid=valid)) for size in layout.sizes()]
     if window >= total - 1:
-        verdict(local, layout)  # every row shows all keys
+        verdict(local, layout)  # Every row sees all keys.
         return
     with pytest.raises(ValueError, match=r"cp\.shard"):
         verdict(local, layout)
@@ -89,7 +91,7 @@ def test_rows_of_a_window_to_both_sides_counted_from_zero_are_detected(form, win
 
 def test_equal_rows_of_two_segments_pass():
     text, image = torch.arange(12) < 4, torch.ones(12, dtype=torch.bool)
-    rows = torch.stack([text] * 2 + [image] * 4)[None, None]  # text does not see the image
+    rows = torch.stack([text] * 2 + [image] * 4)[None, None]  # Text does not see the image.
     verdict([rows, rows.clone()], SequenceLayout((Segment("text", 4), Segment("image", 8)), 2))
 
 
@@ -101,29 +103,29 @@ def test_a_mask_that_is_not_causal_passes():
     for masks in (
         [padding.clone(), padding.clone()],
         [blocks[None, None, :6], blocks[None, None, 6:]],
-        # The second half is padded: its rows see nothing, or the first key alone.
+        # The second half is padding: its rows see no key, or the first key only.
         [causal(6, 12), torch.zeros(1, 1, 6, 12, dtype=torch.bool)],
         [causal(6, 12), (torch.arange(12) < 1).expand(1, 1, 6, 12)],
-        # Queries 5 to 8 are padded, and the others see all keys.
+        # Queries 5 to 8 are padding, and the others see all keys.
         [(torch.arange(6) < 5)[:, None].expand(1, 1, 6, 12), (torch.arange(6) > 2)[:, None].expand(1, 1, 6, 12)],
         [(torch.arange(6) < 5)[:, None].expand(1, 1, 6, 12)] * 2,
         [torch.zeros(1, 1, 6, 12, dtype=torch.bool)] * 2,
     ):
         verdict(masks, layout)
     with pytest.raises(ValueError, match=r"cp\.shard"):
-        verdict(masks, layout, is_causal=True)  # no query of a causal model sees a key
+        verdict(masks, layout, is_causal=True)  # No query of a causal model sees a key.
 
 
 def test_mask_is_read_again_only_after_writing():
     reviews, mask = MaskReviews(), causal(4, 8)
     first = reviews.of(mask, 4)
-    assert reviews.of(mask[:, :, :, :], 4) == first  # a view, as each layer takes it
+    assert reviews.of(mask[:, :, :, :], 4) == first  # Each layer takes such a view.
     mask[..., -1] = True
     assert reviews.of(mask, 4) != first
     reviews.trust(mask)
     other = causal(4, 8)
     assert reviews.of(other, 4) == first
-    with torch.inference_mode():  # Its tensors do not count writes.
+    with torch.inference_mode():  # Tensors of inference mode do not count writes.
         mask = causal(4, 8)
         assert reviews.of(mask, 4) == first
         mask[..., -1] = True

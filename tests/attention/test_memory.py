@@ -14,8 +14,8 @@ from tests.attention.one_device import make_qkv
 
 
 class Buffers(TorchDispatchMode):
-    """The most buffers of collectives that were alive at once, whenever attention was computed or a collective
-    began.
+    """A recorder of the most collective buffers alive at once, sampled when attention is computed or a collective
+    begins.
     """
 
     def __init__(self):
@@ -33,7 +33,7 @@ class Buffers(TorchDispatchMode):
 
     def note(self, *buffers):
         self.alive += [weakref.ref(x.untyped_storage()) for x in buffers if not self.knows(x.untyped_storage())]
-        # Gloo's thread lets go of the buffers of a finished collective a moment after who waited for it goes on.
+        # gloo's thread frees the buffers of a finished collective shortly after the waiting rank continues.
         for _ in range(100):
             if self.count() <= 2:
                 break
@@ -61,7 +61,7 @@ def test_rotating_ring_holds_two_more_blocks(rank_pool, backward):
 
 
 class Written(TorchDispatchMode):
-    """Elements that were allocated or copied beside the result of a collective."""
+    """A counter of the elements that were allocated or copied in addition to the result of a collective."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ def copy_to_gather():
 
 
 def test_gather_copies_part_and_whole_once(rank_pool):
-    """The whole is contiguous, because models view(-1, C) it; one sample needs no copy for that."""
+    """Check that the whole is contiguous, because models view(-1, C) it. A single sample needs no copy for that."""
     for copied, part, whole in rank_pool.run(copy_to_gather, 4):
         assert copied <= part + whole.numel()
         assert torch.equal(whole, torch.arange(2 * 16 * 3).view(2, 16, 3))

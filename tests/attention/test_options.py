@@ -51,7 +51,7 @@ OPTIONS = {
 }
 
 
-# Compiled in the default run.
+# The default run compiles these.
 COMPILED = {("two chunks", 1, 2), ("gathered", 2, 1)}
 
 
@@ -189,7 +189,7 @@ def test_local_mask_of_one_token_is_gathered_in_graph(rank_pool):
 
 
 def test_local_mask_is_not_guessed_for_one_token():
-    layout = even_layout(7, 4)  # 2, 2, 2, 1
+    layout = even_layout(7, 4)  # The ranks have 2, 2, 2 and 1 tokens.
     with pytest.raises(ValueError, match=r"attn_mask has key dim 2.* 7"):
         mask_extents([(1, 2)], layout, layout, [0])
     assert mask_extents([(1, 2), (1, 2), (1, 2), (1, 1)], layout, layout, range(4)) == MaskExtents("broadcast", "local")
@@ -233,7 +233,7 @@ def test_masks_of_single_tokens_are_of_the_rank_or_refused(rank_pool, ring, ulys
 
 
 def test_mask_is_not_guessed_if_one_rank_holds_all():
-    layout = SequenceLayout((Segment("one", 1), Segment("other", 1)), 2)  # 2 and 0 tokens
+    layout = SequenceLayout((Segment("one", 1), Segment("other", 1)), 2)  # The ranks have 2 and 0 tokens.
     for size in (2, 0):
         with pytest.raises(ValueError, match=rf"attn_mask has key dim {size}.* 2 tokens"):
             mask_extents([(1, size)], layout, layout, [size // 2])

@@ -1,4 +1,4 @@
-"""16-bit attention over a ring rounds each ring block's result and the last sum, nothing in between."""
+"""16-bit attention over a ring rounds each ring block's result and the last sum, and nothing in between."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ def attend(q, k, v):
 
 @in_16_bits
 def test_mean_in_16_bits_is_exact_beyond_its_sums(rank_pool, dtype):
-    # Queries of zero weigh all keys alike, and all keys of a rank have one value: 1 and a number of last bits. Over all
-    # four ranks these bits have a mean that is a number of bits again; over two or three of them, they have not.
+    # Queries of zero weigh all keys equally, and all keys of a rank have one value: 1 plus a number of last bits. The
+    # mean of these bits over all four ranks is a whole number of bits. Over two or three ranks it is not.
     bits = torch.randint(0, 64, (4, 256), generator=torch.Generator().manual_seed(0))
     bits[-1] -= bits.sum(0) % 4
     values, expected = (1 + x * torch.finfo(dtype).eps for x in (bits, bits.sum(0) // 4))
@@ -32,17 +32,17 @@ def test_mean_in_16_bits_is_exact_beyond_its_sums(rank_pool, dtype):
         assert torch.equal(out, expected.to(dtype).expand_as(v))
 
 
-# Two ring blocks need one merge, and nothing in between.
+# Two ring blocks need one merge, so nothing is rounded in between.
 @in_16_bits
 @pytest.mark.parametrize("ring", [3, 4])
 def test_error_is_that_of_sdpa_plus_one_rounding(rank_pool, ring, dtype):
     q, k, v = (x.to(dtype) for x in make_qkv(64, 4, 32))
-    v = v + 1  # a mean, so that the parts' errors do not cancel with what they weigh
+    v = v + 1  # The mean is not zero, so that errors of the parts do not cancel.
     exact = F.scaled_dot_product_attention(*[x.double() for x in (q, k, v)])
     alone = relative_error(F.scaled_dot_product_attention(q, k, v), exact)
     for out in rank_pool.run(attend, ring, q, k, v):
-        # Each block's result is rounded once: 1.12 times SDPA's own error. With what was merged in 16 bits it is 1.4
-        # times, with lse in 16 bits 1.28 times.
+        # Each block's result is rounded once, which gives 1.12 times SDPA's own error. Merging in 16 bits gives 1.4
+        # times, and lse in 16 bits gives 1.28 times.
         assert relative_error(out, exact) <= 1.2 * alone
 
 
@@ -79,7 +79,7 @@ def require_errors_of_one_device(inputs, of_ranks):
         (relative_error(sum(grad.double() for grad in parts), x.grad), relative_error(y.grad.double(), x.grad))
         for x, y, parts in zip(exact, alone, zip(*of_ranks, strict=True), strict=True)
     ]
-    # The gradient of a mask is a sum over heads, of which each Ulysses rank rounds its own part.
+    # The gradient of a mask is a sum over heads, and each Ulysses rank rounds the sum over its own heads.
     allowed = [1.2, 1.2, 1.2, 2.0]
     assert all(error <= factor * of_one for (error, of_one), factor in zip(errors, allowed, strict=False)), errors
 

@@ -1,4 +1,4 @@
-"""A call's spec as JSON, and which all-to-all its slices need."""
+"""A call's spec as JSON, and the all-to-all that its slices need."""
 
 import json
 from dataclasses import replace

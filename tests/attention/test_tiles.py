@@ -1,4 +1,4 @@
-"""Tiles of a causal block against the mask that they replace, element by element."""
+"""Tiles of a causal block, compared element by element with the mask that they replace."""
 
 import doctest
 from importlib import import_module
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from para_core.attention.tiles import coalesce, cut, visible_tiles
 
-# Disjoint runs: lengths and gaps in turn.
+# The runs are disjoint: lengths and gaps alternate.
 RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=4).map(
     lambda parts: [
         (sum(gap + length for gap, length in parts[:i]) + gap, length) for i, (gap, length) in enumerate(parts)

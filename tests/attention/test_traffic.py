@@ -1,4 +1,4 @@
-"""Collectives and bytes of an attention call, against the formulas in the docstrings."""
+"""Collectives and bytes of an attention call, compared with the formulas in the docstrings."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ B, H, D = 2, 5, 8
 
 
 class Traffic(TorchDispatchMode):
-    """Counts all-to-alls and the bytes that this rank sends to others in them, all-gathers likewise, and all else by
+    """A counter of all-to-alls, all-gathers and the bytes that this rank sends in them. It lists other collectives by
     name.
     """
 
@@ -47,7 +47,7 @@ def count(ring, ulysses, S, segments=None, assume_equal=True, **options):
 
 
 def count_training(ring, ulysses, S, **options):
-    """Return the bytes sent per collective, forward and backward, and the elements that eager code copied forward."""
+    """Return the bytes sent per collective, forward and backward, and the elements that the eager forward copied."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     qkv = [x.tensor_split(ring * ulysses, dim=2)[mesh.get_rank()].requires_grad_() for x in make_qkv(S, H, D, B=B)]
     with UnifiedAttnMode(mesh, assume_equal=True) as cp, cp.using(cp.sequence(S)):
@@ -60,7 +60,7 @@ def count_training(ring, ulysses, S, **options):
 
 
 class Copies(TorchDispatchMode):
-    """The number of elements that each copying operator moved."""
+    """A counter of the elements that each copying operator moved."""
 
     MOVES = ("copy_", "clone", "cat", "_to_copy", "contiguous", "index_select", "repeat_interleave", "stack")
 
@@ -78,7 +78,7 @@ class Copies(TorchDispatchMode):
 
 def count_copies(ring, ulysses):
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    # As a model gives them: [B, S, H, D] with heads and tokens swapped.
+    # Models pass [B, S, H, D] with heads and tokens swapped.
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in make_qkv(6, 4, D, B=B))
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True), Copies() as copies:
         F.scaled_dot_product_attention(q, k, v)
@@ -177,7 +177,7 @@ def test_gradient_of_ring_sends_blocks_and_sums(rank_pool, ranks, options):
     for rank, (forward, backward, others) in enumerate(rank_pool.run(count_training, ranks, ranks, 1, 13, **options)):
         per_token = B * H * 2 * D * 4
         hops = [per_token * tokens[(rank - step) % ranks] for step in range(ranks - 1)]
-        # A block that came at step i passes its gradient on, from the first step on which it is not the rank's own.
+        # A block that arrived at step i passes its gradient on, from the first step in which it is not the rank's own.
         gradients = [per_token * tokens[(rank - step) % ranks] for step in range(1, ranks)]
         assert forward == hops, f"rank {rank}"
         assert sorted(backward) == sorted(hops + gradients), f"rank {rank}"
@@ -208,4 +208,4 @@ def test_ulysses_moves_each_element_once_into_each_buffer(rank_pool):
 def test_a_ring_moves_keys_and_values_once(rank_pool):
     for elements, numel in rank_pool.run(count_copies, 2, 2, 1):
         assert elements.pop("stack") == 2 * numel
-        assert set(elements) <= {"_to_copy"}  # 32 bits while merging
+        assert set(elements) <= {"_to_copy"}  # Merging computes in 32 bits.

@@ -1,4 +1,4 @@
-"""Transforms of torch.func, forward-mode AD and second derivatives: a sentence, never a wrong number."""
+"""Transforms of torch.func, forward-mode AD and second derivatives give an error message, never a wrong number."""
 
 import pytest
 import torch
@@ -46,7 +46,8 @@ def differentiate_twice(ring, ulysses):
     mesh, qkv = setup(ring, ulysses)
     q, k, v = (x.requires_grad_() for x in qkv)
     with UnifiedAttnMode(mesh, assume_equal=True):
-        linear = F.scaled_dot_product_attention(q, k, v).sum()  # its gradient needs no grad_out that requires one
+        # The gradient of this loss needs no grad_out that requires a gradient.
+        linear = F.scaled_dot_product_attention(q, k, v).sum()
         squared = F.scaled_dot_product_attention(q, k, v).square().sum()
     for loss in (linear, squared):
         with pytest.raises(RuntimeError, match=SECOND):
@@ -58,7 +59,7 @@ def differentiate_twice(ring, ulysses):
     with pytest.raises(RuntimeError, match=SECOND):
         torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(q.detach())
     with pytest.raises(RuntimeError, match=SECOND):
-        torch.func.grad(loss)(q)  # q requires a gradient outside of the transform, too
+        torch.func.grad(loss)(q)  # q also requires a gradient outside the transform.
     return torch.func.grad(loss)(q.detach())
 
 

@@ -1,4 +1,6 @@
-"""A model and a pipeline whose first-block residual, and what the other blocks add, are written down step by step."""
+"""A model and a pipeline in which the first-block residual, and the contribution of the other blocks, are given step by
+step.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ WIDTH, TOKENS = 8, 6
 
 
 class Block(nn.Module):
-    """A block that adds to every number: the first block adds the first argument, the others together the second."""
+    """A block that adds a number: the first block adds the first argument, and the others together add the second."""
 
     def __init__(self, first: bool, share: float) -> None:
         super().__init__()
@@ -78,8 +80,8 @@ class Pipe:
     """A pipeline that calls the model once per step and branch.
 
     Args:
-        first, rest: what the first block, and the others together, add at each step, for each branch; a number, or one
-            for each sample.
+        first, rest: the contribution of the first block, and that of the others together, at each step of each branch.
+            It is a number, or one for each sample.
     """
 
     transformer: nn.Module = field(default_factory=Scripted)

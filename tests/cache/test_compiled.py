@@ -1,4 +1,4 @@
-"""A cache with weights that are quantized or sharded, compiled as a whole or by blocks."""
+"""A cache with quantized or sharded weights, compiled as a whole or by blocks."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def build_int8(name):
 
 
 def run_int8(name, order, backend="aot_eager", ranks=1, sizes=SIZES):
-    """The outputs of a cached int8 transformer in full graphs, and the number of graphs."""
+    """Return the outputs of a cached int8 transformer in full graphs, and the number of graphs."""
     counter = Counter(backend)
     transformer = MODELS[name].build() if order == "cache first" else build_int8(name)
     if ranks > 1:
@@ -58,7 +58,7 @@ def check_int8(outputs, graphs, name, sizes=SIZES):
         assert relative_error(output, of_unmodified) < 1e-5
 
 
-# Blocks in one branch of the graph, and in a branch for each. Tracing int8 weights takes long.
+# Blocks run in one branch of the graph, or each in its own. Tracing int8 weights takes long.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "order", "sizes"),
@@ -84,7 +84,9 @@ def test_int8_weights_are_exact_in_graph_on_two_ranks(rank_pool, name):
 
 
 def compile_blocks(name, order):
-    """Latents of a pipeline whose blocks are compiled after ``order`` was applied, and how many steps were skipped."""
+    """Return the latents of a pipeline whose blocks are compiled after ``order`` was applied, and the number of skipped
+    steps.
+    """
     pipe, counter = build(name), Counter("eager")
     for step in order:
         if step == "cache":

@@ -1,4 +1,4 @@
-"""The arguments that tell branches of guidance apart: unknown names are errors, and a missing name is a warning."""
+"""Arguments by which branches of guidance are identified: unknown names are errors, and a missing name is a warning."""
 
 import warnings
 
@@ -46,7 +46,7 @@ def blocks(**options):
 
 
 def denoise(model, steps=5, branches=2):
-    """Return the guided outputs of all steps; the branches are called one after the other."""
+    """Return the guided outputs of all steps. The branches are called one after the other."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 6, 8, generator=generator)
     texts = torch.randn(branches, 1, 1, 8, generator=generator).unbind()
@@ -113,7 +113,7 @@ KINDS = {
 
 
 def denoise_with_new_tensors(model, convert):
-    """Call the model with tensors of other memory each time."""
+    """Call the model with tensors in other memory each time."""
     denoise(lambda x, t, text: model(x.clone(), t.clone(), convert(text.clone())))
 
 
@@ -139,7 +139,9 @@ def test_named_conditions_of_any_kind_do_not_warn(kind):
 
 
 def test_buffers_that_are_filled_again_are_told_apart():
-    """A pipeline may write the latents and the time of each step into the same memory."""
+    """Check branches whose buffers are filled again: a pipeline may write the latents and the time of each step into
+    the same memory.
+    """
     model = apply_cache(Model(), blocks(), residual_diff_threshold=0.0)
     buffers = torch.zeros(1, 6, 8), torch.zeros(1)
 

@@ -67,7 +67,7 @@ def noise(*shape, seed=0):
 
 
 def steps(model, sound=False, num_texts=1):
-    """Return the outputs of six steps, whose last is far from the others."""
+    """Return the outputs of six steps. The last one is far from the others."""
     outputs = []
     for step in range(6):
         for seed in range(num_texts):

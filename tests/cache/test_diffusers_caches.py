@@ -1,4 +1,4 @@
-"""Caches of diffusers: refused on several ranks, and beside ours."""
+"""Caches of diffusers are refused on several ranks, and together with this one."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FLUX with a cache: ControlNet residuals between blocks, LoRA, blocks compiled one by one, in any order."""
+"""FLUX with a cache, ControlNet residuals between blocks, a LoRA, and blocks compiled one by one, in any order."""
 
 import pytest
 import torch
@@ -34,12 +34,12 @@ def with_controlnet():
     generated = control(pipe)
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "limit", "hit"]
     assert relative_error(generated, alone) > 1e-4
-    # The ControlNet's residuals are part of what is stored.
+    # The stored residuals contain the ControlNet's.
     assert relative_error(control(pipe, controlnet_conditioning_scale=0.0), generated) > 1e-4
     return generated
 
 
-@pytest.mark.long  # tests/cache/test_graph.py adds something between blocks too
+@pytest.mark.long  # tests/cache/test_graph.py also adds residuals between blocks.
 def test_controlnet_in_a_graph(with_controlnet):
     torch._dynamo.reset()
     pipe = apply_cache_on_pipe(controlled(), **ALWAYS)
@@ -74,7 +74,7 @@ def generate_before_block_0(compiled=False, mesh=None):
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_modulated_input_covers_whole_sequence_on_ranks(rank_pool, compiled):
-    """FLUX's modulated input is the first tensor that its block 0 computes."""
+    """Check the modulated input on ranks, which for FLUX is the first tensor that block 0 computes."""
     modulated = []
     pipe = flux_pipe(FluxPipeline, shared_parts=False)
     pipe.transformer.transformer_blocks[0].norm1.register_forward_hook(
@@ -83,7 +83,7 @@ def test_modulated_input_covers_whole_sequence_on_ranks(rank_pool, compiled):
     pipe(**flux_call(num_inference_steps=5, output_type="latent"))
     expected, decided, differences = generate_before_block_0()
     assert decided == ["warmup", "hit", "limit", "hit", "limit"]
-    # Up to the input of block 0 in the second step, the cached generation equals the plain one.
+    # Until the input of block 0 in the second step, the cached generation equals the plain one.
     wanted = (modulated[1] - modulated[0]).abs().mean() / modulated[0].abs().mean()
     assert differences[0] == pytest.approx(wanted.item(), rel=1e-5)
     if compiled:
@@ -148,7 +148,7 @@ def test_schedule_may_begin_after_first_step():
     call = flux_call(num_inference_steps=8, output_type="latent", height=32, width=32, strength=0.5)
     pipe(**call, image=torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32))
     rows = cache_report(pipe).rows
-    # Four of the eight steps are taken.
+    # Four of the eight steps are kept.
     assert [row.step for row in rows] == [0, 1, 2, 3]
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "schedule"]
 

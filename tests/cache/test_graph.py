@@ -40,7 +40,7 @@ EXPECTED = ["warmup", "hit", "hit", "miss", "hit"]
 
 
 class Counter:
-    """A backend that counts: one entry per compilation."""
+    """A backend that records one entry per compilation."""
 
     def __init__(self, backend="aot_eager"):
         self.graphs = []
@@ -89,7 +89,7 @@ def test_cache_has_two_graphs_for_any_threshold(order):
         for out, wanted in zip(pipe(CHANGING), expected, strict=True):
             assert relative_error(out, wanted) < 1e-6
         assert verdicts(cache_report(pipe)) == EXPECTED
-        # One graph fills the state, the other one uses it.
+        # One graph fills the state, and the other one uses it.
         assert len(counter.graphs) == 2
     apply_cache_on_pipe(pipe, **{**options, "residual_diff_threshold": 0.0})
     pipe(CHANGING)
@@ -131,7 +131,7 @@ def test_code_between_blocks_runs_as_in_eager(blocks, between):
         counter = Counter()
         called = model
         if compiled:
-            # The mode of a call outside of the graph decides what is between the blocks.
+            # The mode of a call outside the graph decides about the residuals between the blocks.
             model.compile(fullgraph=True, backend=counter)
         with torch.no_grad():
             outputs = [called(inputs[0].clone(), inputs[1], x, between) for x in added]
@@ -142,7 +142,7 @@ def test_code_between_blocks_runs_as_in_eager(blocks, between):
     assert graphs == 2
     for out, wanted in zip(compiled, eager, strict=True):
         assert relative_error(out, wanted) < 1e-6
-    # The stored residual holds what was added between the blocks.
+    # The stored residual contains the contributions between the blocks.
     rest = 0.0 if between is None else 4 * between.item()
     assert eager[1].mean().item() == pytest.approx(1 + 1.05 + 10 + rest, rel=1e-5)
 
@@ -181,16 +181,17 @@ def generate_compiled(name, backend, mesh=None):
     pipe, counter = build(name), Counter(backend)
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
     plain = generate(pipe, name, num_inference_steps=4)
-    # Without a cache, too, some models (Wan Animate) compile two graphs.
+    # Some models (Wan Animate) compile two graphs without a cache too.
     return {**result, "exact": exact, "plain": plain, "plain graphs": len(counter.graphs), "eager": eager}
 
 
-# The first has two stages, the second a stream that ends in None.
+# The first model has two stages. The second has a stream that ends in None.
 IN_ONE_GRAPH = ["flux2 klein", "stable diffusion 3"]
-# diffusers breaks the graph of these itself, but for FramePack (docs/cache.md): test_pipelines.py runs their cache in
-# eager code, on one device and on two ranks.
+# diffusers breaks the graphs of these itself, except for FramePack (docs/cache.md). test_pipelines.py runs their cache
+# in eager code, on one device and on two ranks.
 NO_GRAPH = {"hunyuan 1.5", "lumina2", "hidream", "framepack"}
-# Its two inner pipelines keep the transformer that they were made with, so a compiled one in its place is not called.
+# Its two inner pipelines keep the transformer with which they were created, so a compiled one in its place is not
+# called.
 NOT_CALLED = {"visual cloze"}
 # For shelf models only the transformer is compiled (tests/adapters/test_transformers.py).
 COMPILED = [
@@ -198,11 +199,11 @@ COMPILED = [
 ]
 
 
-@pytest.mark.long  # in the default run, one on ranks
+@pytest.mark.long  # The default run has one of these on ranks.
 @pytest.mark.parametrize("name", COMPILED)
 def test_every_pipeline_is_one_graph(name):
     result = generate_compiled(name, "aot_eager")
-    # A plain pipeline whose sizes change within a generation has a graph for each size; the first call of a generation
+    # If sizes change within a generation, a plain pipeline has a graph for each size. The first call of a generation
     # adds one graph to each.
     assert result["plain graphs"] < result["graphs"] <= 2 * result["plain graphs"]
     assert result["later"] == 0
@@ -268,7 +269,7 @@ def run_own_model(compiled, mesh=None, threshold=0.3):
     torch._dynamo.reset()
     model, inputs = OwnModel(), [torch.randn(1, 7, 16)]
     inputs += [inputs[0] + 0.01, inputs[0] + 3 * torch.randn(1, 7, 16), inputs[0]]
-    # In eager code, the mode around the call says whose tokens these are.
+    # In eager code, the mode around the call gives the sequence of these tokens.
     options = {"residual_diff_threshold": threshold, "mesh": mesh if compiled else None}
     apply_cache(model, CachedBlocks((BlockGroup(("blocks",), chained=True),)), **options)
     called = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
@@ -317,7 +318,7 @@ def test_ranks_of_transformer_decide_equally_in_graph(rank_pool, cache_first):
 def test_own_model_under_a_mode_is_cached(rank_pool, compiled):
     expected = run_own_model(compiled=False)
     alone = run_own_model(compiled=False, threshold=0.0)
-    # The second step is skipped, the third is computed.
+    # The second step is skipped, and the third is computed.
     assert not torch.equal(expected[1], alone[1])
     assert torch.equal(expected[2], alone[2])
     for outputs in rank_pool.run(run_own_model_on_ranks, 2, compiled=compiled):
@@ -339,7 +340,7 @@ def run_under_a_mode_for_each_step():
 
 
 def test_skipped_step_in_mode_does_not_warn(rank_pool):
-    # Warnings are errors.
+    # Warnings are errors in this test.
     assert rank_pool.run(run_under_a_mode_for_each_step, 2) == [["warmup", "hit"]] * 2
 
 
@@ -348,7 +349,7 @@ def test_other_numbers_of_steps_are_no_other_graph():
     pipe, counter = Pipe(), Counter()
     pipe.transformer = torch.compile(pipe.transformer, fullgraph=True, backend=counter)
     options = {"residual_diff_threshold": 1e9, "adapter": ADAPTER}
-    # More than Dynamo compiles of one function.
+    # This is more often than Dynamo compiles one function.
     for number in range(10):
         apply_cache_on_pipe(pipe, **options, warmup_steps=number)
         pipe([1.0] * 12)

@@ -1,4 +1,4 @@
-"""State of a cache is not kept in memory of a CUDA graph, which the next replay overwrites."""
+"""The state of a cache is not kept in memory of a CUDA graph, which the next replay overwrites."""
 
 import pytest
 import torch
@@ -16,11 +16,13 @@ CHANGING = {"cond": [1.0, 1.05, 1.09, 1.12, 1.13], "uncond": [5.0, 5.3, 5.4, 9.0
 
 
 class Replayed:
-    """A backend whose graphs return the same memory at each run, as CUDA graphs do; all of it is spoilt before."""
+    """A backend whose graphs return the same memory in each run, as CUDA graphs do. It overwrites all of this memory
+    first.
+    """
 
     def __init__(self):
         self.outputs = []
-        # Called before each run.
+        # This is called before each run.
         self.before = lambda: None
         self._backend = torch._dynamo.lookup_backend("aot_eager")
 
@@ -29,7 +31,7 @@ class Replayed:
 
         def replay(*args):
             self.before()
-            # Like a CUDA graph, it reads inputs outside of its memory.
+            # Like a CUDA graph, it reads inputs that are outside its memory.
             args = [x.clone() if any(_share(x, y) for y in memory) else x for x in args]
             for x in memory:
                 x.fill_(torch.nan if x.is_floating_point() else -1)
@@ -53,7 +55,7 @@ def fresh():
 
 
 def generate(model, check=lambda: None):
-    """Outputs of two branches in turns, of two generations."""
+    """Return the outputs of two generations with two alternating branches."""
     outputs = []
     for _ in range(2):
         reset_cache(model)
@@ -67,7 +69,7 @@ def generate(model, check=lambda: None):
 
 
 def require_no_shared_memory(cache, backend):
-    """Raise if ``cache`` holds a tensor that a graph returned; return how many it holds."""
+    """Raise if ``cache`` holds a tensor that a graph returned. Return the number of tensors that it holds."""
     states = list(cache.states.values())
     held = [x for state in states for x in state.tensors()]
     held += [state.decider._numbers for state in states if state.decider is not None]

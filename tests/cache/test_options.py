@@ -1,4 +1,4 @@
-"""The steps that each option skips, on a model with known residuals, in eager code and in a graph."""
+"""The steps that each option skips, on a model with given residuals, in eager code and in a graph."""
 
 import inspect
 import math
@@ -37,7 +37,7 @@ KNOWN_BEFORE = replace(
 IN_GRAPHS_TOO = pytest.mark.parametrize("run", ["eager", pytest.param("graph", marks=pytest.mark.slow)], indirect=True)
 
 
-# The long run tests all of these in graphs too; the default run has one such test for each way to decide.
+# The long run also has all of these in graphs. The default run has one such test for each way to decide.
 @pytest.fixture(params=["eager", pytest.param("graph", marks=pytest.mark.long)])
 def run(request):
     """Return ``run(first, rest, **options)``, which returns the outputs and the report of a cached pipe."""
@@ -55,7 +55,7 @@ def run(request):
 
 
 def added(outputs):
-    """Return what the blocks added at each step."""
+    """Return the contribution of the blocks at each step."""
     start = torch.linspace(-1, 1, outputs[0].numel()).reshape(outputs[0].shape)
     return [(out - start).mean().item() for out in outputs]
 
@@ -77,7 +77,7 @@ def test_early_rule_runs_no_block_at_a_hit(run):
     outputs, report = run([1.0, 1.05, 1.09, 1.12, 1.13], rest, **options)
     assert verdicts(report) == ["warmup", "hit", "hit", "miss", "hit"]
     assert [row.difference for row in report.rows[1:]] == pytest.approx([0.05, 0.09, 0.12, 0.01 / 1.12], rel=1e-5)
-    # The stored residual is the sum of what all blocks added.
+    # The stored residual is the sum of the contributions of all blocks.
     assert added(outputs) == pytest.approx([11.0, 11.0, 11.0, 41.12, 41.12], rel=1e-5)
     assert report.rule == "modulated_input"
     first = [1.0, 2.0, 3.0, 4.0]
@@ -92,7 +92,7 @@ def test_early_rule_runs_no_block_at_a_hit(run):
 
 
 def test_a_difference_equal_to_the_threshold_is_computed(run):
-    # Both numbers are exact in binary.
+    # Both numbers are exact in binary, so they are equal.
     _, report = run([1.0, 1.25, 1.0], residual_diff_threshold=0.25)
     assert verdicts(report) == ["warmup", "miss", "hit"]
 
@@ -142,7 +142,7 @@ def test_first_and_last_blocks_always_run():
     apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, adapter=ADAPTER, **options)
     outputs = pipe([1.0, 1.0, 2.0], {"cond": [3.0, 6.0, 9.0]})
     assert pipe.transformer.counts() == [3, 3, 1, 3]
-    # The other blocks share the second number; the skipped one adds what it added at the first step.
+    # The other blocks share the second number. The skipped block adds its contribution of the first step.
     assert added(outputs) == pytest.approx([1 + 3, 1 + 2 + 1 + 2, 2 + 3 + 1 + 3])
     # The difference is the change of the first two blocks together.
     assert cache_report(pipe).rows[2].difference == pytest.approx((2 + 3 - 1 - 1) / 2)
@@ -160,13 +160,13 @@ def test_first_and_last_blocks_always_run():
 )
 def test_a_forecast_is_exact_on_polynomials_at_uneven_distances(run, order):
     steps = 8
-    # The schedule's own times, which a shift makes uneven.
+    # The schedule's own times are uneven because of a shift.
     pipe = Pipe()
     pipe.scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
     times = (pipe.scheduler.timesteps / 1000).tolist()
     assert len({round(a - b, 3) for a, b in pairwise(times)}) > 3
     wanted = [sum((i + 1) * t**i for i in range(order + 1)) for t in times]
-    # Computed: the first three steps, and step 5, at which the first residual jumps.
+    # The first three steps are computed, and step 5, in which the first residual jumps.
     first = [1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 5.0]
     outputs, report = run(first, {"cond": wanted}, forecast_order=order, warmup_steps=3)
     assert verdicts(report) == ["warmup"] * 3 + ["hit"] * 2 + ["miss"] + ["hit"] * 2
@@ -230,7 +230,7 @@ def test_a_forecast_of_ones_own_weighs_what_was_stored(run):
     "steps", [{0, 2, 5}, [5, 2], (2, -1), range(2, 6, 3), [True, False, True, False, False, True], torch.tensor([2, 5])]
 )
 def test_compute_steps_alone_decides_which_steps_are_computed(run, steps):
-    # The rule alone would compute all steps.
+    # Without this option the rule would compute all steps.
     outputs, report = run([float(2**i) for i in range(6)], {"cond": [float(i) for i in range(6)]}, compute_steps=steps)
     assert verdicts(report) == ["warmup", "masked", "schedule", "masked", "masked", "schedule"]
     assert report.hits == 3
@@ -291,7 +291,7 @@ def test_options_may_differ_for_one_of_several_transformers():
     decisions = verdicts(report, "cond")
     changed = decisions.index("schedule")
     assert 1 < changed < 7
-    # The second transformer begins where the first ends, with nothing stored.
+    # The second transformer begins where the first one ends, and has no stored residuals.
     assert decisions[: changed - 1] == ["warmup", *["hit", "limit"] * 4][: changed - 1]
     assert decisions[changed - 1 :] == ["warmup", *["schedule"] * (8 - changed)]
     assert report.forecast == "taylor 1 and taylor 0"
@@ -306,7 +306,8 @@ def test_foca_follows_a_line_and_half_of_a_curve(run):
     weights = FOCA.weights(times, torch.tensor(7.0, dtype=torch.float64), torch.tensor(3))
     assert float(weights @ torch.ones(3, dtype=torch.float64)) == pytest.approx(1.0)
     assert float(weights @ times) == pytest.approx(7.0)
-    # t^2 at 4, 2, 1: slope 6 through two points, slope 8 of the parabola at the newest; Heun takes the mean.
+    # t^2 at 4, 2, 1 has the slope 6 through two points, and the parabola has the slope 8 at the newest. Heun takes the
+    # mean.
     assert float(weights @ times**2) == pytest.approx(16 + 3 * (6 + 8) / 2)
     now = torch.tensor(7.0, dtype=torch.float64)
     assert FOCA.weights(times, now, torch.tensor(2)).tolist() == pytest.approx([2.5, -1.5, 0.0])
@@ -352,7 +353,7 @@ def test_a_policy_decides_in_place_of_the_threshold(run):
 
 def test_halves_of_batch_are_compared_apart(run):
     adapter = replace(ADAPTER, plan=Plan(inputs={}, outputs={}, joint_order=(), batched={"hidden_states": 0}))
-    # The change of both together would be below the threshold.
+    # The change of both samples together would be below the threshold.
     _, report = run([(1.0, 9.0), (1.05, 9.0), (1.2, 9.0)], size=(2, 6, 8), adapter=adapter)
     assert verdicts(report, "cond/0") == verdicts(report, "cond/1") == ["warmup", "hit", "miss"]
     assert [row.difference for row in report.rows if row.branch == "cond/0"][1:] == pytest.approx([0.05, 0.2])
@@ -579,7 +580,7 @@ def test_streams_in_wrong_order_raise(run):
         run([1.0, 1.0], adapter=single)
 
 
-# Read in the sources that the adapters name.
+# These values were read in the sources that the adapters name.
 PUBLISHED = {
     "FluxTransformer2DModel": 0.08,
     "HunyuanVideoTransformer3DModel": 0.06,
@@ -598,7 +599,7 @@ def test_default_thresholds_are_the_published_ones():
 @pytest.mark.sample(1)
 @IN_GRAPHS_TOO
 def test_each_sample_is_compared_with_itself(run):
-    # The change of both together would be a tenth of the threshold at the second step.
+    # The change of both samples together would be a tenth of the threshold at the second step.
     values = [(1.0, 100.0), (1.2, 100.0), (1.25, 101.0), (1.25, 150.0)]
     _, report = run(values, size=(2, 6, 8))
     assert verdicts(report, "cond") == ["warmup", "miss", "hit", "miss"]

@@ -1,4 +1,4 @@
-"""First Block Cache on every pipeline: off it changes nothing, on it does what the rule says, on any mesh."""
+"""First Block Cache on every pipeline and mesh: when off it changes nothing, and when on it follows the rule."""
 
 import warnings
 from functools import cache
@@ -12,9 +12,9 @@ from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.pipelines import PIPELINES
 from zoo.tiny.pipelines.shelf import SHELF_PIPELINES
 
-# Four steps of which the second and third are skipped.
+# The second and third of four steps are skipped.
 ALWAYS = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 2}
-# One of each transformer.
+# There is one pipeline for each transformer.
 FAMILIES = (
     "hunyuan mochi cogvideox wan chronoedit framepack qwen-image ltx ltx2 flux2 hidream auraflow pixart lumina2 helios"
 )
@@ -30,14 +30,15 @@ ON_TWO_RANKS += [
     "z-image",
     "chroma",
     "kandinsky 5",
-    # [S, B, C]: tokens are no samples.
+    # Its tokens are [S, B, C], so their first dim has no samples.
     "ernie-image",
 ]
 # The blocks store keys for later calls.
 UNCACHED = ("anyflow far",)
-# Keys of the prompt are kept from the first step on, and with these all blocks run.
+# It keeps the keys of the prompt from the first step on, and with these all blocks run.
 NEVER_ASKED = ("qwen-image 2.1",)
-# Models that call the branches of guidance one after the other: the second half of the ranks computes the second.
+# These models call the branches of guidance one after the other, and the second half of the ranks computes the second
+# branch.
 GUIDED = ("wan", "qwen-image", "hunyuan 1.5", "lumina2", "helios")
 
 
@@ -140,7 +141,7 @@ def test_with_guidance_in_parallel_each_half_caches_its_branch(rank_pool, name):
     expected, verdicts_alone = cached_alone(name)
     for output, verdicts in rank_pool.run(generate_cached, 2, name, (1, 1, 2), cache_first=True):
         assert relative_error(output, expected) < 1e-4
-        # All ranks compute the first call where what it gives cannot be foreseen.
+        # All ranks compute the first call if its output cannot be predicted.
         extra = 0 if name in ("wan", "qwen-image") else 1
         assert len(verdicts_alone) // 2 <= len(verdicts) <= len(verdicts_alone) // 2 + extra
 

@@ -1,4 +1,4 @@
-"""Ranks that hold parts of one sequence decide alike; those that generate something else decide for themselves."""
+"""Ranks that hold parts of one sequence decide equally, and ranks with other sequences decide for themselves."""
 
 import math
 import re
@@ -17,7 +17,7 @@ TEXT = torch.zeros(1, 3, 8)
 
 
 def run_steps(steps, mesh=None, threshold=0.1):
-    """Run the scripted model; ``steps`` holds what the first block adds on this rank at each step."""
+    """Run the scripted model. ``steps`` has the contribution of the first block on this rank at each step."""
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=threshold, mesh=mesh)
     with torch.no_grad():
         for first in steps:
@@ -27,7 +27,7 @@ def run_steps(steps, mesh=None, threshold=0.1):
 
 
 def one_rank_is_not_finite(value):
-    """Return the decisions if the third residual of the last rank holds ``value``."""
+    """Return the decisions if the third residual of the last rank is ``value``."""
     steps = [1.0, 1.0, value if dist.get_rank() == dist.get_world_size() - 1 else 1.0, 1.0, 1.0]
     return verdicts(run_steps(steps, cpu_mesh(1, dist.get_world_size())))
 
@@ -38,7 +38,7 @@ def one_rank_is_not_finite(value):
 def test_nonfinite_residual_on_one_rank_computes_on_all(rank_pool, ranks, value):
     for decisions in rank_pool.run(one_rank_is_not_finite, ranks, value=value):
         assert decisions[:3] == ["warmup", "hit", "not_finite"]
-        # The fourth step is still compared with the nonfinite one; the fifth is not.
+        # The fourth step is still compared with the nonfinite one, and the fifth is not.
         assert decisions[3:] in (["not_finite", "hit"], ["miss", "hit"])
 
 
@@ -59,7 +59,7 @@ def decide_at_the_edge(ring, ulysses):
 def test_at_the_edge_all_ranks_decide_alike(rank_pool, ring, ulysses):
     results = rank_pool.run(decide_at_the_edge, ring * ulysses, ring=ring, ulysses=ulysses)
     assert {"hit", "miss"} <= set(results[0][0])
-    # Differences agree to the last bit, or some ranks would wait for others that skip.
+    # Differences agree to the last bit. Otherwise some ranks would wait for others that skip.
     assert all(result == results[0] for result in results)
 
 
@@ -70,7 +70,7 @@ def generate_two_prompts():
     )
     replica = dist.get_rank() // 2
     pipe = parallelize_pipe(build("wan"), mesh=mesh["ring", "ulysses"])
-    # One of them skips what it can, so they are never at the same step.
+    # One replica skips whenever it may, so the two are never at the same step.
     apply_cache_on_pipe(pipe, residual_diff_threshold=[0.0, 0.3][replica], max_consecutive_hits=1)
     generated = generate(pipe, "wan", prompt=["a cat", "a dog on a hill"][replica], num_inference_steps=5)
     return generated, verdicts(cache_report(pipe))
@@ -180,14 +180,14 @@ def test_ranks_sharing_samples_report_all_of_them(rank_pool):
 
 
 BATCHES = {
-    # Two prompts, each a sample; one prompt with guidance, each branch a sample.
+    # Two prompts are two samples. One prompt with guidance has a sample for each branch.
     "prompts": ("cogvideox", {**TWO_PROMPTS, "num_inference_steps": 6, "guidance_scale": 1.0}),
     "guided": ("mochi", {"num_inference_steps": 6}),
 }
 
 
 def generate_batch(batch, threshold, compiled=False, mesh=None):
-    """Return the latents and the rows that the cache decided by."""
+    """Return the latents, and the rows of the cache's report."""
     name, call = BATCHES[batch]
     pipe = build(name) if mesh is None else parallelize_pipe(build(name), mesh=cpu_mesh(*mesh[1:], batch=mesh[0]))
     apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
@@ -199,7 +199,7 @@ def generate_batch(batch, threshold, compiled=False, mesh=None):
 
 
 def threshold_at_which_samples_differ(batch):
-    """Return a threshold that, at some step, lies between the differences of two samples."""
+    """Return a threshold that is between the differences of two samples at some step."""
     _, rows = generate_batch(batch, 1e-9)
     samples = [[x for row in rows if row[0] == step for x in row[3]] for step in range(2, 5)]
     apart = max(samples, key=lambda values: max(values) / min(values))
@@ -234,5 +234,5 @@ def test_second_branch_is_reported_by_its_name(rank_pool):
     alone = branches_of_sequential_guidance()
     assert alone == ["branch 0", "branch 1"] * 4
     for rank, branches in enumerate(rank_pool.run(branches_of_sequential_guidance, 2, mesh=(2, 1, 1))):
-        # All ranks compute the first call whose form they do not know.
+        # All ranks compute the first call, whose output shape they do not know.
         assert branches[-3:] == [f"branch {rank}"] * 3

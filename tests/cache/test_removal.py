@@ -1,4 +1,4 @@
-"""A cache that is removed leaves nothing at the pipeline, whatever was compiled; and the model is not kept alive."""
+"""A cache that is removed leaves nothing on the pipeline, whatever was compiled, and does not keep the model alive."""
 
 import gc
 import weakref
@@ -28,7 +28,7 @@ def state_of(pipe):
 
 
 def removals():
-    """Yield models, ways of compiling and orders; the default run has each of these values once."""
+    """Yield models, ways of compiling and orders. The default run has each of these values once."""
     short = [("wan", "in place", True), ("wan", "in its place", False), ("stable diffusion 3", "eager", False)]
     for case in product(
         ["wan", "qwen-image", "stable diffusion 3"], ["in place", "in its place", "eager"], [False, True]
@@ -42,7 +42,7 @@ def test_removal_leaves_no_attribute_on_compiled_pipe(name, way, parallel_first)
     torch._dynamo.reset()
     pipe = build(name)
     plain, expected = pipe.transformer, generate(pipe, name)
-    before = state_of(pipe)  # after a call, because diffusers leaves a registry of its own
+    before = state_of(pipe)  # diffusers leaves its own registry after a call.
     applied = [lambda: apply_cache_on_pipe(pipe, residual_diff_threshold=1e9), lambda: parallelize_pipe(pipe)]
     for apply in reversed(applied) if parallel_first else applied:
         apply()
@@ -102,7 +102,8 @@ def shard_at_the_first_block():
     model = apply_cache(Stack(), BLOCKS, residual_diff_threshold=0.1, mesh=mesh)
     with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
         model.blocks[0].register_forward_pre_hook(lambda _, args: (cp.shard(args[0], dim=1),))
-        cp.intercepted = True  # there is no attention in this model
+        # This model has no attention, so the warning about calls that were not intercepted is switched off.
+        cp.intercepted = True
         with pytest.raises(ValueError, match=r"\(1, 7, 4\).*sharded.*hook") as error:
             model(torch.ones(1, 7, 4))
     return str(error.value)

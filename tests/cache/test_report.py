@@ -1,4 +1,4 @@
-"""Reports, logs and errors by which a user sees what a cache did."""
+"""Reports, logs and errors that show a user the decisions of a cache."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def warnings_of(pipe, first):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe(first)
-    # The line of the user's call.
+    # Warnings point to the line of the user's call.
     assert {warning.filename for warning in caught} <= {__file__}
     return [str(warning.message) for warning in caught]
 
@@ -42,10 +42,10 @@ def test_useless_threshold_warns_once_with_range():
 @pytest.mark.parametrize(
     ("options", "first"),
     [
-        ({}, [1.0, 1.05, 1.5]),  # some steps are skipped
-        ({"residual_diff_threshold": 0.0}, [1.0, 2.0]),  # no step may be skipped
+        ({}, [1.0, 1.05, 1.5]),  # Some steps are skipped.
+        ({"residual_diff_threshold": 0.0}, [1.0, 2.0]),  # No step may be skipped.
         ({"max_consecutive_hits": 1}, [1.0, 1.0, 1.0]),
-        ({"warmup_steps": 3}, [1.0, 2.0, 3.0]),  # nothing was compared
+        ({"warmup_steps": 3}, [1.0, 2.0, 3.0]),  # Nothing was compared.
     ],
 )
 def test_good_threshold_does_not_warn(options, first):
@@ -81,7 +81,7 @@ def test_a_report_is_read_written_and_plotted(tmp_path):
 
     report.plot(tmp_path / "steps.png")
     with Image.open(tmp_path / "steps.png") as image:
-        # The plot has something besides white for each branch.
+        # The plot is not empty for any branch.
         assert image.height >= 500
         assert len(image.convert("RGB").getcolors(1 << 16)) > 20
 

@@ -1,4 +1,4 @@
-"""The step that a cache assigns to a call, against the timesteps that the pipeline gives its scheduler."""
+"""The step that a cache assigns to a call, compared with the timesteps that the pipeline gives its scheduler."""
 
 import inspect
 from itertools import pairwise
@@ -17,21 +17,21 @@ from zoo.tiny.pipelines import PIPELINES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*cache ")
 FORCING = [name for name in PIPELINES if "forcing" in name]
-# AnyFlow FAR is not cached, and Qwen-Image 2.1 neither while it keeps keys of its own (use_kv_cache).
+# AnyFlow FAR is not cached, and Qwen-Image 2.1 is not either while it keeps its own keys (use_kv_cache).
 WHOLE = [name for name in PIPELINES if name not in (*FORCING, "anyflow far", "qwen-image 2.1")]
 IN_PART = [name for name in PIPELINES if "strength" in PIPELINES[name].options]
 IN_PART += ["ltx, condition", "flux2 klein, inpainting"]
 
 
 def followed(pipe, call):
-    """Return, for each step of the scheduler, the timestep and the position that the cache assigned to the call before
+    """Return, for each step of the scheduler, its timestep and the position that the cache assigned to the call before
     it.
     """
     taken, positions = [], []
     take, position_of = type(pipe.scheduler).step, SchedulerTracker.position
 
     def watched_take(scheduler, output, timestep, *args, **kwargs):
-        # Cosmos 1 takes each step twice, without asking the model in between.
+        # Cosmos 1 takes each step twice, without calling the model in between.
         if scheduler is pipe.scheduler and not (taken and taken[-1][1] is positions[-1]):
             taken.append((float(torch.as_tensor(timestep).flatten()[0]), positions[-1]))
         return take(scheduler, output, timestep, *args, **kwargs)
@@ -55,7 +55,7 @@ def check(taken):
     while len(expected) < len(taken):
         expected += range(taken[len(expected)][1].num_steps)
     assert [position.step for _, position in taken] == expected
-    # DPM-Solver's timesteps are whole numbers, and some pipelines say them in 16 bits.
+    # DPM-Solver's timesteps are integers, and some pipelines pass them in 16 bits.
     assert [position.time for _, position in taken] == pytest.approx([time for time, _ in taken], rel=1e-3)
 
 
@@ -82,7 +82,7 @@ def test_part_of_flux_schedule_is_followed(cls):
     assert len(taken) == 4
 
 
-# The schedulers of these set no begin_index.
+# The schedulers of these pipelines set no begin_index.
 @pytest.mark.parametrize("name", ["cogvideox, video", "wan, video", "ltx, condition"])
 def test_last_step_of_partial_schedule_is_computed(name):
     pipe = apply_cache_on_pipe(build(name), residual_diff_threshold=1e9, always_compute_last=True, forecast_order=1)

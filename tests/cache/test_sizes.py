@@ -1,6 +1,4 @@
-"""A cached transformer that was compiled as one graph computes inputs of other sizes than the first, on one device and
-on two ranks.
-"""
+"""A cached transformer in one graph computes inputs with other sizes than the first, on one device and on two ranks."""
 
 import warnings
 
@@ -18,16 +16,16 @@ from tests.cache.test_graph import Counter
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.transformers.registry import MODELS
 
-# Dynamo compiles the second size with symbolic sizes. Even and odd numbers of tokens.
+# Dynamo compiles the second size with symbolic sizes. The numbers of tokens are even and odd.
 SIZES = [(3, 6, 10), (1, 6, 6), (2, 8, 6)]
-# Step 0 is computed, step 1 skipped, step 2 computed again, step 3 skipped.
+# Steps 0 and 2 are computed, and steps 1 and 3 are skipped.
 ALTERNATE = {"residual_diff_threshold": 1e9, "max_consecutive_hits": 1}
 NUM_STEPS = 4
 NAMES = ["wan", "ltx", "cogvideox", "sd3", "mochi", "flux"]
 
 
 def run_sizes(transformer, name, sizes, called=None):
-    """The outputs of all steps at each size. ``called`` is the compiled transformer."""
+    """Return the outputs of all steps at each size. ``called`` is the compiled transformer."""
     outputs = []
     with torch.no_grad(), warnings.catch_warnings():
         # Mochi asks for an autocast that the CPU does not have.
@@ -38,14 +36,14 @@ def run_sizes(transformer, name, sizes, called=None):
             for step in range(NUM_STEPS):
                 inputs = MODELS[name].inputs(*size)
                 inputs["hidden_states"] = inputs["hidden_states"] * (1 + 0.05 * step)
-                # Two calls of one branch at one timestep would be computed.
+                # Two calls of one branch at one timestep would both be computed.
                 inputs["timestep"] = inputs["timestep"].float() - step
                 outputs.append((transformer if called is None else called)(**inputs, return_dict=False)[0])
     return outputs
 
 
 def run_uncached(name, sizes, backend):
-    """The outputs of the unmodified model, compiled, and its number of graphs."""
+    """Return the outputs of the unmodified model, compiled, and its number of graphs."""
     counter = Counter(backend)
     compiled = torch.compile(MODELS[name].build(), fullgraph=True, backend=counter)
     outputs = run_sizes(None, name, sizes, compiled)
@@ -54,7 +52,9 @@ def run_uncached(name, sizes, backend):
 
 
 def run_cached(name, sizes, backend="aot_eager", ranks=1):
-    """The outputs of the cached model, compiled, and its number of graphs; on several ranks, parallel first."""
+    """Return the outputs of the cached model, compiled, and its number of graphs. On several ranks it is parallelized
+    first.
+    """
     counter = Counter(backend)
     transformer = MODELS[name].build()
     if ranks > 1:
@@ -67,7 +67,7 @@ def run_cached(name, sizes, backend="aot_eager", ranks=1):
 def check(outputs, graphs, name, sizes, backend="aot_eager", bound=1e-5):
     uncached, uncached_graphs = run_uncached(name, sizes, backend)
     eager = run_sizes(apply_cache_on_transformer(MODELS[name].build(), **ALTERNATE), name, sizes)
-    # docs/cache.md: the first call of a generation is one more graph.
+    # The first call of a generation is one more graph, as docs/cache.md says.
     assert uncached_graphs < graphs <= 2 * uncached_graphs
     for step, (output, of_eager, of_uncached) in enumerate(zip(outputs, eager, uncached, strict=True)):
         assert relative_error(output, of_eager) < bound, step
@@ -80,7 +80,7 @@ def fresh():
     torch._dynamo.reset()
 
 
-@pytest.mark.long  # the default run has a pipeline on two ranks
+@pytest.mark.long  # The default run has a pipeline on two ranks.
 @pytest.mark.parametrize("name", NAMES)
 def test_further_sizes_are_exact_in_a_graph(name):
     check(*run_cached(name, SIZES), name, SIZES)
@@ -91,7 +91,7 @@ def test_further_sizes_are_exact_with_inductor():
     check(*run_cached("sd3", SIZES[:2], "inductor"), "sd3", SIZES[:2], "inductor")
 
 
-@pytest.mark.long  # the default run has a pipeline on two ranks
+@pytest.mark.long  # The default run has a pipeline on two ranks.
 @pytest.mark.parametrize("name", NAMES)
 def test_further_sizes_are_exact_in_graph_on_ranks(rank_pool, name):
     for outputs, graphs in rank_pool.run(run_cached, 2, name, SIZES, ranks=2):
@@ -102,7 +102,7 @@ IMAGES = [(72, 56), (48, 64), (64, 48)]
 
 
 def generate_images(option=None, backend="aot_eager", mesh=None):
-    """Generate three sizes by FLUX.1, with a LoRA or a parallel VAE; return the images and the number of graphs."""
+    """Generate three sizes with FLUX.1 and a LoRA or a parallel VAE. Return the images and the number of graphs."""
     torch.manual_seed(0)
     pipe = flux_pipe(transformer=flux_transformer(num_layers=1, num_single_layers=1), shared_parts=option != "vae")
     if option == "lora":

@@ -56,7 +56,9 @@ def test_an_exception_leaves_nothing_behind():
 
 
 def test_retry_after_late_exception_is_no_hit():
-    """The failed call replaced the first-block residual, but not the residuals of the other blocks."""
+    """Check a retry after a late exception. The failed call replaced the first-block residual, but not those of the
+    other blocks.
+    """
 
     class Failing(Scripted):
         fails = False
@@ -95,7 +97,7 @@ def test_branches_have_separate_states(named):
 
 
 def test_unnamed_branches_are_identified_by_text():
-    """Turn guidance off at some steps, or pass new text tensors at each step."""
+    """Check branches without names while guidance is off at some steps, or text tensors are new at each step."""
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
     x = torch.ones(1, 6, 8)
     text = {"a": torch.zeros(1, 3, 8), "b": torch.ones(1, 3, 8)}
@@ -135,7 +137,7 @@ def test_unnamed_branches_wait_at_most_once(anew):
 
 
 def held_bytes(model):
-    """Return the number of bytes of all tensors that the cache of ``model`` holds now, over all CFG branches."""
+    """Return the bytes of all tensors that the cache of ``model`` holds now, over all CFG branches."""
     _, cache = _cache_of(model)
     states = {id(state): state for state in (*cache.states.values(), cache.state)}
     return sum(x.numel() * x.element_size() for state in states.values() for x in state.tensors())
@@ -152,7 +154,7 @@ def test_changing_text_warns_once_and_keeps_nothing():
             for step in range(12):
                 out = model(x, torch.full((1, 3, 8), float(step)), added)
                 assert torch.equal(out, expected)
-                # At most three branches, with one formula of the docs for each.
+                # There are at most three branches, and the formula of the docs holds for each.
                 assert held_bytes(model) <= 4 * 4 * (2 * 6 * 8 + 3 * 8)
         assert held_bytes(model) == 0
         messages = [str(warning.message) for warning in caught]
@@ -236,7 +238,7 @@ def test_second_thread_in_a_pipe_raises():
 
 
 class Callback(PipelineCallback):
-    """A callback class of diffusers, which checks its type."""
+    """A callback class of diffusers, which checks the type."""
 
     tensor_inputs = ("latents",)
 
@@ -322,7 +324,7 @@ def test_reapplying_takes_effect_and_removal_restores_classes():
     assert type(pipe.scheduler).__module__.startswith("diffusers")
     for out, other in zip(pipe(ALMOST_SAME), expected, strict=True):
         assert torch.equal(out, other)
-    remove_cache_from_pipe(pipe)  # nothing left to do
+    remove_cache_from_pipe(pipe)  # Nothing is left to remove.
 
 
 def test_two_caches_of_one_transformer_are_refused():
@@ -355,7 +357,9 @@ def test_replaced_transformer_raises():
 
 @pytest.mark.parametrize(("blocks", "order"), [(BLOCKS, 0), (BLOCKS, 2), (IN_TWO_STAGES, 0)])
 def test_memory_is_what_the_formula_says(blocks, order):
-    """Per branch: the first-block residual, and of each stage and stream order + 1 residuals."""
+    """Compare the memory of a branch with the formula: the first-block residual, and order + 1 residuals of each stage
+    and stream.
+    """
     sizes = []
 
     class Measured(Scripted):
@@ -386,7 +390,7 @@ def test_stored_residuals_hold_no_autograd_graph():
     assert out.requires_grad
     skipped = model(torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0]))
     assert verdicts(model_cache_report(model)) == ["warmup", "hit"]
-    skipped.sum().backward()  # through the first block alone
+    skipped.sum().backward()  # The gradient flows through the first block only.
     remove_cache(model)
 
 
@@ -420,7 +424,7 @@ def test_host_waits_at_most_once_per_step():
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            # Weights of a forecast are made of times: float64, and never on a device.
+            # Weights of a forecast are computed from times in float64, and never on a device.
             if func in waiting and not (args[0].dtype == torch.float64 and args[0].device.type == "cpu"):
                 waits.append(func)
             return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Calls of one time step: each branch is called once, so two calls are told apart, or computed with a warning."""
+"""Each branch is called once in a time step. Two calls are told apart, or computed with a warning."""
 
 import enum
 import functools
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Video(nn.Module):
-    """A model that skips the attention of a block if ``perturb`` or ``self.perturb`` is on."""
+    """A model that skips the attention of a block if ``perturb`` or ``self.perturb`` is set."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def closure(value):
     return lambda: value
 
 
-# Each returns the perturbation that is on, or off.
+# Each function returns the perturbation that is on, or off.
 FLAGS = {
     "bool": lambda on: on,
     "list": lambda on: [2] if on else None,
@@ -166,7 +166,7 @@ def test_third_call_of_a_step_equals_named_one(flag, order, perturbed_from):
         try:
             x = denoise(model, *settings, named=named, perturbed_from=perturbed_from)
         except RuntimeError as error:
-            # A new mask tensor was seen too late: its first call was skipped.
+            # The new mask tensor came too late, because its first call was skipped.
             assert "cache_context" in str(error)
             assert (flag, order, perturbed_from) in {("mask", "perturbed first", 1), ("mask", "any order", 1)}
             return
@@ -273,7 +273,7 @@ def test_number_that_changes_at_each_step_is_no_branch():
     model = apply_cache(WithIndex().requires_grad_(False), BLOCKS, **OPTIONS)
     for step in range(NUM_STEPS):
         model(X, TEXT, torch.tensor([1 - step / NUM_STEPS]), step)
-    # At the first change it may still be a setting of another branch.
+    # The first change may still be a setting of another branch.
     assert verdicts(model_cache_report(model))[:4] == ["warmup", "warmup", "hit", "hit"]
 
 
@@ -324,7 +324,7 @@ def test_third_call_of_a_model_compiled_in_place(order):
 
 
 class InTurn(Pipe):
-    """A pipeline that calls its model for two sets of latents in each step, with one text."""
+    """A pipeline that calls its model in each step for two sets of latents, with one text."""
 
     def __call__(self, values):
         self.scheduler.set_timesteps(sigmas=[1 - i / len(values) for i in range(len(values))])
@@ -351,7 +351,7 @@ def test_tiles_in_a_pipeline_are_computed(named):
 
 
 class StepForEach(Pipe):
-    """A pipeline that takes a step of its scheduler for each of two sets of latents, and sets the scheduler back."""
+    """A pipeline that takes a scheduler step for each of two sets of latents, and resets the scheduler in between."""
 
     def __call__(self, values):
         self.scheduler.set_timesteps(sigmas=[1 - i / len(values) for i in range(len(values))])
@@ -418,7 +418,7 @@ def test_cache_does_not_wait_to_identify_branches(name):
     for cached in (False, True):
         pipe = build(name)
         if cached:
-            # Steps of the warm-up need no decision.
+            # Warm-up steps need no decision.
             apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, warmup_steps=100)
         for _ in range(2):
             with Waits() as waits:

@@ -1,4 +1,4 @@
-"""Every transformer that runs in parallel can be cached, and what its blocks are given stays as it was."""
+"""Every transformer that runs in parallel can be cached, and the inputs of its blocks stay unchanged."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def outputs(model, inputs):
     return torch.cat([x.flatten() for x in tree_leaves(output) if isinstance(x, torch.Tensor)])
 
 
-# Blocks of these write keys for later calls, so they have no cache.
+# The blocks of these models write keys for later calls, so they have no cache.
 KEEP_KEYS = ("anyflow far", "wan animate 2")
 
 

@@ -6,7 +6,9 @@ from diffusers.hooks.group_offloading import ModuleGroup
 
 
 class CopyingGroup(ModuleGroup):
-    """A group as on CUDA, where the copies on the device are not the weights in host memory. Counts copied tensors."""
+    """A group as on CUDA, where the copies on the device are not the weights in host memory. It counts copied
+    tensors.
+    """
 
     copies = 0
 

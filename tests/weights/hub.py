@@ -1,6 +1,4 @@
-"""A stand-in for the Hub: an HTTP server on this machine, of which huggingface_hub downloads folders as of the real
-one.
-"""
+"""A stand-in for the Hub: an HTTP server on this machine, from which huggingface_hub downloads folders."""
 
 import contextlib
 import hashlib
@@ -85,8 +83,8 @@ def _etag(path: Path) -> str:
 
 @contextlib.contextmanager
 def asking(endpoint: str):
-    """Inside, huggingface_hub takes ``endpoint`` for the Hub: it reads the environment only once, when it is
-    imported.
+    """Make huggingface_hub use ``endpoint`` as the Hub in this context. The library reads the environment only when it
+    is imported.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(constants, "ENDPOINT", endpoint))

@@ -13,12 +13,12 @@ from para_core.spatial import fetch
 
 @contextmanager
 def blocking_transfers(*, always, seconds=15):
-    """Inside, the first ``isend`` and ``irecv`` of an edge (``always``: each one) block the host until the peer starts
-    its counterpart.
+    """Block the host in the first ``isend`` and ``irecv`` of an edge (``always``: in each) until the peer starts its
+    counterpart.
 
-    NCCL makes a communicator at the first use of an edge, for which the host waits; and a receive occupies the device
-    until its tensor is here, for which the host waits as soon as it loads a kernel. All-to-alls and all-gathers of rows
-    then end before the host goes on.
+    NCCL creates a communicator at the first use of an edge, and the host waits for it. A receive occupies the device
+    until its tensor arrives, and the host waits for that as soon as it loads a kernel. All-to-alls and all-gathers of
+    rows then end before the host continues.
     """
     store, counts = dist.distributed_c10d._get_default_store(), {}
     isend, irecv = dist.isend, dist.irecv
@@ -60,7 +60,7 @@ def blocking_transfers(*, always, seconds=15):
 
 
 def as_nccl():
-    """Inside, links take every group for one of NCCL: a group per edge, none of gloo's tags, and an end of groups after
-    a failure.
+    """Make links take every group for one of NCCL in this context: a group per edge, no tags of gloo, and new groups
+    after a failure.
     """
     return mock.patch.object(point_to_point, "nccl_device", lambda group: torch.device("cpu"))

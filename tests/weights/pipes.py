@@ -1,6 +1,4 @@
-"""Tiny pipelines whose text encoders are their own: sharding those that tests share would shard them for other tests,
-too.
-"""
+"""Tiny pipelines with their own text encoders, because sharding shared ones would shard them for other tests too."""
 
 import copy
 import warnings
@@ -25,7 +23,7 @@ def make(name):
 
 
 def generate(pipe, name, **options):
-    """The first output, a tensor."""
+    """Return the first output as a tensor."""
     with warnings.catch_warnings():
         # Mochi asks for an autocast that the CPU does not have.
         warnings.filterwarnings("ignore", message="In CPU autocast")

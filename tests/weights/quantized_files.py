@@ -1,4 +1,4 @@
-"""Quantized files of a tiny FLUX as people download them, written and loaded as the documentation of diffusers says."""
+"""Quantized files of a tiny FLUX as people download them, written and loaded as diffusers' documentation says."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def require_package(kind: str) -> None:
 
 
 def write(kind: str, folder: Path) -> None:
-    """Write the file of ``kind``, and next to it the config of the model."""
+    """Write the file of ``kind`` and the config of the model next to it."""
     transformer = flux_transformer()
     transformer.save_pretrained(folder / CONFIG)
     if kind == "gguf":

@@ -1,4 +1,4 @@
-"""Blocks that wait in host memory give the bits of the unmodified pipeline, in any order with other options."""
+"""Blocks in host memory give the bits of the unmodified pipeline, in any order with other options."""
 
 from itertools import permutations
 from math import prod
@@ -40,7 +40,7 @@ def mesh_of(dims):
 
 def place(name, dims, resident):
     pipe = make(name)
-    generate(pipe, name)  # diffusers adds a registry of hooks to a transformer in its first call
+    generate(pipe, name)  # diffusers adds a registry of hooks to a transformer in its first call.
     before, attributes = state_of(pipe), attributes_of(pipe.transformer)
     parallelize_pipe(pipe, mesh=mesh_of(dims) if dims else None, offload="blocks", resident_blocks=resident)
     blocks = [is_wrapped(entry.block, BLOCKS_KEY) for entry in stack_of(pipe.transformer)]
@@ -115,7 +115,7 @@ def test_offloaded_blocks_are_exact_in_any_order_with_cache_and_lora(rank_pool):
 
 
 def counted_copies(pipe, num_steps):
-    """Return the number of copies of blocks in a generation, with the memory traffic itself left out."""
+    """Return the number of copies of blocks in a generation, without the memory traffic itself."""
     copies = []
 
     def note(group):
@@ -211,7 +211,7 @@ def test_weights_changed_in_place_after_a_call_are_used_in_all_steps(change, sta
     with mock.patch("diffusers.hooks.group_offloading.ModuleGroup", CopyingGroup):
         parallelize_pipe(pipe, offload="blocks", resident_blocks=0 if state == "skipped" else 1)
         if state == "skipped":
-            # The last step is skipped after the first block, when the second one has been copied.
+            # The last step is skipped after the first block, when the second one was already copied.
             apply_cache_on_pipe(pipe, residual_diff_threshold=1e9, max_consecutive_hits=1, warmup_steps=1)
         blocks = [entry.block for entry in stack_of(pipe.transformer)]
         if state == "failed":

@@ -1,6 +1,4 @@
-"""Sharded weights under torch.compile, and quantized by torchao: what goes, goes exactly; what does not, is an
-error.
-"""
+"""Sharded weights under torch.compile and with torchao's quantization are exact, or refused with an error."""
 
 import pytest
 import torch
@@ -16,8 +14,8 @@ from tests.weights.pipes import generate, make
 
 
 def compile_blocks(order, *, cached):
-    """With replicated weights in eager code, and with shared ones in a graph for each block; graphs after one call, and
-    after two.
+    """Return outputs with replicated weights in eager code and with sharded ones in a graph for each block, and the
+    number of graphs after one call and after two.
     """
     outs = []
     for compiled in (False, True):
@@ -103,7 +101,7 @@ def quantized_tensors(compiled):
 
 
 def require_equal_parts(module, other):
-    """The same tensors in each quantized weight."""
+    """Require equal tensors in each quantized weight of the two modules."""
     weights = dict(other.named_parameters())
     for name, weight in module.named_parameters():
         for ours, theirs in zip(plain_tensors(weight), plain_tensors(weights[name]), strict=True):

@@ -1,6 +1,4 @@
-"""Pipelines of the Hub: a stand-in on this machine, of which each node downloads once, or the same error on every
-rank.
-"""
+"""Pipelines of a stand-in for the Hub: each node downloads once, or every rank raises the same error."""
 
 import socket
 from datetime import timedelta
@@ -36,7 +34,7 @@ def load(endpoint, folder, cache, hosts=("here", "here"), patience=None, **optio
     whole.set_progress_bar_config(disable=True)
     for part in (whole.transformer, whole.text_encoder, whole.text_encoder_2):
         for parameter in part.parameters():
-            # In the file they are not aligned, and kernels then add in another order.
+            # Weights in the file are not aligned, and kernels would then add in another order.
             parameter.data = parameter.data.clone()
     return out, parallelize_pipe(whole, mesh=mesh)(**flux_call())[0]
 
@@ -61,7 +59,7 @@ def test_download_may_exceed_group_timeout(rank_pool, folder, tmp_path):
 def test_what_is_in_the_cache_needs_no_connection(rank_pool, folder, tmp_path):
     with Hub(folder) as hub, asking(hub.endpoint):
         FluxPipeline.download(REPOSITORY, cache_dir=tmp_path)
-    # Nobody answers any more.
+    # The server has stopped, so only the cache can answer.
     rank_pool.run(load, 2, hub.endpoint, folder, tmp_path)
     rank_pool.run(load, 2, hub.endpoint, folder, tmp_path, local_files_only=True)
 

@@ -1,4 +1,4 @@
-"""Prompts that were encoded before give the same result without a run of the text encoders."""
+"""Prompts that were encoded before give the same result without running the text encoders."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def encoders(pipe):
 
 
 def counted(pipe):
-    """Counts the runs of the text encoders."""
+    """Count the runs of the text encoders."""
     calls = []
     for part in encoders(pipe):
         part.register_forward_hook(lambda *_: calls.append(1))
@@ -48,7 +48,7 @@ def test_other_prompts_and_other_lengths_are_encoded():
     ):
         expected = generate(make("flux"), "flux", **options)
         assert torch.equal(generate(pipe, "flux", **options), expected)
-    # CLIP takes no max_sequence_length, so it has encoded the last prompt before.
+    # CLIP takes no max_sequence_length, so its output for the last prompt was cached before.
     assert (kept.hits, kept.misses) == (1, 5)
 
 

@@ -1,4 +1,4 @@
-"""A rank that cannot shard, raises or dies: the others end, with the cause."""
+"""If a rank cannot shard, raises or dies, the other ranks end and report the cause."""
 
 import os
 import re
@@ -94,7 +94,7 @@ class Dying(FluxPipeline):
     def from_pretrained(cls, *args, **kwargs):
         pipe = super().from_pretrained(*args, **kwargs)
         if dist.get_rank() == 1:
-            time.sleep(1)  # the other one waits for it
+            time.sleep(1)  # The other rank waits for this one.
             os.kill(os.getpid(), signal.SIGKILL)
         return pipe
 
@@ -125,14 +125,14 @@ def raise_in_a_block(order):
         raise ValueError("only here")
 
     if dist.get_rank() == 1:
-        # The next one to be gathered is the second.
+        # The second block is the next one to be gathered.
         pipe.transformer.single_transformer_blocks[0].register_forward_pre_hook(fail)
     begun = time.monotonic()
     try:
         generate(pipe, "flux")
     finally:
         if dist.get_rank() == 1:
-            time.sleep(4)  # it lives on
+            time.sleep(4)  # The rank lives on while the others wait.
         assert time.monotonic() - begun < 25
 
 
@@ -152,7 +152,7 @@ def change_late(method, path):
         with pytest.raises(RuntimeError, match=r"are sharded\. .*unshard_weights\(pipe\)"):
             call()
     before = generate(pipe, "flux")
-    # Taken apart and shared again, as often as you like.
+    # Weights can be gathered and sharded again any number of times.
     unshard_weights(pipe)
     shard_weights(pipe, mesh, method=method)
     return before, generate(pipe, "flux")

@@ -1,4 +1,4 @@
-"""Weights that ranks share by FSDP2 give the very same numbers as weights that each rank holds."""
+"""Weights sharded by FSDP2 give the same bits as replicated weights."""
 
 import pytest
 import torch
@@ -27,8 +27,8 @@ def mesh_of(shape):
 
 
 def share(name, shape):
-    """Generate with replicated weights, twice with sharded ones, and after undoing; return these outputs, and the bytes
-    of the blocks replicated and sharded.
+    """Generate with replicated weights, twice with sharded ones, and after undoing. Return the outputs, and the bytes
+    of replicated and sharded blocks.
     """
     pipe = parallelize_pipe(make(name), mesh=mesh_of(shape))
     whole = generate(pipe, name)
@@ -52,12 +52,12 @@ def share(name, shape):
 def check_shared(rank_pool, name, shape):
     for whole, shared, before, after in rank_pool.run(share, torch.Size(shape).numel(), name, shape):
         assert all(torch.equal(whole, out) for out in shared)
-        # A dim that the ranks do not divide is padded on none, so one rank may hold a row more of each parameter.
+        # A dim that the ranks do not divide is not padded, so one rank may hold a row more of each parameter.
         assert after < 1.1 * before / (shape[1] * shape[2])
 
 
-# FLUX has CLIP and T5; HunyuanVideo has Llama, whose hidden states are recorded; Wan 2.2 has guidance over ranks, each
-# half of which has a copy.
+# FLUX has CLIP and T5. HunyuanVideo has Llama, whose hidden states are recorded. Wan 2.2 distributes guidance over
+# ranks, and each half of them has a copy.
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "shape"), [("flux", (1, 1, 2)), ("hunyuan", (1, 2, 1)), ("wan 2.2", (2, 1, 2))])
 def test_shared_weights_give_the_same_bits(rank_pool, name, shape):
@@ -72,7 +72,7 @@ def test_shared_weights_give_the_same_bits(rank_pool, name, shape):
         (name, shape)
         for name in ("wan", "hunyuan", "qwen-image", "cogvideox", "mochi", "ltx", "flux2 klein")
         for shape in ((1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2))
-        if (name, shape[0]) != ("hunyuan", 2)  # no branches of guidance
+        if (name, shape[0]) != ("hunyuan", 2)  # It has no branches of guidance.
     ],
 )
 def test_shared_weights_give_the_same_bits_in_every_family(rank_pool, name, shape):
@@ -80,7 +80,7 @@ def test_shared_weights_give_the_same_bits_in_every_family(rank_pool, name, shap
 
 
 def share_dit():
-    """Generate with DiT on one device, and with its weights shared; then ask for stages of it."""
+    """Generate with DiT on one device and with sharded weights. Then try to split it into stages."""
     alone = generate(make("dit"), "dit")
     pipe = parallelize_pipe(make("dit"), mesh=cpu_mesh(2, 1), weights="fsdp")
     assert isinstance(pipe.transformer.transformer_blocks[0], FSDPModule)
@@ -216,7 +216,7 @@ def converted_late():
     message = r"torch\.float32.* torch\.bfloat16\b.*shard_weights"
     with pytest.raises(RuntimeError, match=message):
         pipe.to(torch.bfloat16)
-    # Model offload moves the other components.
+    # Model offload moves the other components only.
     pipe.transformer._hf_hook = None
     assert pipe.transformer.to("meta") is pipe.transformer
     del pipe.transformer._hf_hook
@@ -247,7 +247,7 @@ def test_parts_may_lie_in_host_memory(rank_pool):
 
 
 def over_all_ranks(kind):
-    """Run two replicas with prompts of their own on weights that all ranks share."""
+    """Run two replicas with different prompts on weights that all ranks share."""
     everywhere = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
     if kind == "hsdp":
         everywhere = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -317,15 +317,13 @@ def test_what_cannot_be_sharded_is_refused(options, error, message):
 def is_gathered(block):
     """Return whether the weights of ``block`` are whole or being gathered."""
     state = block._get_fsdp_state()
-    # torch 2.11 has one group per state, other versions have a list.
+    # torch 2.11 has one group per state, and other versions have a list.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return any(group.is_unsharded or group._all_gather_result is not None for group in groups)
 
 
 def watch_blocks(shape):
-    """Return the blocks that are gathered while each block computes, and the bytes of the blocks replicated and
-    sharded.
-    """
+    """Return the blocks that are gathered while each block computes, and the bytes of replicated and sharded blocks."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     transformer = flux_transformer(num_layers=2, num_single_layers=3)
     whole = transformer(**flux_inputs(20, 7), return_dict=False)[0]
@@ -343,7 +341,7 @@ def watch_blocks(shape):
     return torch.equal(whole, shared), gathered, before, bytes_of(*blocks)
 
 
-# The second mesh is HSDP: two ranks shard the weights, two others have copies.
+# The second mesh is HSDP: two ranks shard the weights, and the two others have copies.
 @pytest.mark.parametrize(("ranks", "shape"), [(2, (2,)), pytest.param(4, (2, 2), marks=pytest.mark.long)])
 def test_only_next_block_is_gathered_during_compute(rank_pool, ranks, shape):
     for same, gathered, before, after in rank_pool.run(watch_blocks, ranks, shape):

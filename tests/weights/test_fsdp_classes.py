@@ -1,4 +1,4 @@
-"""Sharding by FSDP2 changes the classes of the sharded instances, and no class that torch or the user holds."""
+"""Sharding by FSDP2 changes the classes of the sharded instances, and no class of torch or of the user."""
 
 import copy
 import io
@@ -50,8 +50,8 @@ def names(module):
 
 
 def names_of_own_classes(own_first):
-    """Return the class names of a layer that the user sharded, before and after para_core's are sharded and gathered,
-    and those of para_core's layers.
+    """Return the class names of a layer that the user sharded, before and after para_core shards and gathers its own
+    layers, and those of the latter.
     """
     mesh, model, own = init_device_mesh("cpu", (2,)), Model(), Layer()
     if own_first:
@@ -74,7 +74,7 @@ def test_sharding_renames_no_class_of_the_users_own_fsdp(rank_pool, own_first):
         assert before == while_sharded == after
         assert before[0] == "FSDPLayer"
         assert ours == {written}
-        assert shared == 1  # one class, so that the layers share one graph
+        assert shared == 1  # The layers have one class, so that they share one graph.
         assert restored == {True}
 
 
@@ -158,10 +158,10 @@ def test_compile_repeated_blocks_finds_sharded_blocks(rank_pool, order):
         assert len(compiled) >= 2
 
 
-# -- the user's own fully_shard, before and after parallelize_transformer
+# -- The user's own fully_shard, before and after parallelize_transformer.
 
 
-SIZE = (3, 6, 10)  # 45 tokens on two ranks
+SIZE = (3, 6, 10)  # Two ranks shard 45 tokens.
 
 
 def shard_own(transformer, parts):
@@ -172,7 +172,9 @@ def shard_own(transformer, parts):
 
 
 def call_in_order(order):
-    """Run a transformer after ``order``, and return its output, the tokens that its blocks saw, and their classes."""
+    """Run a transformer after ``order``. Return its output, the number of tokens that its blocks saw, and their
+    classes.
+    """
     transformer = MODELS["wan"].build()
     for step in order:
         if step == "parallelize":
@@ -202,7 +204,7 @@ ORDERS = {
     "blocks after": [("parallelize", ("blocks",))],
     "blocks before, root after": [(("blocks",), "parallelize", ("root",))],
     "after, undone": [(*AFTER, "unparallelize")],
-    # FSDP2 keeps the classes that it makes, so earlier models may change later ones.
+    # FSDP2 keeps the classes that it makes, so an earlier model could change a later one.
     "after, then before": [AFTER, BEFORE, (("blocks", "root"),), AFTER],
     "before, then after": [BEFORE, AFTER, (("blocks", "root"),)],
 }
@@ -210,7 +212,7 @@ ORDERS = {
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # its hook only counts tokens
+@pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")  # The hook of this test only counts tokens.
 def test_own_fully_shard_is_parallel_and_exact_in_any_order(rank_pool, name):
     expected, all_tokens, _ = call_in_order(())
     outs = rank_pool.run(call_in_orders, 2, ORDERS[name])

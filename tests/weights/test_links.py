@@ -1,4 +1,4 @@
-"""Point-to-point transfers among stages: the order of first uses, and generations that fail."""
+"""Point-to-point transfers between stages: the order of first uses, and failed generations."""
 
 from unittest import mock
 
@@ -26,7 +26,7 @@ PIPES = {
 
 
 class Stop(Exception):
-    """Raised by the tests on all ranks."""
+    """The error that the tests raise on all ranks."""
 
 
 def flux_in_stages(kind, **options):
@@ -39,12 +39,12 @@ def generate(pipe, **options):
 
 
 def on_one_rank(kind):
-    """The latents of one process: of the unmodified pipeline, or with the same patches."""
+    """Return the latents of one process, from the unmodified pipeline or with the same patches."""
     pipe = flux_pipe(shared_parts=False)
     return generate(pipe if PIPES[kind] is None else parallelize_pipe(pipe, pipefusion=PIPES[kind]))
 
 
-# -- the first use of an edge
+# -- The first use of an edge.
 
 
 def with_blocking_transfers(kind, always, nccl):
@@ -76,7 +76,7 @@ def test_blocking_transfers_do_not_deadlock(rank_pool, kind, world_size, always,
 
 @torch.no_grad()
 def rows_with_blocking_transfers():
-    """Errors of decoding, encoding and a prediction whose rows are distributed, each relative to one rank."""
+    """Return the errors of decoding, encoding and a prediction with distributed rows, each relative to one rank."""
     tiny = TINY_VAES["KL"]
     alone, vae = tiny.make(), tiny.make()
     latents, pixels = random_image(tiny.latents), random_image(tiny.pixels)
@@ -92,17 +92,17 @@ def test_blocking_halos_do_not_deadlock(rank_pool):
         assert max(errors) < 1e-5
 
 
-# -- generations that fail
+# -- Failed generations.
 
 
 def failing_transfers(nccl, sent_by, taken):
-    """Two generations over one edge in each direction: in the first, ``sent_by`` sends 1.0 and ``taken`` receives are
-    started; all ranks raise.
+    """Run two generations over one edge in each direction. In the first one ``sent_by`` sends 1.0, ``taken`` receives
+    start, and all ranks raise.
     """
     dim = guided_mesh(init_context_parallel_mesh("cpu", max_pipe_dim_size=2)).pipe
     with as_nccl() if nccl else torch.no_grad(), mock.patch.object(point_to_point, "_GRACE", 0.3):
         links, others = Links(dim, [(0, 1), (1, 0)]), Links(dim, [(0, 1), (1, 0)])
-        size = 300_000  # more than a socket takes at once
+        size = 300_000  # This is more than a socket accepts at once.
         results = []
         for number in (1.0, 2.0, 3.0):
             links.begin()
@@ -141,7 +141,7 @@ def test_messages_of_failed_generation_are_dropped(rank_pool, nccl, sent_by, tak
 
 
 def fail_and_generate(kind, where, nccl, calls):
-    """Generate after a generation that failed, and with the unmodified pipeline after removal."""
+    """Generate after a failed generation, and with the unmodified pipeline after removal."""
     if nccl:
         with as_nccl(), mock.patch.object(point_to_point, "_GRACE", 0.3):
             return fail_and_generate(kind, where, False, calls)
@@ -200,8 +200,8 @@ def test_a_generation_after_a_failed_one_is_right(rank_pool, kind, world_size, w
 
 
 def transfers_after_failure(kind):
-    """Numbers of transfers that a generation started which failed behind the blocks, and of those that still run when
-    its error is caught.
+    """Return how many transfers a generation started that fails after the blocks, and how many still run when its error
+    is caught.
     """
     transfers, calls = [], []
 
@@ -231,8 +231,8 @@ def transfers_after_failure(kind):
 
 @pytest.mark.parametrize("kind", PIPES)
 def test_failed_generation_leaves_no_transfer_on_nccl(rank_pool, kind):
-    # A receive without a sender is a kernel that runs for ever: what waits for the device, as torch.cuda.empty_cache()
-    # does, would hang.
+    # A receive without a sender is a kernel that runs for ever. A call that waits for the device, such as
+    # torch.cuda.empty_cache(), would hang.
     for started, running in rank_pool.run(transfers_after_failure, 2, kind):
         assert started > 0
         assert running == 0

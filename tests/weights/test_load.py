@@ -1,5 +1,5 @@
-"""A pipeline loaded by all ranks of a node at once: the same images, in the host memory of one copy, or an error on
-every rank.
+"""All ranks of a node load a pipeline at once: they get the same images in the host memory of one copy, or all
+raise.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Save a pipeline in the format of published ones; return its folder."""
+    """Save a pipeline in the format of published ones, and return its folder."""
     path = tmp_path_factory.mktemp("flux")
     flux_pipe().save_pretrained(path)
     return path
@@ -80,24 +80,23 @@ def test_what_was_loaded_in_stages_generates_the_same(rank_pool, folder, dtype):
 
 
 def host_memory():
-    """Return the bytes of this process: its own pages, and its share of the pages of files that others map too.
+    """Return the bytes of this process: its own pages, and its share of file pages that other processes map too.
 
-    Not its PSS: ranks are forked, and where one writes a reference count, a page of the interpreter that was shared
-    becomes its own. That is memory of fork, 8 MB a rank whatever is loaded; ranks of torchrun have these pages each
-    from the start.
+    This is not PSS. Ranks are forked, and when one writes a reference count, a shared page of the interpreter becomes
+    its own. That is 8 MB a rank whatever is loaded, and ranks of torchrun have these pages from the start.
     """
     rows = [line.split()[:2] for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
     return 1024 * sum(int(size) for row, size in rows if row in ("Anonymous:", "Pss_File:", "Pss_Shmem:"))
 
 
 def peak_while_loading(small, large):
-    """Return samples of this rank's host memory above its value before loading, with their times on a clock that all
-    ranks share; and the bytes of the transformer.
+    """Return samples of this rank's host memory above its value before loading, with times on a clock that all ranks
+    share, and the bytes of the transformer.
     """
     mesh = init_context_parallel_mesh("cpu")
     # The first load does late imports and one-time setup.
     from_pretrained_sharded(FluxPipeline, small, mesh=mesh)
-    # Memory that malloc keeps from earlier tests would hide what is loaded.
+    # Memory that malloc keeps from earlier tests would hide the loaded weights.
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     before, samples, done = host_memory(), [], threading.Event()
@@ -119,7 +118,7 @@ def peak_while_loading(small, large):
 
 
 def most_at_one_time(of_ranks):
-    """Return the largest sum over the ranks, where each rank holds its latest sample."""
+    """Return the largest sum over the ranks at any time, with the latest sample of each rank."""
     held, most = [0] * len(of_ranks), 0
     for _, rank, size in sorted((moment, rank, size) for rank, some in enumerate(of_ranks) for moment, size in some):
         held[rank] = size
@@ -130,8 +129,8 @@ def most_at_one_time(of_ranks):
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux' /proc/self/smaps_rollup")
 def test_four_loading_ranks_hold_about_one_copy(rank_pool, folder, tmp_path):
-    # 290 MB in many blocks: the pages of one block are read before they are given back, and ranks allocate some 4 MB
-    # besides.
+    # The model has 290 MB in many blocks. The pages of a block are read before they are freed, and ranks allocate some
+    # 4 MB in addition.
     size = {"attention_head_dim": 128, "axes_dims_rope": (32, 48, 48), "num_layers": 1, "num_single_layers": 16}
     transformer = flux_transformer(**size)
     flux_pipe(transformer=transformer).save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""A LoRA goes with weights that ranks share, whichever came first."""
+"""A LoRA works with sharded weights, whichever came first."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from para_core.adapters import parallelize_pipe, unparallelize_pipe
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
 
-# peft warns of a second adapter, also on one device.
+# peft warns about a second adapter, also on one device.
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
-# A layer behind the blocks (another class of LoRA layer may be put in its place), layers that tensor ranks share by
-# columns and by rows, of parts side by side, and one that every tensor rank holds whole.
+# These are a layer after the blocks (a LoRA layer of another class may replace it), layers that tensor ranks shard by
+# columns and by rows, fused ones, and a layer that every tensor rank holds whole.
 TARGETS = {
     "flux": (
         "proj_out",
@@ -51,7 +51,7 @@ MESHES = {
     "tensor": ({"max_tensor_dim_size": 3}, "tensor"),
     "stages": ({"max_pipe_dim_size": 2}, None),
 }
-# FLUX has 4 heads here, the others 3.
+# FLUX has 4 heads here, and the others have 3.
 CASES = [
     (name, method, when)
     for name in ("flux", "wan", "ltx")
@@ -110,7 +110,7 @@ def require_as(pipe, before):
 
 
 def draw(name, method, when):
-    """Return the output at every stage; without a method, those of the unmodified pipe."""
+    """Return the output at each stage. Without a method, return those of the unmodified pipe."""
     pipe, outs = make(name), {}
     # diffusers leaves a registry of hooks on each module that was called.
     outs["plain"] = generate(pipe, name)
@@ -179,7 +179,7 @@ def delete_last(method):
     pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
     pipe.delete_adapters("style")
     deleted = generate(pipe, "flux")
-    # The layers of peft stay in the model, without a LoRA.
+    # The layers of peft stay in the model without a LoRA.
     return deleted, generate(shared(unparallelize_pipe(pipe), method), "flux")
 
 
@@ -206,7 +206,7 @@ def test_late_lora_that_begins_from_the_weights_is_refused(rank_pool, method, op
         assert relative_error(out, expected) < 1e-5
 
 
-# -- hotswap
+# -- Hotswap.
 
 
 def without_names(weights):
@@ -215,7 +215,7 @@ def without_names(weights):
 
 
 def hotswap(method):
-    """Return the outputs of LoRAs that are exchanged in place, on all ranks in the same way."""
+    """Return the outputs of LoRAs that all ranks replace in place in the same way."""
     pipe, outs = make("flux"), {}
     pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
     if method is not None:
@@ -261,7 +261,7 @@ def load_different(method, when, swap):
     return generate(pipe, "flux")
 
 
-# Tensor parallelism keeps the first rank's values of what is replicated, and shards each rank's own.
+# Tensor parallelism keeps the first rank's values of replicated parameters, and each rank's own part of sharded ones.
 @pytest.mark.parametrize(
     ("method", "when", "swap"),
     [(method, "after", swap) for method in MESHES for swap in (False, True)] + [("stages", "before", False)],
@@ -288,7 +288,7 @@ def test_lora_of_one_rank_of_a_stage_raises_on_all_ranks(rank_pool):
     assert all(isinstance(error, ValueError) and "stage 1" in str(error) for error in errors), errors
 
 
-# -- gradients
+# -- Gradients.
 
 
 def gradients_of(pipe):
@@ -302,7 +302,9 @@ def trainable(name):
 
 
 def gradients_after(name, method):
-    """Return the weights that require gradients after undoing, for a LoRA loaded while weights were sharded."""
+    """Return the weights that require gradients after undoing, for a LoRA that was loaded while weights were
+    sharded.
+    """
     pipe = shared(trainable(name), method)
     pipe.load_lora_weights(lora_weights(name))
     generate(pipe, name)

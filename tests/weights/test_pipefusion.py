@@ -1,4 +1,4 @@
-"""PipeFusion computes on any number of stages what a plain loop over patches computes in one process."""
+"""PipeFusion on any number of stages computes the same as a plain loop over patches in one process."""
 
 import copy
 import re
@@ -43,11 +43,11 @@ def run(pipe, **options):
     return pipe(**flux_call(num_inference_steps=STEPS, **options))[0]
 
 
-# -- references: patches by hand
+# -- References: patches by hand.
 
 
 def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **options):
-    """Run the unmodified pipeline, with its transformer called for each patch and keys stored in a dict."""
+    """Run the unmodified pipeline, calling its transformer for each patch and keeping the keys in a dict."""
     pipe = flux_pipe()
     forward, held, calls, branch = pipe.transformer.forward, {}, {}, []
     scaled_dot_product_attention = F.scaled_dot_product_attention
@@ -98,7 +98,7 @@ def by_hand(num_patches, warmup_steps=1, cooldown_steps=0, **options):
 
 
 def fused(num_patches, *, pipe=None, mesh=None, **options):
-    """Generate with PipeFusion; return the output and the report."""
+    """Generate with PipeFusion. Return the output and the report."""
     settings = {name: options.pop(name) for name in ("warmup_steps", "cooldown_steps") if name in options}
     pipe = pipe or flux_pipe(shared_parts=False)
     parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(num_patches, **settings))
@@ -125,7 +125,7 @@ def test_one_process_computes_what_patches_by_hand_give(num_patches, options):
     whole = settings.get("warmup_steps", 1) + settings.get("cooldown_steps", 0)
     assert (report.whole_calls, report.patched_calls) == (branches * whole, branches * (STEPS - whole))
     exact = run(flux_pipe(), **{name: value for name, value in options.items() if name not in settings})
-    # PipeFusion is a good approximation; with one patch it is exact, because all keys are of the same step.
+    # PipeFusion is a good approximation. With one patch it is exact, because all keys are from the same step.
     assert torch.equal(output, exact) if num_patches == 1 else 0 < relative_error(output, exact) < 0.2
 
 
@@ -137,14 +137,14 @@ def test_with_every_step_whole_nothing_changes():
 
 @dataclass(frozen=True)
 class Cuts:
-    """The dims of a model's token tensors, for patches by hooks.
+    """The dims of a model's token tensors, by which hooks split them into patches.
 
     Args:
-        first: the first block, whose ``hidden_states`` is cut.
-        outputs: further outputs to cut: the module, the index of its output, and the dim.
-        dim: the dim of latents and output that is cut into patches.
+        first: the first block, whose ``hidden_states`` is split.
+        outputs: further outputs to split: the module, the index of its output, and the dim.
+        dim: the dim of latents and output along which patches are split.
         text_first: whether text comes first in a joint sequence.
-        behind_text: whether ``patch_embed`` returns text and video in one tensor, of which the video is cut.
+        behind_text: whether ``patch_embed`` returns text and video in one tensor, of which the video is split.
     """
 
     first: str
@@ -164,10 +164,10 @@ CUTS = {
 
 
 def by_hooks(name, num_patches):
-    """Run the unmodified pipeline, with its transformer called for each patch; hooks cut the tensors, and a dict stores
+    """Run the unmodified pipeline, calling its transformer for each patch. Hooks split the tensors, and a dict keeps
     the keys.
 
-    Every patch has all of the text.
+    Every patch has the whole text.
     """
     pipe, cuts = PIPELINES[name].build(), CUTS[name]
     model = pipe.transformer
@@ -260,7 +260,7 @@ def by_hooks(name, num_patches):
         return latents_of(pipe, name)
 
 
-# Tokens of the tiny videos: 3 frames of 3 × 5.
+# The tiny videos have 3 frames of 3 × 5 tokens.
 NUM_TOKENS = 45
 
 
@@ -299,7 +299,9 @@ def test_one_process_equals_patches_by_hooks(name):
     ],
 )
 def test_one_patch_is_exact_and_two_are_near(name):
-    """These models join text and image in another order or in one tensor; wrongly cut rows give large errors."""
+    """Check models that join text and image in another order or in one tensor: wrongly split rows would give large
+    errors.
+    """
 
     def of(*fused):
         pipe = PIPELINES[name].build()
@@ -312,7 +314,7 @@ def test_one_patch_is_exact_and_two_are_near(name):
     assert 0 < relative_error(of(PipeFusion(2)), exact) < 0.1
 
 
-# -- over stages
+# -- Over stages.
 
 
 def over_stages(num_patches, size, options):
@@ -346,7 +348,7 @@ def test_any_number_of_stages_computes_what_one_process_does(rank_pool, num_patc
         assert torch.equal(undone, plain)
         assert (report.whole_calls, report.patched_calls) == (alone.whole_calls, alone.patched_calls)
         total += report.key_bytes
-    # Each rank stores its own blocks only: 2 · L · B · (T + S) · D numbers of 4 bytes, in each branch.
+    # Each rank stores the keys of its own blocks only: 2 · L · B · (T + S) · D numbers of 4 bytes in each branch.
     branches = 2 if "negative_prompt" in options else 1
     assert total == alone.key_bytes == branches * 2 * 4 * (13 + 63) * 64 * 4
 
@@ -377,7 +379,9 @@ def model_over_stages(name, num_stages):
     ],
 )
 def test_of_other_models_stages_compute_what_one_process_does(rank_pool, name, size):
-    """On 4 ranks, two share the guidance branches or the samples of a batch."""
+    """Compare other models over stages with one process. On 4 ranks, two share the guidance branches or the samples of
+    a batch.
+    """
     exact = latents_of(PIPELINES[name].build(), name)
     expected = latents_of(parallelize_pipe(PIPELINES[name].build(), pipefusion=PipeFusion(2)), name)
     for whole, output, report in rank_pool.run(model_over_stages, size, name, 2):
@@ -396,8 +400,8 @@ def shared_by_ranks(name, shape):
 
 
 class UsersMode(TorchFunctionMode):
-    """A mode that changes nothing, like that of ``torch.set_default_device``; below it the dispatcher alone does not
-    see attention.
+    """A mode that changes nothing, like that of ``torch.set_default_device``. Below it the dispatcher does not see
+    attention.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -461,7 +465,7 @@ FLOW = {
     "use_dynamic_shifting": True,
     "time_shift_type": "exponential",
 }
-# The bool says whether the scheduler works on single elements, so that steps overlap.
+# The bool says whether the scheduler works on single elements, so that steps can overlap.
 SCHEDULERS = {
     "stochastic Euler": (lambda: FlowMatchEulerDiscreteScheduler(stochastic_sampling=True), True),
     "DPM++ 2M": (lambda: DPMSolverMultistepScheduler(**FLOW), True),
@@ -516,7 +520,7 @@ def test_a_callback_may_look_at_latents_on_one_rank(rank_pool):
 
 
 def raises_between():
-    """Let an exception on one rank end a generation; all ranks begin another one after the time-out."""
+    """End a generation by an exception on one rank. All ranks begin another one after the time-out."""
     pipe = flux_pipe(shared_parts=False)
     mesh = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     parallelize_pipe(pipe, mesh=mesh, pipefusion=PipeFusion(4), timeout=3)
@@ -541,7 +545,7 @@ def test_raising_stage_ends_all_ranks_with_cause(rank_pool):
     assert second == "this block is broken"
 
 
-# -- tensors that come in patches
+# -- Tensors that arrive in patches.
 
 
 def test_patched_modules_run_per_patch():

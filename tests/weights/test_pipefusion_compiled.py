@@ -1,6 +1,4 @@
-"""Blocks that were compiled compute under PipeFusion the bits that they compute uncompiled, and no graph is made
-twice.
-"""
+"""Compiled blocks compute the same bits under PipeFusion as uncompiled ones, and no graph is compiled twice."""
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ STEPS = 9
 PATCHES = {"qwen-image": 4}
 
 
-# Qwen-Image's patches on a ring have more than 8 forms (docs/stages.md).
+# Qwen-Image's patches on a ring have more than 8 shapes (docs/stages.md).
 @torch._dynamo.config.patch(recompile_limit=32)
 def eager_and_compiled(name, order=("apply", "compile"), shape=None):
     """Return the output of eager blocks, two outputs of compiled ones, the number of graphs after each, and the outputs
@@ -35,7 +33,7 @@ def eager_and_compiled(name, order=("apply", "compile"), shape=None):
         if step == "apply":
             parallelize_pipe(pipe, **options)
         else:
-            # This is what compile_repeated_blocks does, which CogVideoX and Mochi do not have.
+            # compile_repeated_blocks does this, but CogVideoX and Mochi do not have it.
             for block in blocks_of(pipe.transformer):
                 block.compile(backend=counter, fullgraph=True)
     outputs, graphs = [], []
@@ -89,7 +87,7 @@ def compiled_with_few_graphs(name, num_patches, limit):
         return expected, generate(pipe, name, num_inference_steps=STEPS)
 
 
-# FLUX has three forms: all tokens; a patch with text, and one without.
+# FLUX has three shapes: all tokens, a patch with text, and a patch without text.
 @pytest.mark.long
 def test_shared_patches_need_one_graph_per_form(rank_pool):
     for expected, output in rank_pool.run(compiled_with_few_graphs, 2, "flux", 3, limit=3):

@@ -1,4 +1,4 @@
-"""A quantized file as people download it computes on two ranks what it computes alone, or is refused with a reason."""
+"""A quantized file as people download it computes the same on two ranks as alone, or is refused with a reason."""
 
 import warnings
 
@@ -47,7 +47,7 @@ def compile_blocks(pipe):
     pipe.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
 
 
-# What the user does, and the mesh and options of parallelize_pipe.
+# Each way has the steps of the user, and the mesh and options of parallelize_pipe.
 WAYS = {
     "ulysses": (None, ULYSSES, {}),
     "ring, cached": (cache, RING, {}),
@@ -64,7 +64,9 @@ def parts_of(pipe):
 
 
 def generate_in(kind, folder, ways, parallel):
-    """For each way the image, the image after all is undone, and whether the weights then have the same bits."""
+    """Return the image of each way, the image after undoing everything, and whether the weights then have the same
+    bits.
+    """
     outs = {}
     for way in ways:
         heartbeat()
@@ -92,7 +94,7 @@ def generate_in(kind, folder, ways, parallel):
     return outs
 
 
-# Ways by kind of file. diffusers loads no LoRA onto weights in fp8, on one device either.
+# Each kind of file has its exact ways. diffusers loads no LoRA onto weights in fp8, also on one device.
 EXACT = {
     "gguf": ("ulysses", "ring, cached", "with a LoRA", "blocks offloaded"),
     "fp8": ("stages", "ring, cached", "blocks offloaded"),

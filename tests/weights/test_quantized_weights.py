@@ -1,4 +1,4 @@
-"""Quantized by torchao while it is loaded, a pipeline computes on several ranks what one process computes."""
+"""A pipeline that torchao quantizes while it is loaded computes the same on several ranks as in one process."""
 
 from math import prod
 

@@ -1,6 +1,4 @@
-"""Blocks in stages along ``pipe`` give the very same numbers as all blocks on one rank, and each rank holds its own
-alone.
-"""
+"""Blocks in stages along ``pipe`` give the same bits as all blocks on one rank, and each rank holds only its own."""
 
 import itertools
 import os
@@ -43,7 +41,7 @@ def held(module):
     return sum(x.nbytes for x in module.parameters() if not x.is_meta)
 
 
-# -- which blocks
+# -- Which blocks a stage has.
 
 
 @given(costs=st.lists(st.integers(1, 9), min_size=1, max_size=9), num_stages=st.integers(1, 5))
@@ -72,7 +70,7 @@ def test_flux_double_block_costs_as_much_as_single():
     ]
 
 
-# -- the mesh
+# -- The mesh.
 
 
 def shapes_of_meshes():
@@ -91,20 +89,18 @@ def test_ranks_of_a_stage_are_neighbours(rank_pool):
     assert rank_pool.run(shapes_of_meshes, 4) == [[0, 0, 1, 0, 4], [0, 1, 1, 1, 4], [1, 0, 1, 2, 4], [1, 1, 1, 3, 4]]
 
 
-# -- exactness
+# -- Exactness.
 
 
 def cached(transformer, name):
-    """Return the outputs of three calls of a cached model: the second is skipped, the third is computed."""
+    """Return the outputs of three calls of a cached model. The second is skipped, and the third is computed."""
     apply_cache_on_transformer(transformer, residual_diff_threshold=10.0, max_consecutive_hits=1)
     reset_cache(transformer)
     return [call(transformer, name, change) for change in (0.0, 0.01, 0.02)]
 
 
 def in_stages(names, shape, cache=False):
-    """Return, for each model, whether the bits equal those without stages, and which share of the weights this rank
-    holds.
-    """
+    """Return, for each model, whether the bits equal those without stages, and this rank's share of the weights."""
     mesh, results = init_device_mesh("cpu", shape, mesh_dim_names=DIMS), {}
     for name in names:
         transformer, whole = build(name), build(name)
@@ -168,7 +164,7 @@ def test_a_cache_skips_over_stages_as_on_one_rank(rank_pool, names, shape):
 
 
 def stages_without_weights():
-    """Run a linear layer and a block without weights in stages, and return the weight after they are gathered."""
+    """Run a linear layer and a block without weights in stages. Return the weight after gathering."""
     torch.manual_seed(0)
     blocks = [torch.nn.Linear(3, 3), torch.nn.Tanh()]
     model, x = torch.nn.Sequential(*blocks), torch.randn(2, 3)
@@ -190,7 +186,7 @@ def test_stage_without_weights_gathers_those_of_others(rank_pool):
 def whole_pipelines(name, shape):
     """Generate without stages and in stages, with and without a cache, after undoing, and in stages again."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
-    # The cache warns about so few steps.
+    # The cache warns that there are so few steps.
     warnings.filterwarnings("ignore", message=".*cache ")
     steps = 3
     pipe = make(name)
@@ -213,7 +209,7 @@ def whole_pipelines(name, shape):
     return expected, outputs, hits
 
 
-# Wan has branches over `batch`; HunyuanVideo refines its text before the blocks.
+# Wan has branches over `batch`. HunyuanVideo refines its text before the blocks.
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -248,7 +244,7 @@ def test_staged_blocks_compile_and_whole_does_not(rank_pool):
         assert torch.equal(*outputs)
 
 
-# -- what goes wrong
+# -- Errors.
 
 
 class Broken(RuntimeError):

@@ -1,6 +1,4 @@
-"""Heads and hidden units that tensor ranks share give what one device gives, alone and with tokens that ranks share,
-too.
-"""
+"""Heads and hidden units sharded over tensor ranks give the result of one device, also with sharded tokens."""
 
 import warnings
 from functools import cache
@@ -50,7 +48,7 @@ CONFIGS = {
     "z-image": {},
     "cogvideox, rotary": {},
     "mochi": {},
-    # Another model of this list has the same blocks.
+    # Another model in this list has the same blocks.
     "wan vace": {},
     # The width must be that of the face tokens.
     "wan animate": {"num_attention_heads": 2, "attention_head_dim": 18},
@@ -120,8 +118,8 @@ def check(rank_pool, name, shape):
         for size, out, alone in zip(SIZES, outs, computed_alone(name), strict=True):
             errors = [relative_error(tensor, reference) for tensor, reference in zip(out, alone, strict=True)]
             assert max(errors) < 1e-5, f"rank {rank}, {size}: {errors}"
-        # Modulations and what is outside of the blocks are replicated, and are most of so small a model. HunyuanVideo
-        # 1.5 embeds a second text by 2,048 channels, whatever its size.
+        # Modulations and layers outside the blocks are replicated, and they are most of so small a model. HunyuanVideo
+        # 1.5 embeds a second text with 2,048 channels, whatever its size.
         assert share < (0.99 if name == "hunyuan 1.5, image" else 0.9)
 
 
@@ -145,7 +143,7 @@ def test_two_tensor_ranks_compute_what_one_device_does(rank_pool, name):
         for name in CONFIGS
         for shape in ((1, 1, 1, 4), (1, 1, 2, 2), (1, 2, 1, 2))
         if (name, shape) != ("wan, image context", (1, 1, 2, 2))
-        # So small, they have 170 hidden units; and those that do not have four heads.
+        # At this size they have 170 hidden units, and some do not have four heads.
         and (name not in ("mochi", "z-image") or shape[-1] == 2)
         and (shape[-1] == 2 or CONFIGS[name].get("num_attention_heads", 4) == 4)
     ],
@@ -164,7 +162,7 @@ def shard_by_diffusers(transformer, tensor):
 
 
 def generate_over(how):
-    """Generate on two tensor ranks, by para_core's plan or by diffusers' sharding; then again with a cache."""
+    """Generate on two tensor ranks, by para_core's plan or by diffusers' sharding. Then generate again with a cache."""
     mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
     pipe = make("flux")
     alone = generate(pipe, "flux", num_inference_steps=4)
@@ -200,7 +198,7 @@ def test_heads_are_sharded_by_either_plan(rank_pool, cached_alone, how):
 
 
 def generate_on_four(dim):
-    """Generate with heads over two ranks by diffusers, times tokens over two ranks."""
+    """Generate with heads sharded over two ranks by diffusers, and tokens over two ranks."""
     mesh = init_context_parallel_mesh("cpu", **{f"max_{dim}_dim_size": 2}, max_tensor_dim_size=2)
     assert mesh[dim].size() == mesh["tensor"].size() == 2
     pipe = make("flux")
@@ -300,16 +298,16 @@ def test_the_tensor_dim_takes_neighbours():
             init_context_parallel_mesh("cpu", max_tensor_dim_size=0)
 
 
-# -- gradients
+# -- Gradients.
 
 
 def gradients_of_inputs(name, ranks):
-    """Return the gradients of the tokens of a call; ``ranks=1`` is the unmodified model."""
+    """Return the gradients of the tokens of a call. With ``ranks=1`` the model is unmodified."""
     transformer = build(name).requires_grad_(False)
     if ranks > 1:
         shard_tensors(transformer, tensor_plan_for(transformer), init_device_mesh("cpu", (ranks,)))
     inputs = MODELS[name].inputs(*SIZES[0])
-    # Z-Image takes lists of tokens, by other names.
+    # Z-Image takes lists of tokens under other names.
     tokens = [inputs.get(key) for key in ("hidden_states", "encoder_hidden_states", "x", "cap_feats")]
     wanted = [x.requires_grad_() for x in tree_leaves(tokens) if isinstance(x, Tensor)]
     with warnings.catch_warnings():

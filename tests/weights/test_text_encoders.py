@@ -30,12 +30,12 @@ def encoders(pipe):
 
 
 def attributes(pipe):
-    """The names of attributes of every module, and its class: what a hook that stays behind would change."""
+    """Return the names of the attributes of every module, and its class, which a leftover hook would change."""
     return [(type(x), sorted(vars(x))) for part in encoders(pipe).values() for x in part.modules()]
 
 
 def counted(pipe):
-    """Counts the calls of each text encoder's layers on this rank."""
+    """Count the calls of each text encoder's layers on this rank."""
     calls = []
     for part in encoders(pipe).values():
         layer = next(x for x in part.modules() if isinstance(x, nn.Linear))
@@ -49,7 +49,7 @@ def mesh_of(dims):
 
 def place(name, dims, options):
     pipe = make(name)
-    generate(pipe, name)  # diffusers adds a registry of hooks to a transformer in its first call
+    generate(pipe, name)  # diffusers adds a registry of hooks to a transformer in its first call.
     before, classes = state_of(pipe), attributes(pipe)
     weights = {
         part: {key: x.clone() for key, x in module.state_dict().items()} for part, module in encoders(pipe).items()
@@ -66,7 +66,7 @@ def place(name, dims, options):
     return outs, num_calls, classes == attributes(pipe)
 
 
-# A case, and the placements that the default run tries with it.
+# Each case has the placements that the default run tries with it.
 CASES = [
     (("flux", {"ulysses": 2}, {"weights": "fsdp"}), PLACEMENTS),
     (("flux", {"ring": 2, "tensor": 2}, {"weights": "tensor"}), ("fsdp",)),
@@ -109,7 +109,7 @@ def test_tensor_weights_shard_text_encoders_by_default(rank_pool):
 
 
 def place_again(name, first, second):
-    """Place by ``first``, then by ``second`` with a failure, then by ``second``."""
+    """Place the encoders by ``first``, then by ``second`` with a failure, then by ``second``."""
     pipe, mesh = make(name), mesh_of({"ulysses": 2})
     options = {} if first is None else {"text_encoders": first}
     parallelize_pipe(pipe, mesh=mesh, **options)
@@ -129,7 +129,7 @@ def place_again(name, first, second):
     return outs, calls_before, calls_after, left
 
 
-# Each placement comes first once, and second once; in the long run each before each.
+# Each placement comes first once and second once. The long run has each pair.
 CHANGES = [*zip(PLACEMENTS, (*PLACEMENTS[1:], PLACEMENTS[0]), strict=True), (None, "offload")]
 
 
@@ -147,7 +147,7 @@ def test_another_placement_replaces_the_first(rank_pool, first, second):
 
 
 def stages_after_sharding(dim, weights):
-    """Shard all weights, then take stages with a failure, then stages, then remove them."""
+    """Shard all weights, then take stages with a failure, then take stages, and then remove them."""
     pipe, stages = make("flux"), mesh_of({"pipe": 2})
     before = {key: x.clone() for module in encoders(pipe).values() for key, x in module.state_dict().items()}
     parallelize_pipe(pipe, mesh=mesh_of({dim: 2}), weights=weights, text_encoders="fsdp")
@@ -207,7 +207,7 @@ def test_sharding_what_is_offloaded_is_refused_on_every_rank(rank_pool, options,
 
 
 def remove_group_offload(module):
-    """Remove diffusers' group offload in the way that our messages name."""
+    """Remove diffusers' group offload as para_core's messages say."""
     for name in ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading"):
         HookRegistry.check_if_exists_or_initialize(module).remove_hook(name)
 

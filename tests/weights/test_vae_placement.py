@@ -1,4 +1,4 @@
-"""Autoencoders that are offloaded, or run on the first rank, give the results of the unmodified pipeline."""
+"""Autoencoders that are offloaded, or run on the first rank only, give the results of the unmodified pipeline."""
 
 from math import prod
 from unittest import mock
@@ -32,7 +32,7 @@ def generate(pipe, name):
 
 
 def state_of(vae):
-    """The class and the attributes of every module, and the bits of the weights."""
+    """Return the class and the attributes of every module, and the bits of the weights."""
     return [(type(x), sorted(vars(x))) for x in vae.modules()], {k: x.clone() for k, x in vae.state_dict().items()}
 
 
@@ -43,7 +43,7 @@ def require_as(vae, before):
 
 
 def counted(pipe):
-    """Counts the calls of a layer of the VAE on this rank."""
+    """Count the calls of a layer of the VAE on this rank."""
     calls = []
     layer = next(x for x in pipe.vae.decoder.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d)))
     layer.register_forward_hook(lambda *_: calls.append(1))
@@ -90,7 +90,7 @@ def test_placed_vaes_are_exact_and_undone(rank_pool, name, dims, options):
 
 
 def decode_one_branch():
-    """A branch of guidance is computed on one of two ranks, and the VAE is its first reader."""
+    """Return the image if one of two ranks computes a branch of guidance and the VAE is the first to read it."""
     pipe = PIPELINES["wan 2.2"].build()
     call = {"output_type": "pt", "guidance_scale": 1.0, "guidance_scale_2": 1.0, "num_inference_steps": 2}
     expected = pipe(**{**PIPELINES["wan 2.2"].call(), **call, "generator": torch.Generator().manual_seed(7)})[0]
@@ -122,7 +122,7 @@ def test_an_image_is_encoded_on_the_first_rank(rank_pool):
 
 
 def fail_and_place_again():
-    """Decode badly, then change the placement with a failure, then without."""
+    """Decode with bad input, change the placement with a failure, and then change it without."""
     pipe, mesh = make("flux"), mesh_of({"ring": 2})
     parallelize_pipe(pipe, mesh=mesh, vae_placement="first")
     with pytest.raises(RuntimeError) as error:
@@ -150,7 +150,9 @@ def test_a_failure_is_raised_on_all_ranks_and_the_earlier_placement_stays(rank_p
 
 
 def share_a_vae():
-    """Place the VAE of two pipelines on the first rank by one, and on all ranks by the other, in either order."""
+    """Place the VAE of two pipelines on the first rank through one, and on all ranks through the other, in either
+    order.
+    """
     mesh, first, rows = mesh_of({"ulysses": 2}), {"vae_placement": "first"}, {"vae": True}
     outs = []
     for earlier, later in ((first, rows), (rows, first)):
@@ -200,12 +202,12 @@ def test_a_video_is_decoded_and_encoded_with_one_copy_of_the_weights():
             video = torch.randn(1, 3, 4 * frames - 3, 16, 24)
             assert torch.equal(vae.encode(video).latent_dist.mean, expected.encode(video).latent_dist.mean)
             assert CopyingGroup.copies == len(tensors_of(vae.encoder, vae.post_quant_conv, vae.quant_conv))
-            # The weights in host memory are the same tensors: nothing was copied back.
+            # The weights in host memory are the same tensors, so nothing was copied back.
             assert [x.data_ptr() for x in tensors_of(vae)] == held
         vae.decoder.conv_out.weight.data.mul_(1.5)
         expected.decoder.conv_out.weight.data.mul_(1.5)
         assert torch.equal(vae.decode(latents).sample, expected.decode(latents).sample)
-        # A failure frees the copies, too.
+        # A failure frees the copies too.
         with pytest.raises(RuntimeError):
             vae.decode(torch.ones(1, 1, 1, 1, 1))
         assert [x.data_ptr() for x in tensors_of(vae)] == held
@@ -215,7 +217,9 @@ def test_a_video_is_decoded_and_encoded_with_one_copy_of_the_weights():
 
 @torch.no_grad()
 def test_a_lora_that_is_loaded_later_leaves_the_vae_offloaded():
-    """diffusers then applies its group offload again, to all components that seem to have it."""
+    """Check a LoRA that is loaded later: diffusers then applies its group offload again, to all components that seem to
+    have it.
+    """
     pipe, alone = make("flux"), make("flux")
     before = state_of(pipe.vae)
     with mock.patch("diffusers.hooks.group_offloading.ModuleGroup", CopyingGroup):

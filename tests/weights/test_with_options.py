@@ -1,5 +1,5 @@
-"""Weights that ranks share go with quantization, offload and LoRA, in any order that can work; what cannot says so, and
-changes nothing.
+"""Sharded weights combine with quantization, offload and LoRA in any order, or an error says why not and changes
+nothing.
 """
 
 import copy
@@ -17,7 +17,7 @@ from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
 from tests.weights.test_lora import MESHES, lora_weights, num_ranks, require_as, shared, state_of
 
-# Mochi's and Wan's pipelines ask for an autocast that the CPU does not have; peft says that a quantized layer cannot be
+# Mochi's and Wan's pipelines ask for an autocast that the CPU does not have. peft says that a quantized layer cannot be
 # merged.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:In CPU autocast"),
@@ -42,7 +42,7 @@ def check(expected, ranks):
         assert all(torch.equal(out, ranks[0][key]) for key, out in outs.items())
 
 
-# -- undone
+# -- Undoing.
 
 
 def undone(name, method):
@@ -64,11 +64,11 @@ def test_undone_weights_take_the_gradients_that_they_took(rank_pool, name, metho
     rank_pool.run(undone, num_ranks(name, method), name, method)
 
 
-# -- quantized
+# -- Quantized weights.
 
 
 def inner_tensors(module):
-    """Return the tensors that quantized weights consist of."""
+    """Return the tensors of which quantized weights consist."""
     return {
         (name, inner): getattr(x, inner)
         for name, x in module.named_parameters()
@@ -106,7 +106,7 @@ def test_quantized_weights_run_in_stages_and_are_given_back(rank_pool, name, kin
 
 
 def load_and_quantize(pipe, name):
-    """The LoRA's own matrices are quantized, too."""
+    """Load a LoRA and quantize the transformer, with the LoRA's own matrices."""
     pipe.load_lora_weights(lora_weights(name))
     quantize_(pipe.transformer, QUANTIZED["int8"])
 
@@ -131,7 +131,7 @@ def test_a_lora_that_was_quantized_is_compared_and_exact(rank_pool, name, method
     check(alone(name, lambda pipe: load_and_quantize(pipe, name)), rank_pool.run(lora_then_quantized, 2, name, method))
 
 
-# -- offload
+# -- Offload.
 
 
 def offload_model(pipe):
@@ -194,7 +194,7 @@ def test_offload_and_shared_weights_go_in_either_order(rank_pool, name, method, 
     check(expected, rank_pool.run(offloaded, num_ranks(name, method), name, method, kind, with_lora))
 
 
-# -- what stages refuse
+# -- Refusals of stages.
 
 
 def refused_by_stages(name, folder):

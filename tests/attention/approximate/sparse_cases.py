@@ -1,4 +1,4 @@
-"""Modes that leave keys out, against dense attention with the mask that says what they leave out."""
+"""Modes that leave out keys, compared with dense attention under the mask of the left-out keys."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def check_all(rank_pool, items, ring, ulysses, compile_with=None):
         query_layout, key_layout = item.case.layouts(len(ranks))
         qkv = [x.clone().requires_grad_() for x in item.case.qkv()]
         expected = item.on_one_device(qkv)
-        # Each rank's loss counts its own tokens: replicated ones once per rank.
+        # The loss of each rank counts the tokens of the rank, so replicated ones count once per rank.
         weights = [held(item.case.weight(), -2, query_layout, rank) for rank in ranks]
         (expected * put_together(weights, -2, query_layout)).sum().backward()
         where = f"item {index}: {item}\nring {ring} × ulysses {ulysses}"

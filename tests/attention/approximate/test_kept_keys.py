@@ -1,4 +1,4 @@
-"""SparseKVAttnMode against dense attention with the mask that its definition gives."""
+"""SparseKVAttnMode, compared with dense attention under the mask of its definition."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -85,7 +85,7 @@ def test_compiled_it_is_the_same(rank_pool, ring, ulysses):
 
 
 class LargestSent(TorchDispatchMode):
-    """The number of elements of the largest input of an all-to-all."""
+    """A recorder of the number of elements of the largest input of an all-to-all."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def send(share):
 def test_only_kept_keys_travel(rank_pool):
     whole, part = rank_pool.run(send, 2, 1.0), rank_pool.run(send, 2, 0.25)
     assert whole == [2 * 2 * 256 * 16] * 2
-    # The rank with most kept keys depends on the data; heads are padded to the one that keeps most.
+    # The data determine which rank keeps most keys. Heads are padded to the one that keeps most.
     assert all(elements < 0.4 * whole[0] for elements in part)
 
 
@@ -123,15 +123,15 @@ class HostReadings(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         indices = args[1] if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else ()
-        # A bool index is turned into positions, of which there is an unknown number.
+        # A bool index is converted to positions, and the host has to wait for their number.
         by_mask = any(index is not None and index.dtype == torch.bool for index in indices)
         self.count += by_mask or func.overloadpacket in self.ASK
         return func(*args, **(kwargs or {}))
 
     @contextmanager
     def with_constructors(self):
-        """Inside, ``tolist`` counts, and ``torch.tensor(device=)``: to an accelerator it is a copy that the host waits
-        for.
+        """Count ``tolist`` too in this context, and ``torch.tensor(device=)``, which is a copy to an accelerator that
+        the host waits for.
         """
         tolist, make = torch.Tensor.tolist, torch.tensor
 
@@ -176,7 +176,7 @@ def test_kept_keys_wait_for_device_once_per_call(rank_pool, options, most):
 
 
 class Copies(TorchDispatchMode):
-    """Whether each copy from the host to a device waits."""
+    """A recorder of copies from the host to a device: whether each one waits."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors sent in 8 bits: half the bytes of 16-bit tensors, and a bound on the error."""
+"""Tensors are sent in 8 bits, which is half the bytes of 16 bits, with a bounded error."""
 
 import pytest
 import torch
@@ -13,8 +13,9 @@ from tests.launches import count_attention
 from tests.rank_pool import RankPoolError
 
 FP8, INT8 = {"comm_dtype": torch.float8_e4m3fn}, {"comm_dtype": torch.int8}
-# 4 significant bits: an element is off by up to 1/16 of itself, in the mean of squares by 2.6 %. Three of them meet in
-# a row of scores, and values and out are rounded, too. Integers: by up to a 254th of the largest one of its token.
+# float8 has 4 significant bits: an element is off by up to 1/16 of itself, and by 2.6 % in the mean of squares. A row
+# of scores multiplies two such tensors, and values and out are rounded too. int8 is off by up to a 254th of the largest
+# element of its token.
 BOUNDS = {torch.float8_e4m3fn: 0.08, torch.int8: 0.025}
 BOUND = BOUNDS[torch.float8_e4m3fn]
 
@@ -75,7 +76,7 @@ def with_sparse_modes(ring):
 @pytest.mark.parametrize("ring", [1, 2])
 def test_with_the_sparse_modes(rank_pool, ring):
     for (exact, near), (exact_blocks, near_blocks) in rank_pool.run(with_sparse_modes, 2, ring):
-        # Rounded keys may win a vote that they would have lost.
+        # Rounded keys may be kept although exact ones would not be.
         assert 1e-5 < relative_error(near, exact) < 0.5
         assert 1e-5 < relative_error(near_blocks, exact_blocks) < BOUND
 
