@@ -1,4 +1,4 @@
-"""Gathering parts of unequal sizes: on gloo, and on a group that takes itself for NCCL."""
+"""Gathering parts of unequal sizes, on gloo and on a group that pretends to be NCCL."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -19,12 +19,12 @@ def part_of(rank, sizes, dim, dtype):
     shape[dim] = sizes[rank]
     values = torch.arange(24 * sum(sizes), dtype=torch.float64)[: torch.Size(shape).numel()].view(shape)
     part = (values + 100 * rank).to(dtype)
-    return part.mT.contiguous().mT  # not contiguous
+    return part.mT.contiguous().mT  # The part is not contiguous.
 
 
 class FakeNccl:
-    """Stand-ins for the calls that NCCL answers, carried out by gloo. They demand what ``ProcessGroupNCCL::allgather``
-    demands.
+    """Stand-ins for the calls that NCCL supports, carried out by gloo. They require what
+    ``ProcessGroupNCCL::allgather`` requires.
     """
 
     def __init__(self):
@@ -60,7 +60,7 @@ class FakeNccl:
 
 
 def gathered_on(nccl, cases):
-    """Return ``[(gathered, gathers, broadcasts)]``, one entry per case."""
+    """Return ``(gathered, gathers, broadcasts)`` for each case."""
     dim = next(dim for dim in guided_mesh(dist.group.WORLD).dims if dim.size == 2)
     results = []
     for sizes, tensor_dim, dtype in cases:
@@ -109,7 +109,7 @@ def compiled_and_gradient(nccl):
 def test_uneven_parts_gather_in_one_graph_with_gradient(rank_pool, nccl):
     whole = torch.cat([part_of(rank, (3, 1), 0, torch.float32) for rank in range(2)])
     weight = torch.arange(1.0, 25.0).view(4, 2, 3)
-    # Each rank's sum has a factor of its own; the gradients of both ranks add up.
+    # The sum of each rank has its own factor, and the gradients of both ranks are added.
     gradients = (3 * weight).split((3, 1))
     for rank, (out, gradient) in enumerate(rank_pool.run(compiled_and_gradient, 2, nccl)):
         torch.testing.assert_close(out, (whole * weight).sum() * (rank + 1))

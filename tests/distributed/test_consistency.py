@@ -1,4 +1,4 @@
-"""The exchange before a payload moves: what it costs, and what it says on every rank."""
+"""The exchange before a payload is sent: its cost, and its message on every rank."""
 
 import inspect
 import re
@@ -18,7 +18,7 @@ from para_core.distributed.mesh import one_rank, sequence_mesh
 
 
 class Gathered(TorchDispatchMode):
-    """A counter of all-gathers and of the bytes that each brings from one rank."""
+    """A counter of all-gathers and of the bytes that each receives from one rank."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def test_one_rank_agrees_with_itself_and_still_raises():
 
 
 class Devices(TorchDispatchMode):
-    """The device types of all tensors that are made or sent."""
+    """A recorder of the device types of all tensors that are made or sent."""
 
     def __init__(self):
         super().__init__()
@@ -123,7 +123,9 @@ class Devices(TorchDispatchMode):
 
 
 def groups_without_a_cpu():
-    """Return what is exchanged over two groups that take CUDA tensors only, and the groups that exist afterwards."""
+    """Return the results exchanged over two groups that accept CUDA tensors only, and the groups that exist
+    afterwards.
+    """
     timeout = timedelta(seconds=123)
     groups = [
         dist.new_group(backend="cuda:gloo", timeout=timeout),

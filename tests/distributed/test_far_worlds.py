@@ -1,4 +1,4 @@
-"""Worlds far past this machine trace into one graph, on one process with PyTorch's fake backend."""
+"""Worlds much larger than this machine trace into one graph, in one process with PyTorch's fake backend."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.long
 @pytest.mark.parametrize("worlds", [("8",), ("64",)])
 def test_so_many_ranks_are_one_graph_on_every_mesh(worlds):
-    # On eight ranks "ring × 8" is Ulysses.
+    # On eight ranks "ring × 8" is the same as Ulysses.
     methods = ["Ulysses", "ring", "ring, 2-D", *(["ring × 8"] if worlds != ("8",) else [])]
     command = [sys.executable, "-m", "benchmarks.attention.large_worlds", "--worlds", *worlds, "--trace", *methods]
     done = subprocess.run([*command, "--no-record"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
@@ -30,8 +30,8 @@ def test_so_many_ranks_are_one_graph_on_every_mesh(worlds):
     assert {graphs for *_, graphs in rows} == {"1"}
 
 
-# Bounds on functions that Python calls. Without a hop to each rank a call costs the same on any number of ranks; 2-D
-# grows with rows and columns.
+# The numbers bound the functions that Python calls. Without a hop to each rank, a call costs the same on any number of
+# ranks. 2-D grows with rows and columns.
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("method", "plan", "of_call"),

@@ -1,4 +1,4 @@
-"""Fingerprints of tensors: equal for equal bytes, different for any other, and cheap for the host."""
+"""Fingerprints of tensors are equal for equal bytes, differ for all others, and cost the host little."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def sample(shape, dtype):
 
 
 def split_mix(data):
-    """The fingerprint of these bytes by numpy's unsigned integers."""
+    """Return the fingerprint of these bytes, computed with numpy's unsigned integers."""
     words = np.frombuffer(data + bytes(-len(data) % 8), dtype="<u8")
     with np.errstate(over="ignore"):
         z = words + np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -55,7 +55,7 @@ def padded(x):
 def test_digest_is_the_fingerprint_of_all_bytes_in_order(monkeypatch, chunk):
     monkeypatch.setattr("para_core.distributed.consistency._CHUNK_WORDS_CPU", chunk)
     tensors = [sample(shape, dtype) for shape in SHAPES for dtype in DTYPES]
-    # Words that begin between two words of the storage.
+    # The words begin between two words of the storage.
     tensors.append(torch.arange(9, dtype=torch.float32)[1:])
     assert f"{digest(tensors).item() % 2**64:016x}" == split_mix(b"".join(map(padded, tensors)))
     assert not torch.equal(digest(tensors), digest(tensors[::-1]))
@@ -65,7 +65,7 @@ def test_digest_is_the_fingerprint_of_all_bytes_in_order(monkeypatch, chunk):
 def test_digest_of_aligned_tensors_is_a_few_launches():
     with RunCounter() as counted:
         digest([torch.ones(4, 6) for _ in range(200)])
-    # Without the 200 of torch.ones.
+    # The 200 launches of torch.ones do not count.
     assert counted.launches - 200 < 25, counted.by_operator
 
 
@@ -86,7 +86,7 @@ def test_every_bit_and_every_position_counts(dtype):
         variants.append(data)
     distinct = fingerprints(variants)
     assert len({*distinct}) == len(variants)
-    # Elements, and words of 8 bytes, in another order.
+    # Elements, and words of 8 bytes, are in another order.
     backwards = torch.arange(20, -1, -1)
     orders = [
         backwards,
@@ -108,7 +108,7 @@ def test_signed_zeros_differ_and_equal_nans_do_not():
     zeros, nans = torch.zeros(9), torch.full((9,), torch.nan)
     negative, other = zeros.clone(), nans.clone()
     negative[4] = -0.0
-    other.view(torch.int32)[4] += 1  # another payload
+    other.view(torch.int32)[4] += 1  # This NaN has another payload.
     assert fingerprints([zeros]) != fingerprints([negative])
     assert fingerprints([nans]) == fingerprints([nans.clone()])
     assert torch.isnan(other).all()

@@ -1,4 +1,4 @@
-"""Collectives of one graph run in program order on every rank, whatever a compiler would make of independent
+"""Collectives of one graph run in program order on every rank, even if a compiler could reorder independent
 operators.
 """
 
@@ -13,8 +13,8 @@ from para_core import UnifiedAttnMode
 from tests.attention.one_device import relative_error
 from tests.rank_pool import heartbeat
 
-# Independent attentions of a graph, [1, heads, tokens of all ranks, width]. Inductor ordered the first pair by memory,
-# which differs between the ranks.
+# These are independent attention calls of a graph, [1, heads, tokens of all ranks, width]. Inductor ordered the first
+# pair by memory, which differs between the ranks.
 SEEN = [(10, 65, 8), (25, 26, 8)]
 
 
@@ -129,8 +129,8 @@ def test_empty_rank_takes_part_in_collectives(rank_pool, ring, ulysses, backward
 
 
 def trace(ring, ulysses, backward=True):
-    """Return, for each forward and backward graph that a compiler gets, our operators, the token that each waits for,
-    and the tokens that are waited for in the end.
+    """Return the para_core operators of each forward and backward graph that a compiler gets, the token that each one
+    waits for, and the tokens that are waited for at the end.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -148,7 +148,7 @@ def trace(ring, ulysses, backward=True):
     for graph in graphs:
         ours = [node for node in graph.nodes if "para_core." in str(node.target)]
         after = [node.args[len(node.target._schema.arguments) - 1] for node in ours]
-        # The last entry of the tuple that the operator before returned.
+        # The token is the last entry of the tuple that the previous operator returned.
         waits_for = [None if token is None or token.op == "placeholder" else token.args[0].name for token in after]
         waited = [node.args[0].args[0].name for node in graph.nodes if "wait_tensor" in str(node.target)]
         operators.append(([(node.name, node.target.name()) for node in ours], waits_for, waited))
@@ -164,7 +164,8 @@ def test_collectives_of_a_graph_are_ordered_by_tokens(rank_pool, ring, ulysses):
             names = [name for name, _ in ours]
             assert len(names) >= 4
             assert waits_for == [None, *names[:-1]]
-            # The last of the chain is a side effect: no rank's compiler finds that it needs none of them.
+            # The last operator of the chain is a side effect, so no compiler can drop the chain on a rank that needs
+            # none of the results.
             assert waited == names[-1:]
         computed = [[operator for _, operator in ours if "attention" in operator] for ours, *_ in graphs]
         # Nothing of the forward is computed again.

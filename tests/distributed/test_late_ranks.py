@@ -1,4 +1,4 @@
-"""Exchanges that wait for ranks which are late, or do not make the call at all."""
+"""Exchanges that wait for ranks that are late, or that never make the call."""
 
 import logging
 import re
@@ -63,7 +63,7 @@ def test_ranks_on_time_log_nothing(rank_pool):
 
 
 def call_on_one_rank(kind):
-    """Make a call on rank 0 alone, while rank 1 lives on, and return the lines logged there and the error."""
+    """Make a call on rank 0 only, while rank 1 lives on. Return the lines logged there and the error."""
     ranks = dist.new_group(timeout=timedelta(seconds=5))
     options = {
         "vae": {"vae": True},

@@ -1,4 +1,4 @@
-"""The tokens of each rank, against torch.tensor_split and against tokens written out one by one."""
+"""The tokens of each rank, compared with torch.tensor_split and with tokens written out one by one."""
 
 import doctest
 from importlib import import_module
@@ -21,7 +21,7 @@ SEGMENTS = st.lists(
 
 
 def positions(layout: SequenceLayout, rank: int) -> list[int]:
-    """The positions in the whole sequence that ``rank`` holds, in local order."""
+    """Return the positions in the whole sequence that ``rank`` holds, in local order."""
     held, before = [], 0
     for segment in layout.segments:
         tokens = torch.arange(before, before + segment.total)

@@ -1,4 +1,4 @@
-"""The shape of the mesh, and what is accepted as one."""
+"""The shape of the mesh, and the objects that are accepted as a mesh."""
 
 import doctest
 import os
@@ -62,7 +62,7 @@ def test_the_docstrings_are_right():
         (8, {"batch": 2, "ring": 2, "ulysses": 2}, (2, 2, 2)),
         (8, {"batch": 100}, (8, 1, 1)),
         (7, {"ring": 6}, (1, 1, 7)),
-        (12, {"batch": 5, "ulysses": 2}, (4, 3, 1)),  # after batch 4, three ranks: 2 does not divide them
+        (12, {"batch": 5, "ulysses": 2}, (4, 3, 1)),  # After batch 4 there are three ranks, which 2 does not divide.
         (6, {"ring": 3, "ulysses": 2}, (1, 3, 2)),
     ],
 )
@@ -150,13 +150,13 @@ def test_two_ranks_sharing_a_gpu_are_named():
     assert "GPUs" in message
 
 
-# -- on ranks
+# -- On ranks.
 
 
 @contextmanager
 def on_gpus(gpus, backend="nccl", counting=None):
-    """Inside, torch says that each rank is on its one of ``gpus``, and that ``backend`` serves the GPUs of every
-    group.
+    """Make torch report, in this context, that each rank is on its entry of ``gpus``, and that ``backend`` serves the
+    GPUs of every group.
     """
     get_backend, gather = dist.ProcessGroup._get_backend, dist.all_gather_object
 
@@ -181,7 +181,7 @@ def on_gpus(gpus, backend="nccl", counting=None):
 
 
 def make_all_kinds(device_type):
-    """Return makers, by name, of all that accepts a user's mesh. A maker has no arguments."""
+    """Return makers, by name, of all functions that accept a user's mesh. A maker has no arguments."""
     square = init_device_mesh(device_type, (2, 2), mesh_dim_names=("ring", "ulysses"))
     line = init_device_mesh(device_type, (4,), mesh_dim_names=("batch",))
     flux = flux_transformer()
@@ -205,13 +205,13 @@ def say_which_share(gpus, backend, device_type):
 
 
 def test_shared_gpu_raises_on_its_ranks(rank_pool):
-    # Ranks 0 and 3 have no mesh dim in common, and ranks 1 and 2 have nothing to complain of.
+    # Ranks 0 and 3 have no mesh dim in common, and ranks 1 and 2 have no fault to report.
     for rank, results in enumerate(rank_pool.run(say_which_share, 4, ["A", "B", "C", "A"], "nccl", "cuda")):
         for name, (message, exchanges) in results.items():
             alone = name == "mode of one dim"
             expected = "no error" if alone else "RuntimeError: ranks [0, 3] on host"
             assert message.startswith(expected), f"{name}, rank {rank}: {message}"
-            assert exchanges == (1 if alone or name == "in batch" else 2), name  # one per mesh dim
+            assert exchanges == (1 if alone or name == "in batch" else 2), name  # There is one exchange per mesh dim.
 
 
 def test_unshared_gpus_raise_nothing(rank_pool):
@@ -290,7 +290,7 @@ def groups_made(shapes):
 def test_dims_of_size_1_share_one_group(rank_pool):
     shapes = [(1, 1, 4), (1, 4, 1), (4, 1, 1), (1, 2, 2), (2, 2, 1)]
     for counts in rank_pool.run(groups_made, 4, shapes):
-        # A group of all ranks is the default group; for dims of 2 torch creates both groups on every rank.
+        # A group of all ranks is the default group. For dims of 2, torch creates both groups on every rank.
         assert counts == {
             (1, 1, 4): ([1], 1),
             (1, 4, 1): ([], 0),
@@ -416,10 +416,10 @@ def sixteen_ranks(**environment):
 def test_launchers_tell_ranks_per_host():
     assert sixteen_ranks(WORLD_SIZE="16", GROUP_WORLD_SIZE="2") == 8
     assert sixteen_ranks(SLURM_NTASKS="16", SLURM_NNODES="4") == 4
-    # One task a node, which is torchrun.
+    # There is one task per node, which is torchrun.
     assert sixteen_ranks(WORLD_SIZE="16", GROUP_WORLD_SIZE="2", SLURM_NTASKS="2", SLURM_NNODES="2") == 8
     assert sixteen_ranks(WORLD_SIZE="16") is None
-    # Unequal hosts; and a program that was started on one rank and made 16 itself.
+    # The hosts are unequal. In the second case a program was started on one rank and created 16 ranks itself.
     assert sixteen_ranks(WORLD_SIZE="16", GROUP_WORLD_SIZE="3") is None
     assert sixteen_ranks(WORLD_SIZE="1", GROUP_WORLD_SIZE="1") is None
 
@@ -432,7 +432,7 @@ def test_launchers_tell_ranks_per_host():
         (4, 2, {"batch": 2}, (2, 1, 2)),
         (12, 6, {"batch": 4}, (4, 1, 3)),
         (12, 4, {"batch": 2}, (2, 3, 2)),
-        (16, 8, {"ring": 1}, (1, 1, 16)),  # as asked for
+        (16, 8, {"ring": 1}, (1, 1, 16)),  # This is the requested shape.
         (16, 8, {"ulysses": 4}, (1, 4, 4)),
         (8, 8, {}, (1, 1, 8)),
     ],
@@ -447,8 +447,8 @@ def test_ulysses_groups_stay_on_a_host(ranks, on_host, maxima, expected):
 
 
 def sum_of_each_pair():
-    """Sum over the pairs of ranks that this rank is in. Before the second pair, ranks differ in how
-    many groups they have made.
+    """Sum over the pairs of ranks to which this rank belongs. Before the second pair, ranks differ in the number of
+    groups that they created.
     """
     rank, sums = dist.get_rank(), {}
     for pair in ((0, 1), (1, 2), (0, 2)):
@@ -493,7 +493,7 @@ def test_mixed_group_uses_cuda_if_available(rank_pool, is_available):
 
 
 def register_watching_backend(states, fails):
-    """Register a backend that appends the state of the process to ``states`` when it makes a group."""
+    """Register a backend that appends the state of the process to ``states`` when it creates a group."""
     c10d = dist.distributed_c10d
 
     def create(store, rank, size, timeout):
@@ -502,14 +502,14 @@ def register_watching_backend(states, fails):
             raise RuntimeError("no connection")
         return dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    # Once per worker, which the pool keeps: a name for each test.
+    # The pool keeps its workers, so each test needs a name of its own.
     name = f"watching{len(dist.Backend.backend_list)}"
     dist.Backend.register_backend(name, create, devices=["cpu"])
     return f"cpu:{name}"
 
 
 def process_while_making_a_group(fails):
-    """Make a group of all ranks except the first. Return whether torch's function and device are unchanged meanwhile,
+    """Create a group of all ranks except the first. Return whether torch's function and device are unchanged meanwhile,
     and the device and sum of the group.
     """
     world, states, members = dist.group.WORLD, [], list(range(1, dist.get_world_size()))
@@ -544,8 +544,8 @@ def test_making_a_group_changes_nothing_that_other_threads_read(rank_pool, fails
 
 
 def nccl_options_of_a_group(has_lazy_init):
-    """Options that torch's function gets for an NCCL group, after torch assigned a group to split; and the device that
-    it gets.
+    """Return the options and the device that torch's function gets for an NCCL group, after torch assigned a group to
+    split.
     """
     c10d, calls = dist.distributed_c10d, []
     assigned = {"split_from": "of C++"}

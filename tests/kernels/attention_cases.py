@@ -1,4 +1,4 @@
-"""Attention by its formula in float64, and tensors to try kernels with."""
+"""Attention by its formula in float64, and tensors for tests of kernels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def by_formula(
     scale: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return softmax(q·kᵀ·scale + mask)·v and logsumexp of all scores at once in float64."""
+    """Return softmax(q·kᵀ·scale + mask)·v and the logsumexp, from all scores at once in float64."""
     query, key, value = (x.double() for x in (query, key, value))
     group = query.shape[1] // key.shape[1]
     scores = query @ key.repeat_interleave(group, 1).mT * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -73,8 +73,8 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 
 def check_lse(actual: Tensor, exact: Tensor, bound: float) -> None:
-    """Raise if an element differs by more than ``bound``, which is absolute because lse is a logarithm, or if other
-    rows than those without a key have -inf.
+    """Raise if an element differs by more than ``bound``, or if -inf is in other rows than those without a key. The
+    bound is absolute because lse is a logarithm.
     """
     assert actual.dtype == torch.float32
     finite = exact > -torch.inf
@@ -90,7 +90,7 @@ _low = torch.zeros(B, 1, 18, 21)
 _low[:, :, 2] = torch.finfo(torch.float32).min
 _low[:, :, 4, 1:] = torch.finfo(torch.float32).min
 _low[:, :, 5] = -torch.inf
-# 18 queries and 21 keys: neither is a multiple of a tile.
+# 18 queries and 21 keys are no multiples of a tile.
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.7},
@@ -98,7 +98,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zero scale": {"scale": 0.0, "is_causal": True},
     "causal": {"is_causal": True},
     "causal, later queries": {"is_causal": True, "query_offset": 8, "key_offset": 3},
-    "causal, earlier queries": {"is_causal": True, "key_offset": 6},  # the first six see nothing
+    "causal, earlier queries": {"is_causal": True, "key_offset": 6},  # The first six queries see no key.
     "causal, far earlier queries": {"is_causal": True, "key_offset": 100},
     "bool mask": {"mask": _few},
     "bool mask of keys": {"mask": _few[:, :, :1]},

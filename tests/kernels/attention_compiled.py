@@ -1,4 +1,4 @@
-"""The attention kernel compiled for GPUs that are not here: as a launch with its table's block sizes would."""
+"""The attention kernel compiled for GPUs that this machine lacks, with the block sizes of its table as in a launch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from para_core.kernels.attention_hopper import attention_hopper_kernel
 from para_core.kernels.attention_kernel import attention_kernel
 from tests.kernels.compiled import Compiled, compile_kernel
 
-# The largest register file and shared memory of a multiprocessor: CUDA C++ Programming Guide, "Technical Specifications
-# per Compute Capability"; a block's own share of shared memory is 1 KiB more than it asks for.
+# This is the largest register file and shared memory of a multiprocessor (CUDA C++ Programming Guide, "Technical
+# Specifications per Compute Capability"). A block occupies 1 KiB more shared memory than it requests.
 REGISTERS = 65536
 SHARED_OF_SM = {80: 164 << 10, 86: 100 << 10, 89: 100 << 10, 90: 228 << 10, 100: 228 << 10}
 _POINTERS = {
@@ -48,11 +48,11 @@ def compile_attention(
     scale: float = 1.0,
     tokens: int = 4096,
 ) -> Compiled:
-    """Compile what :func:`para_core.kernels.attention.launch` launches for tensors of ``[2, tokens, 24, head_dim]`` in
-    memory.
+    """Compile the kernel that :func:`para_core.kernels.attention.launch` launches for tensors of ``[2, tokens, 24,
+    head_dim]`` in memory.
 
     Args:
-        value_dim: if it is not ``head_dim``. mask: a float one is float32.
+        value_dim: the head dim of values if it is not ``head_dim``. mask: the kind of mask. A float mask is float32.
     """
 
     def of_heads(dim: int, dtype: torch.dtype) -> Tensor:
@@ -86,7 +86,7 @@ def compile_attention(
 
 
 def _arguments_of_launch(config: Config, *call: Any, **more: Any) -> dict[str, Any]:
-    """Return the arguments that ``launch`` gives to the kernel, by name, as ``compile_kernel`` takes them."""
+    """Return the arguments that ``launch`` passes to the kernel, by name, in the form of ``compile_kernel``."""
     arguments: dict[str, Any] = {}
 
     class Kernel:
@@ -116,7 +116,9 @@ def compile_hopper(
     continues: bool = False,
     has_range: bool = False,
 ) -> Compiled:
-    """Compile a call of the Hopper tier with tensors of ``[B, S, 24, head_dim]`` in bfloat16; all seen, or compared."""
+    """Compile a call of the Hopper tier with tensors of ``[B, S, 24, head_dim]`` in bfloat16, with all keys seen, or
+    with comparisons.
+    """
     steps = {name: 24 * head_dim * 16 for name in attention_hopper_kernel.arg_names if name.startswith("step_")}
     arguments: dict[str, Any] = {
         **dict.fromkeys(("query", "key", "value"), "*bf16"),
@@ -144,17 +146,17 @@ def compile_hopper(
     )
 
 
-# -- what its instructions do
+# -- What its instructions do.
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Work of a program of BLOCK_M queries on one tile of keys, in the loop without comparisons.
+    """The work of a program of BLOCK_M queries on one tile of keys, in the loop without comparisons.
 
     Args:
-        flops: of the matrix instructions, 2 per multiplication.
-        bytes: loaded from global memory, by threads or by Hopper's copy engine.
-        exponentials: of the special function units.
+        flops: operations of the matrix instructions, 2 per multiplication.
+        bytes: bytes loaded from global memory, by threads or by Hopper's copy engine.
+        exponentials: operations of the special function units.
     """
 
     flops: int
@@ -164,7 +166,7 @@ class Counts:
 
 _MMA = re.compile(r"mma\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
-# A shape is in the instruction's descriptor, N / 8 from bit 17 and M / 16 from bit 24 on; K is 32 bytes (PTX ISA,
+# The shape is in the instruction's descriptor, N / 8 from bit 17 and M / 16 from bit 24 on. K is 32 bytes (PTX ISA,
 # "tcgen05", "Instruction Descriptor"). One thread of a block issues it.
 _TCGEN05 = re.compile(r"tcgen05\.mma\.cta_group::1\.kind::(f16|i8) [^;]*, (%r\d+), %p\d+;")
 _DEEP = {"f16": 16, "i8": 32}
@@ -174,16 +176,17 @@ _LABEL = re.compile(r"^\$L__BB\d+_\d+:", re.MULTILINE)
 
 
 def loop_counts(compiled: Compiled, num_warps: int) -> Counts:
-    """Read the loop with most matrix instructions per comparison from the PTX: that of the tiles all queries see.
+    """Return the counts of the loop with most matrix instructions per comparison in the PTX, which handles tiles that
+    all queries see.
 
-    Instructions in PTX are those of a thread; ``mma.sync`` is one of a warp, ``wgmma`` one of four, ``tcgen05`` one of
-    a block.
+    Instructions in PTX belong to a thread, but ``mma.sync`` to a warp, ``wgmma`` to four warps, and ``tcgen05`` to a
+    block.
     """
     return _counts(_loops(compiled.ptx, "mma")[0], num_warps, compiled.ptx)
 
 
 def loop_counts_of_roles(compiled: Compiled) -> Counts:
-    """Return the counts of a kernel whose warps have roles. A role is four warps with a loop of its own; the loop of
+    """Return the counts of a kernel whose warps have roles. A role is four warps with their own loop, and the loop of
     one role loads.
     """
     loops = [_counts(body, 4, compiled.ptx) for body in _loops(compiled.ptx, "mma", "bulk.tensor")]
@@ -201,7 +204,7 @@ def _counts(body: str, num_warps: int, ptx: str) -> Counts:
         n, m = (int(shape[1]) >> 17 & 63) * 8, (int(shape[1]) >> 24 & 31) * 16
         flops += 2 * m * n * _DEEP[kind]
     copied = threads * sum(int(size, 0) for size in _COPIED.findall(body))
-    # One thread tells a barrier how many bytes the copy engine is to bring.
+    # One thread tells a barrier how many bytes the copy engine will bring.
     copied += sum(int(size) for size in _EXPECTED.findall(body))
     return Counts(flops, copied, len(re.findall(r"ex2\.approx", body)) * threads)
 
@@ -220,7 +223,7 @@ def _loops(ptx: str, *instructions: str) -> list[str]:
         back = [jump.end() for jump in jumps]
         if back:
             spans.append((label.end(), label.end() + back[-1]))
-    # Warps that wait for a role do so in a loop around that role's own.
+    # Warps that wait for a role do so in a loop around the role's own loop.
     inner = [
         span
         for span in spans

@@ -1,5 +1,5 @@
-"""Triton kernels compiled for GPUs that are not here: registers, spills and shared memory of every launch of the small
-kernels. Triton ships the compiler; no GPU is needed.
+"""Triton kernels compiled for GPUs that this machine lacks: registers, spills and shared memory of every launch of the
+small kernels. Triton ships the compiler, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import torch
 from para_core.kernels import attention_int8, exchange, merge, norm, residual
 from para_core.kernels.exchange_reference import LARGEST
 
-# Compute capabilities that the kernels are for: Ampere (A100, then GeForce and A10), Ada, Hopper, Blackwell.
+# The kernels are for these compute capabilities: Ampere (A100, then GeForce and A10), Ada, Hopper, Blackwell.
 ARCHS = (80, 86, 89, 90, 100)
-# The largest shared memory of a block, in bytes: CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability".
+# This is the largest shared memory of a block in bytes (CUDA C++ Programming Guide, "Technical Specifications per
+# Compute Capability").
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-# Threads of a multiprocessor, likewise; each has 65,536 registers.
+# This is the number of threads of a multiprocessor, from the same table. Each one has 65,536 registers.
 THREAD_LIMIT = {80: 2048, 86: 1536, 89: 1536, 90: 2048, 100: 2048}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as ``ptxas`` left it.
+    """A kernel as ``ptxas`` compiled it.
 
     Args:
-        registers: of a thread.
+        registers: registers of a thread.
         spill_stores, spill_loads: bytes of a thread that did not fit into registers.
-        shared: bytes of a block, the dynamic ones too.
-        ttgir: Triton's own form, with layouts.
+        shared: bytes of shared memory of a block, including dynamic ones.
+        ttgir: Triton's own representation, with layouts.
     """
 
     arch: int
@@ -54,8 +54,8 @@ class Compiled:
 
     @property
     def threads(self) -> int:
-        """Return the number of threads of a multiprocessor that its registers hold. Warps get registers in units of 8
-        per thread.
+        """Return the number of threads of a multiprocessor that its registers suffice for. Warps get registers in units
+        of 8 per thread.
         """
         warps = 65536 // (32 * 8 * -(-self.registers // 8))
         return min(THREAD_LIMIT[self.arch], 32 * warps)
@@ -74,18 +74,18 @@ class Compiled:
 def compile_kernel(
     kernel: Any, arguments: Mapping[str, Any], *, arch: int, num_warps: int = 4, num_stages: int = 3, **options: Any
 ) -> Compiled:
-    """Compile ``kernel``, a ``@triton.jit`` function, as a launch with these arguments would; no GPU is needed, nothing
-    is cached.
+    """Compile ``kernel``, a ``@triton.jit`` function, as a launch with these arguments would. Needs no GPU, and caches
+    nothing.
 
     Args:
-        arguments: by name, all of them. A type as Triton writes it (``"*bf16"``, ``"i32"``, ``"fp32"``): a pointer
-            aligned to 16 bytes, or a number of which nothing is known. A number: what Triton makes of it at a launch, a
-            constant if it is 1, and known to be divisible by 16 where it is, unless the kernel says
-            ``do_not_specialize``. Of parameters that are ``tl.constexpr``: the value.
-        options: more of Triton's launch options (``maxnreg``, ``num_ctas``).
+        arguments: all arguments, by name. A type as Triton writes it (``"*bf16"``, ``"i32"``, ``"fp32"``) is a pointer
+            aligned to 16 bytes, or a number with no known property. A number is specialized as in a launch: a constant
+            if it is 1, and known to be divisible by 16 if it is, unless the kernel has ``do_not_specialize``. A
+            parameter that is ``tl.constexpr`` takes the value.
+        options: further launch options of Triton (``maxnreg``, ``num_ctas``).
 
     Raises:
-        TypeError: an argument is missing or unknown, or the kernel was imported under TRITON_INTERPRET=1.
+        TypeError: An argument is missing or unknown, or the kernel was imported under TRITON_INTERPRET=1.
     """
     from triton import knobs
     from triton.backends.compiler import GPUTarget
@@ -123,7 +123,7 @@ def compile_kernel(
     ):
         knobs.cache.dir = str(Path(cache))
         knobs.nvidia.dump_ptxas_log = True
-        # A launch sets it until Triton 3.10; if it is unset, 3.9 warns.
+        # A launch sets this option until Triton 3.10. Triton 3.9 warns if it is unset.
         launch = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True, **options}
         kernel_binary = compile_source(source, target=GPUTarget("cuda", arch, 32), options=launch)
     return Compiled(
@@ -153,7 +153,7 @@ def _number(pattern: str, log: io.StringIO) -> int:
     return int(match[1])
 
 
-# -- the launches of the small kernels
+# -- The launches of the small kernels.
 
 HEAD_DIMS = (64, 96, 128, 256)
 _BYTES = {"*i8": 1, "*i16": 2, "*i32": 4}
@@ -165,8 +165,8 @@ class Launch:
     """A kernel with the arguments of a launch.
 
     Args:
-        common: Whether models launch it today, in 16 bits.
-        rounded: Whether it rounds to 8 bits.
+        common: whether models launch it today, in 16 bits.
+        rounded: whether it rounds to 8 bits.
     """
 
     kernel: Any
@@ -181,7 +181,7 @@ class Launch:
 
 
 def launches() -> Iterator[Launch]:
-    """Yield every launch, up to lengths and strides."""
+    """Yield every launch once. Lengths and strides do not distinguish launches."""
     for head_dim in HEAD_DIMS:
         yield from _merges(head_dim)
         yield from _exchanges(head_dim)
@@ -191,7 +191,7 @@ def launches() -> Iterator[Launch]:
 
 
 def _merges(head_dim: int) -> Iterator[Launch]:
-    # The first of a ring, and those after it.
+    # These are the first merge of a ring, and the later ones.
     for a, b, common in (
         ("bf16", "bf16", True),
         ("fp32", "bf16", True),
@@ -201,7 +201,7 @@ def _merges(head_dim: int) -> Iterator[Launch]:
         args: dict[str, Any] = {"out_a": f"*{a}", "out_b": f"*{b}", "out": "*fp32", "width": head_dim}
         args |= dict.fromkeys(("lse_a", "lse_b", "lse"), "*fp32") | dict.fromkeys(("num_heads", "num_rows"), "i32")
         args |= merge.block_of(head_dim)
-        # Multiples of 16, as strides of whole heads are.
+        # The steps are multiples of 16, as strides of whole heads are.
         steps = {
             name: 1 if name.endswith("column") else 64 for name in merge.merge_kernel.arg_names if name not in args
         }
@@ -264,7 +264,7 @@ def _of_residuals() -> Iterator[Launch]:
 
 
 def _of_norms() -> Iterator[Launch]:
-    """Yield launches of a group norm over rows with 16 channels per group; channels first or last in memory."""
+    """Yield launches of a group norm over rows with 16 channels per group, with channels first or last in memory."""
     for dtype, common in (("bf16", True), ("fp16", False), ("fp32", False)):
         for last in (False, True):
             name = f"{dtype}, channels {'last' if last else 'first'}"

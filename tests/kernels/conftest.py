@@ -9,7 +9,7 @@ from tests.kernels.interpreter import Interpreter
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Interpreter]:
-    """Run kernels on the CPU: ``interpreter(function, *args)``."""
+    """Return ``interpreter(function, *args)``, which runs kernels on the CPU."""
     process = Interpreter()
     yield process
     process.close()

@@ -1,4 +1,4 @@
-"""Triton kernels run on the CPU, in a process that may compile the same kernels as well."""
+"""Triton kernels run on the CPU, in a process that may also compile the same kernels."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from para_core.attention import backend_selection
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Interpret launches of any ``@triton.jit`` function, on tensors of the CPU.
+    """Interpret launches of any ``@triton.jit`` function in this context, on tensors of the CPU.
 
-    TRITON_INTERPRET=1 does it for good, for all of Triton, and only if it is set before Triton is imported: what was
-    decorated then cannot be compiled.
+    TRITON_INTERPRET=1 does so permanently and for all of Triton, and only if it is set before Triton is imported.
+    Functions that were decorated under it cannot be compiled.
     """
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        # Triton's own functions, as tl.max, see the language as tl.core. Patched here once and undone, so that kernels
-        # can be compiled afterwards; InterpretedFunction.__call__ patches at every call, which takes seconds, and
-        # undoes nothing.
+        # Triton's own functions, such as tl.max, see the language as tl.core. Patch them here once, and undo it so that
+        # kernels can be compiled afterwards. InterpretedFunction.__call__ patches in each call, which takes seconds,
+        # and undoes nothing.
         patched = _patch_lang(tl.max.fn)
         try:
             InterpretedFunction(self.fn).run(*args, grid=grid, warmup=warmup, **options)
@@ -54,7 +54,7 @@ _own_dot = InterpreterBuilder.create_dot
 
 
 def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """Multiply bfloat16 matrices as float32: Triton's interpreter multiplies the integers in which NumPy holds
+    """Multiply bfloat16 matrices as float32, because Triton's interpreter multiplies the integers in which NumPy holds
     bfloat16.
     """
     return _own_dot(self, *[self.create_fp_ext(x, tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b)], *rest)

@@ -1,7 +1,7 @@
 """Kernels without a GPU: a process in which Triton interprets them, with NumPy on the CPU.
 
-Triton decides that while it is imported, and torch imports it: so not this process, in which kernels are compiled, and
-Inductor.
+Triton reads the setting when it is imported, and torch imports Triton. This process cannot have it, because kernels and
+Inductor compile here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 
 class Interpreter:
-    """``interpreter(function, *args)``: what a function of a module gives there; arguments and results travel by
-    value.
+    """``interpreter(function, *args)`` returns the result of a module's function in that process. Arguments and results
+    travel by value.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ def _run(job: bytes) -> bytes:
 
 
 def _save(value: Any) -> bytes:
-    # Multiprocessing's own way with tensors sends file descriptors.
+    # Multiprocessing's own way to send tensors passes file descriptors.
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -1,4 +1,4 @@
-"""The Triton kernel of attention, under Triton's interpreter, against the formula in float64."""
+"""The Triton kernel of attention, under Triton's interpreter, compared with the formula in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.kernels.interpreted import interpreted
 
 pytestmark = pytest.mark.slow
 
-# Error factor of Triton's interpreter: it truncates float32 to bfloat16, and a GPU rounds.
+# This is the error factor of Triton's interpreter, which truncates float32 to bfloat16. A GPU rounds.
 BFLOAT16_IS_TRUNCATED = 2.5
 
 
@@ -30,7 +30,7 @@ def on_the_cpu() -> Iterator[None]:
         yield
 
 
-# Cases that the other tests cover one by one.
+# The other tests cover these cases one by one.
 SELDOM = {
     "scale",
     "bool mask of queries",
@@ -51,7 +51,7 @@ def test_out_and_lse_equal_float64(kind):
     out, lse = attention(*tensors, **OPTIONS[kind])
     exact_out, exact_lse = by_formula(*tensors, **OPTIONS[kind])
     assert error(out, exact_out) < 1e-6
-    if "finfo" in kind:  # the lse of such a row is the number itself, as large as float32 has
+    if "finfo" in kind:  # The lse of such a row is its number itself, which is as large as float32 allows.
         assert torch.equal(lse > -torch.inf, exact_lse > -torch.inf)
     else:
         check_lse(lse, exact_lse, 1e-5)
@@ -60,7 +60,7 @@ def test_out_and_lse_equal_float64(kind):
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("shift", [13, 14, 15, 16])
 def test_tile_is_masked_from_first_hidden_key(shift, start):
-    # The first query sees keys up to ``shift``: where they end is the end of a tile of 16, or is not.
+    # The first query sees keys up to ``shift``, which is the end of a tile of 16 or not.
     tensors = make(3, 40, batch=1, heads=1, key_heads=1)
     options = {"is_causal": True, "query_offset": shift, "key_ranges": ranges([(start, 40)])}
     out, lse = attention(*tensors, **options)
@@ -138,13 +138,13 @@ def test_in_16_bits_the_error_is_not_above_sdpas(dtype, slack, kind):
     expected = F.scaled_dot_product_attention(*tensors, attn_mask=mask, scale=scale)
     out, lse = attention(*tensors, mask=mask, scale=scale)
     assert out.dtype == dtype
-    # Both round the weights once and the result once; which way is chance: 5 %.
+    # Both round the weights once and the result once. Chance makes a difference of 5 %.
     assert error(out, exact_out) <= 1.05 * slack * error(expected, exact_out)
     check_lse(lse, exact_lse, 1e-5)
 
 
 def in_parts(tensors: list[Tensor], cuts: list[int], **options) -> tuple[Tensor, Tensor]:
-    """Call the kernel for each part of the keys; each call continues the one before, and the last returns query's
+    """Call the kernel for each part of the keys. Each call continues the previous one, and the last returns query's
     dtype.
     """
     query, key, value = tensors
@@ -178,14 +178,13 @@ def test_continuing_rounds_once_as_one_call_does():
     exact, _ = by_formula(*tensors)
     out, _ = in_parts(tensors, [7, 15])
     assert out.dtype == torch.float16
-    # Each part has a maximum of its own, by which its weights round in another way: 20 %. Parts in float16 would add 40
-    # %.
+    # Each part has its own maximum, so its weights round in another way: 20 %. Parts in float16 would add 40 %.
     assert error(out, exact) <= 1.2 * error(attention(*tensors)[0], exact)
 
 
 def test_continuing_starts_empty_rows_and_keeps_others():
     query, key, value = make(18, 21, batch=1)
-    # The last part is the one that the first queries see.
+    # The first queries see the last part.
     later = attention(query, key[:, :, 16:], value[:, :, 16:], is_causal=True, key_offset=16, out_dtype=torch.float32)
     out, lse = attention(query, key[:, :, :16], value[:, :, :16], is_causal=True, so_far=later)
     exact_out, exact_lse = by_formula(query, key, value, is_causal=True)
@@ -227,10 +226,10 @@ def test_any_strides_are_read_where_they_are(orders, starts, mask_order, is_bool
 
 
 def _lying(shape: tuple[int, ...], order: tuple[int, ...], start: int) -> Tensor:
-    """Return a tensor whose dims are in this order in memory, each a part of a longer one."""
+    """Return a tensor whose dims have this order in memory. Each dim is a part of a longer one."""
     longer = torch.randn([shape[dim] + start + 1 for dim in order], generator=torch.Generator().manual_seed(start))
     x = longer.permute([order.index(dim) for dim in range(4)])
-    # All of the last dim where it is the one with stride 1: rows begin anywhere.
+    # Take all of the last dim if it has stride 1, because rows may begin anywhere.
     return x[tuple([slice(start, start + size) for size in shape])]
 
 
@@ -254,7 +253,7 @@ def test_a_mask_of_bits_is_that_of_bytes(kind, more):
     exact_out, exact_lse = by_formula(query, key, value, mask=mask, **more)
     assert error(out, exact_out) < 1e-6
     check_lse(lse, exact_lse, 1e-5)
-    # Words with rows of their own, in a longer tensor.
+    # The words have rows of their own in a longer tensor.
     longer = torch.full((2, 1, words.shape[2] + 1, 9), -1, dtype=torch.int32)
     longer[:, :, 1:, ::3] = words
     assert torch.equal(attention(query, key, value, mask=longer[:, :, 1:, ::3], **more)[0], out)

@@ -1,4 +1,4 @@
-"""The benchmark of attention runs on a CPU, at tiny sizes, and writes what it found."""
+"""The benchmark of attention runs on a CPU at tiny sizes, and writes its results."""
 
 from __future__ import annotations
 

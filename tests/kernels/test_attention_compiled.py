@@ -1,5 +1,5 @@
-"""Every row of the attention kernel's table, compiled for its GPU: within registers, shared memory and the spills it
-admits.
+"""Every row of the attention kernel's table, compiled for its GPU, stays within registers, shared memory and the
+allowed spills.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 def check_room(compiled: Compiled, config: Config) -> None:
     assert compiled.spills <= config.spills
     assert compiled.shared <= SHARED_LIMIT[compiled.arch]
-    # A multiprocessor gives registers to a warp in units of 256, and 1 KiB of shared memory to a block beside what it
-    # asks for.
+    # A multiprocessor gives registers to a warp in units of 256, and a block occupies 1 KiB more shared memory than it
+    # requests.
     registers = -(-compiled.registers * 32 // 256) * 256 * config.num_warps
     assert registers * config.resident <= REGISTERS
     assert (compiled.shared + 1024) * config.resident <= SHARED_OF_SM[compiled.arch]
@@ -52,7 +52,7 @@ def check(compiled: Compiled, config: Config) -> None:
     assert TENSOR_CORE.get(compiled.arch, "mma.sync") in compiled.ptx
     # wgmma and tcgen05 read shared memory themselves.
     assert "ldmatrix" in compiled.ptx or compiled.arch in TENSOR_CORE
-    # Tiles are on their way while others are computed.
+    # Tiles are copied while others are computed.
     assert "cp.async" in compiled.ptx
     assert "ex2.approx" in compiled.ptx
 
@@ -65,15 +65,15 @@ def test_long_row_of_dim_128_fits_and_loads_once(arch):
     check(compiled, config)
     counts = loop_counts(compiled, config.num_warps)
     scores = config.block_m * config.block_n
-    # q·kᵀ and p·v; keys and values of a tile, once.
+    # The products are q·kᵀ and p·v. Keys and values of a tile are loaded once.
     assert counts.flops == 2 * 2 * scores * 128
     assert counts.bytes == 2 * 2 * config.block_n * 128
-    # One for each weight, and a few for each row, which several threads share.
+    # There is one exponential for each weight, and a few for each row, which several threads share.
     assert scores <= counts.exponentials <= scores + 8 * config.block_m
 
 
 CONTINUING = {"is_causal": True, "continues": True}
-# All at once; rows of a mask begin at any byte.
+# This launch has all inputs at once. Rows of a mask begin at any byte.
 EVERYTHING = {**CONTINUING, "ranges": 2, "tokens": 4097}
 CALLS = {
     False: {"plain": {}, "continuing": {"continues": True}},
@@ -179,7 +179,7 @@ def test_bit_mask_spills_nothing_and_loads_words_once(arch, head_dim):
     plain = compile_attention(config, arch=arch, head_dim=head_dim)
     compiled = compile_attention(config, arch=arch, head_dim=head_dim, mask="bits", mask_has_rows=True)
     assert compiled.spills == 0
-    # Words of two stages, and nothing of the size of the scores.
+    # Words of two stages are in shared memory, and nothing with the size of the scores.
     assert compiled.shared - plain.shared <= 2 * config.block_m * config.block_n // 8
     words = loop_counts(compiled, config.num_warps).bytes - loop_counts(plain, config.num_warps).bytes
     assert words == config.block_m * config.block_n // 8
@@ -206,7 +206,7 @@ def test_untuned_head_dims_load_16_bytes_at_once(arch, head_dim):
     config = TABLE[ConfigKey(arch, row_of_dim(head_dim), True, "long")]
     compiled = compile_attention(config, arch=arch, head_dim=head_dim, dtype=torch.float16, **CONTINUING)
     check(compiled, config)
-    # Heads of 40, 72 and 88 dims begin at no multiple of 16 elements; what cp.async does not load is what the call
+    # Heads of 40, 72 and 88 dims begin at no multiple of 16 elements. cp.async does not load the result that the call
     # continues.
     assert "ld.global.b16" not in compiled.ptx
 
@@ -253,7 +253,7 @@ def test_hopper_tier_uses_tma_and_wgmma_without_spills(head_dim, config, call):
     compiled = compile_hopper(config, head_dim=head_dim, **HOPPER_CALLS[call])
     assert compiled.spills == 0
     assert compiled.shared <= SHARED_LIMIT[90]
-    # Warps that load, and two groups that compute: 4 of each; they trade registers.
+    # Four warps load, and two groups of four compute. They trade registers.
     warps = 12 if config.specialized else config.num_warps
     assert ("setmaxnreg" in compiled.ptx) == config.specialized
     assert f".reqntid {32 * warps}" in compiled.ptx
@@ -264,13 +264,14 @@ def test_hopper_tier_uses_tma_and_wgmma_without_spills(head_dim, config, call):
     assert "cp.async.c" not in compiled.ptx
     counts = loop_counts_of_roles(compiled) if config.specialized else loop_counts(compiled, config.num_warps)
     scores = config.block_m * config.block_n
-    # q·kᵀ and p·v; keys and values of a tile, once; one exponential for each weight, and a few for each row.
+    # The products are q·kᵀ and p·v. Keys and values of a tile are loaded once. There is one exponential for each
+    # weight, and a few for each row.
     assert counts.flops == 2 * 2 * scores * head_dim
     assert counts.bytes == 2 * 2 * config.block_n * head_dim
     assert scores <= counts.exponentials <= scores + 8 * config.block_m
 
 
-# As Triton 3.9 writes a loop for sm_100: one warp issues the products, the others jump back before them.
+# Triton 3.9 writes such a loop for sm_100: one warp issues the products, and the others jump back before them.
 BLACKWELL = """
 $L__BB0_1:
 	@%p1 bra 	$L__BB0_9;
@@ -288,5 +289,6 @@ $L__BB0_9:
 
 def test_products_of_blackwell_are_counted_by_their_descriptor():
     compiled = Compiled(100, 0, 0, 0, 0, ttgir="", ptx=BLACKWELL, cubin=b"")
-    # 128 queries, 128 keys, 16 dims: once for a block of threads; copies and exponentials are each thread's.
+    # The products have 128 queries, 128 keys and 16 dims, once for a block of threads. Each thread has its own copies
+    # and exponentials.
     assert loop_counts(compiled, num_warps=8) == Counts(2 * 2 * 128 * 128 * 16, 256 * 16, 256)

@@ -1,4 +1,4 @@
-"""Block sizes of a call: the table's row for its shape, with room for inputs besides query, key and value."""
+"""Block sizes of a call: the table's row for its shape, with room for further inputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from para_core.kernels.attention_configs import FLOAT32, TABLE, ConfigKey, Kerne
 
 @pytest.fixture
 def ampere(monkeypatch, tmp_path):
-    """A device of 8.0 on which nothing was tuned."""
+    """Return a device of compute capability 8.0 without tuned block sizes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU that is not here")
@@ -69,5 +69,5 @@ def test_tile_holds_whole_instructions_and_words(case):
             config = adjusted(TABLE[case], case.head_dim, mask=mask, ranges=ranges)
             assert config.block_n % least == 0
             assert config.block_n <= TABLE[case].block_n
-            # A warp multiplies 16 rows at least.
+            # A warp multiplies at least 16 rows.
             assert config.num_warps <= config.block_m // 16 or config.num_warps == TABLE[case].num_warps

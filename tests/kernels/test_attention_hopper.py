@@ -1,5 +1,5 @@
-"""The Hopper tier of attention under Triton's interpreter, against the formula in float64; and that nothing takes it by
-itself.
+"""The Hopper tier of attention under Triton's interpreter, compared with the formula in float64. No call uses the tier
+unasked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tensors_of(num_queries: int, num_keys: int, **options) -> list[Tensor]:
 
 
 def check(outputs: tuple[Tensor, Tensor], exact: tuple[Tensor, Tensor]) -> None:
-    """Compare float16 results with exact ones; weights and output are rounded once each."""
+    """Check float16 results against exact ones. Weights and output are rounded once each."""
     assert error(outputs[0], exact[0]) < 5e-4
     check_lse(outputs[1], exact[1], 1e-5)
 
@@ -60,7 +60,7 @@ OPTIONS = {
     "all keys": {},
     "causal": {"is_causal": True},
     "causal, later queries": {"is_causal": True, "shift": 5},
-    "causal, earlier queries": {"is_causal": True, "shift": -6},  # the first six see nothing
+    "causal, earlier queries": {"is_causal": True, "shift": -6},  # The first six queries see no key.
     "causal, nothing seen": {"is_causal": True, "shift": -100},
     "lengths": {"key_ranges": ranges([(0, 17)], [(0, 21)])},
     "lengths alike": {"key_ranges": ranges([(2, 19)])},
@@ -121,7 +121,7 @@ def test_what_padding_holds_is_not_read(on_the_cpu):
     check(hopper(query, key, value, key_ranges=ranges([(0, 17)])), exact)
 
 
-# -- which calls
+# -- Which calls the tier accepts.
 
 
 def test_hopper_tier_takes_what_tma_can_read():
@@ -200,7 +200,7 @@ def test_a_users_allocator_stays(on_the_cpu):
         triton.set_allocator(before)
 
 
-# -- tuning
+# -- Tuning.
 
 
 def clock_with(hopper_ms):
@@ -219,7 +219,7 @@ def clock_with(hopper_ms):
     ("milliseconds", "right", "expected"),
     [
         ({False: 0.9, True: 0.8}, {False, True}, True),
-        ({False: 0.9, True: 0.8}, {False}, False),  # the fastest one computes something else
+        ({False: 0.9, True: 0.8}, {False}, False),  # The fastest one computes a wrong result.
         ({False: 0.99, True: 1.2}, {False, True}, None),
         ({False: 0.9, True: RuntimeError("PassManager::run failed\nmore")}, {False, True}, False),
         ({False: RuntimeError(""), True: 0.5}, set(), None),
@@ -238,7 +238,7 @@ def test_tuning_compares_whole_parts_lengths_and_continuing_calls(on_the_cpu, mo
     attend = tune.attend
 
     def wrong(index):
-        """Return an ``attend`` of which call number ``index`` of the tier is off by 3 % in one result."""
+        """Return an ``attend`` in which call number ``index`` of the tier is off by 3 % in one result."""
         calls = iter(range(100))
 
         def call(case, *args, **kwargs):

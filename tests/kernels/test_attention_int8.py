@@ -1,5 +1,5 @@
-"""Attention with queries and keys of 8 bits: the kernel beside its reference, and both beside float64 by the paper's
-measures.
+"""Attention with queries and keys in 8 bits: the kernel is compared with its reference, and both with float64 by the
+paper's measures.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.kernels.interpreted import interpreted
 from tests.kernels.launches import by_use
 from tests.launches import count_attention
 
-# The kernel and its reference round queries and keys alike; then it rounds weights to float16, and the result.
+# The kernel and its reference round queries and keys equally. The kernel then rounds weights and the result to float16.
 OF_FLOAT16 = 1e-3
 ROOT = Path(__file__).parents[2]
 
@@ -107,8 +107,8 @@ def test_the_error_is_what_8_bits_cost(function, tensors):
     query, key, value = (x.half() for x in tensors(50, 70, 64, batch=1))
     out, lse = function(query, key, value)
     exact, exact_lse = by_formula(query, key, value)
-    # A 254th of the largest of 64 numbers, which is about 2.5 times their size: 0.6 % of a factor of each score of size
-    # 1.
+    # The error is a 254th of the largest of 64 numbers, which is about 2.5 times their size. That is 0.6 % of a factor
+    # of each score of size 1.
     assert cosine(out, exact) > 0.9999
     assert relative_l1(out, exact) < 0.02
     check_lse(lse, exact_lse, 0.02)
@@ -146,7 +146,7 @@ def test_continued_ring_merges_different_means(is_causal):
     check_lse(so_far[1], exact_lse, 0.05)
 
 
-# NumPy tells of inf - inf.
+# NumPy warns about inf - inf.
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("which", [0, 1])
@@ -198,7 +198,7 @@ def test_float32_is_refused_with_the_way_out():
         attention(*make(5, 6))
 
 
-# -- compiled
+# -- Compiled.
 
 
 @pytest.mark.sample(1)
@@ -211,7 +211,7 @@ def test_key_rounding_compiles_without_spills(launch):
         assert "ld.global.v4.b32" in compiled.ptx
 
 
-# -- among the backends
+# -- Among the backends.
 
 
 def test_int8_is_used_without_gradients_only():
@@ -262,7 +262,7 @@ def test_a_ring_launches_2_more_for_each_block(ranks):
 
 
 def test_the_benchmark_measures_what_it_says():
-    # Computed by hand: (1, 0) and (0, 1), and lse off by a half.
+    # Computed by hand: (1, 0) and (0, 1) have the cosine 0, and lse is off by a half.
     out, exact = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     errors = int8_attention.errors((out, torch.zeros(1)), (exact, torch.full((1,), 0.5, dtype=torch.float64)))
     assert errors == {"cosine": 0.0, "relative L1": 2.0, "RMSE": 1.0, "lse, at most": 0.5}

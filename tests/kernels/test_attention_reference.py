@@ -1,4 +1,4 @@
-"""The contract of attention against its formula in float64, and where it is said to be as SDPA."""
+"""The contract of attention, compared with its formula in float64, and with SDPA where it promises equality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiler's report on kernels that are known: what is asserted of ours is read rightly."""
+"""The compiler's report on known kernels, which shows that the assertions on other kernels read it correctly."""
 
 import pytest
 import triton
@@ -25,7 +25,7 @@ ARGUMENTS = {"a": "*bf16", "b": "*bf16", "out": "*fp32", "num_rows": "i32", "ste
 def test_kernel_compiles_for_every_gpu_with_tensor_cores(arch):
     compiled = compile_kernel(scaled_product, ARGUMENTS, arch=arch)
     assert 16 <= compiled.registers <= 255
-    # Triton 3.6 keeps four registers' worth of a tcgen05 result in local memory; later ones keep none.
+    # Triton 3.6 keeps four registers of a tcgen05 result in local memory. Later versions keep none.
     assert compiled.spills <= (32 if arch == 100 else 0)
     assert 64 * 64 * 2 <= compiled.shared <= SHARED_LIMIT[arch]
     tensor_core = {90: "wgmma.mma_async", 100: "tcgen05.mma"}.get(arch, "mma.sync")
@@ -44,7 +44,7 @@ def test_numbers_are_specialised_as_a_launch_does():
     aligned, odd, constant = (
         compile_kernel(scaled_product, {**ARGUMENTS, "step": step}, arch=80) for step in (64, 65, 1)
     )
-    # 16 bytes at once where rows begin at multiples of 16 bytes.
+    # 16 bytes are loaded at once if rows begin at multiples of 16 bytes.
     assert ".v4.b32" in aligned.ptx
     assert ".v4.b32" not in odd.ptx.split("mma.sync", maxsplit=1)[0]
     parameters = [compiled.ptx.count(".param .u32") for compiled in (odd, constant)]

@@ -1,4 +1,4 @@
-"""Tables on a device: kept, but never those that lie in the memory pool of a CUDA graph."""
+"""Tables on a device are kept, but not those in the memory pool of a CUDA graph."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Capture:
-    """A stand-in for the capture of a CUDA graph, which captures while ``on``."""
+    """A stand-in for the capture of a CUDA graph, which captures while ``on`` is set."""
 
     on = False
 
@@ -31,7 +31,7 @@ def capture(monkeypatch):
 
 @pytest.fixture
 def table():
-    """Return a cached function whose ``keys`` are the arguments for which it made a tensor."""
+    """Return a cached function. Its ``keys`` are the arguments for which it made a tensor."""
     keys = []
 
     @kept_outside_graphs
@@ -57,7 +57,7 @@ def test_a_table_made_in_a_capture_is_not_kept(table, capture):
     kept = table((1, 2), CPU)
     assert kept.data_ptr() not in (first.data_ptr(), second.data_ptr())
     capture.on = True
-    # The one outside of the pool serves graphs, too.
+    # A table outside the pool serves graphs too.
     assert table((1, 2), CPU) is kept
 
 
@@ -70,7 +70,7 @@ def test_a_table_that_a_graph_reads_is_never_dropped(table, capture):
         table((number,), CPU)
     misses = len(table.keys)
     assert table((0,), CPU) is kept
-    # The oldest of the others is.
+    # The oldest of the other tables is evicted.
     table((1,), CPU)
     assert len(table.keys) == misses + 1
 
@@ -110,6 +110,6 @@ def test_no_table_is_first_kept_in_graph_pool(capture, table, key):
     capture.on = False
     kept = table(*key, CPU)
     assert all(torch.equal(x, kept) for x in recorded)
-    # All three are alive, so equal addresses would be one tensor.
+    # All three are alive, so equal addresses would mean one tensor.
     assert len({x.data_ptr() for x in (*recorded, kept)}) == 3
     assert table(*key, CPU) is kept

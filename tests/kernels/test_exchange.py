@@ -1,4 +1,4 @@
-"""The exchange kernels: interpreted against plain indexing, compiled for every GPU, and as operators."""
+"""The exchange kernels: interpreted and compared with plain indexing, compiled for every GPU, and used as operators."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.pairwise import long_beyond_pairs
 
 pytestmark = pytest.mark.slow
 
-# -- what is right, by loops over elements
+# -- The correct result, by loops over elements.
 
 
 def packed_one_by_one(tensors, regions, numel):
@@ -33,7 +33,7 @@ def packed_one_by_one(tensors, regions, numel):
 
 
 def for_ranks(tensors, tokens, heads, *, one_table):
-    """Return the regions of an exchange, in which each rank gets some tokens or some heads of each tensor, and the
+    """Return the regions of an exchange in which each rank gets some tokens or some heads of each tensor, and the
     number of elements of the buffer.
     """
     regions, offset = [], 0
@@ -69,7 +69,7 @@ def round_trip(tensors, regions, numel):
     return unpack_on_gpu(pack_on_gpu(tensors, as_numbers(regions), numel), as_numbers(regions), shapes)
 
 
-# -- interpreted
+# -- Interpreted.
 
 SPLITS = [((3, 2), (2, 3)), ((4, 4, 0), (2, 0, 3)), ((5,), (4,)), ((1, 1, 1, 1), (1, 1, 1, 1))]
 
@@ -157,7 +157,7 @@ def test_more_tensors_than_a_launch_takes_are_refused():
         exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4))
 
 
-# -- compiled
+# -- Compiled.
 
 
 @pytest.mark.sample(3)
@@ -188,7 +188,7 @@ def test_other_counts_and_widths_share_a_binary(launch):
     assert binaries[0] == binaries[1]
 
 
-# -- as operators
+# -- As operators.
 
 
 @pytest.mark.parametrize("name", ["pack", "unpack"])

@@ -1,4 +1,4 @@
-"""The merge kernel: interpreted against float64, compiled for every GPU, and as an operator."""
+"""The merge kernel: interpreted and compared with float64, compiled for every GPU, and used as an operator."""
 
 import os
 from unittest import mock
@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def partial_results(shape, dtype=torch.float32, *, seed=0):
-    """Return two sides. The first row saw no key, the second only a's, the third only b's."""
+    """Return two sides. The first row saw no key, the second only keys of a, the third only keys of b."""
     generator = torch.Generator().manual_seed(seed)
     outs = [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
     lses = [3 * torch.randn(shape[:3], generator=generator) for _ in range(2)]
@@ -43,7 +43,8 @@ def relative_error(x, exact):
 
 def require_equal(merged, sides):
     (out, lse), (exact_out, exact_lse) = merged, exactly(*sides)
-    # Triton's interpreter truncates to 16 bits, where a GPU rounds: at most eps per element, not eps / 2.
+    # Triton's interpreter truncates to 16 bits where a GPU rounds, so the error is at most eps per element, not eps /
+    # 2.
     rounding = 0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps
     assert relative_error(out, exact_out) <= rounding + 1e-6
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=1e-6)
@@ -56,7 +57,7 @@ def merge_in_place(out_a, lse_a, out_b, lse_b):
     return merged
 
 
-# -- interpreted
+# -- Interpreted.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,7 +99,7 @@ def test_nothing_is_merged_where_there_is_nothing(interpreter, shape):
 
 @st.composite
 def strided(draw, shape):
-    """A view of this shape in memory of some other order, step and beginning; the last dim is not always the
+    """Return a view of this shape in memory with another order, step and beginning. The last dim is not always the
     fastest.
     """
     order = draw(st.permutations(range(len(shape))))
@@ -123,7 +124,7 @@ def test_any_strides_are_read_and_written(interpreter, data):
 
 
 def merge_four(query_dtype, count):
-    """Merge four results as a ring does, by kernels only: the operators' CPU form is the GPU's."""
+    """Merge four results as a ring does, by kernels only. The operators' CPU form is the GPU's."""
     LIBRARY.impl("merge", merge_on_gpu, "CPU", allow_override=True)
     LIBRARY.impl("merge_", merge_on_gpu_in_place, "CPU", allow_override=True)
     parts = [partial_results((1, 2, 13, 8), query_dtype, seed=seed)[:2] for seed in range(count)]
@@ -149,7 +150,7 @@ def test_four_partial_results_merge_without_changing_inputs(interpreter, dtype):
     torch.testing.assert_close(lse.double(), exact[1], rtol=1e-6, atol=1e-6)
 
 
-# -- compiled
+# -- Compiled.
 
 
 @pytest.mark.sample(3)
@@ -162,7 +163,7 @@ def test_every_launch_compiles_without_spills(launch, arch):
     assert "ld.global.v4.b32" in compiled.ptx
 
 
-# -- as an operator
+# -- As an operator.
 
 
 def test_plain_pytorch_merges_without_triton():
@@ -172,7 +173,7 @@ def test_plain_pytorch_merges_without_triton():
     torch.testing.assert_close(sides[:2], list(exactly(*[x.double() for x in partial_results((1, 2, 5, 8))])))
     missing = [
         mock.patch.object(triton_support, "import_module", side_effect=ModuleNotFoundError("no triton")),
-        mock.patch.dict(os.environ, {"PATH": "", "CC": ""}),  # no compiler
+        mock.patch.dict(os.environ, {"PATH": "", "CC": ""}),  # There is no compiler.
     ]
     for patch in missing:
         triton_support.load_kernel.cache_clear()

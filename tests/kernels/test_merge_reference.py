@@ -1,4 +1,4 @@
-"""merge() against softmax over the union of the keys, in float64."""
+"""merge() is compared with softmax over the union of the keys, in float64."""
 
 import doctest
 from importlib import import_module
@@ -13,15 +13,15 @@ B, H, D = 2, 3, 8
 
 
 def attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention by its formula; a row whose scores are all -inf (or that has no key) gives 0 and -inf."""
+    """Return attention by its formula. A row whose scores are all -inf, or that has no key, gives 0 and -inf."""
     lse = torch.logsumexp(scores, dim=-1)
     probs = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
     return probs @ v, lse
 
 
 def two_sides(S_q: int, S_a: int, S_b: int, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, H, S_q, S_a + S_b]`` and values, float64. Where there are rows: 0 sees no key, 1 only a's, 2 only
-    b's.
+    """Return scores ``[B, H, S_q, S_a + S_b]`` and values, float64. Row 0 sees no key, row 1 only keys of a, row 2 only
+    keys of b.
     """
     generator = torch.Generator().manual_seed(S_q + S_a + S_b)
     scores = scale * torch.randn(B, H, S_q, S_a + S_b, generator=generator, dtype=torch.float64)
@@ -42,7 +42,7 @@ def test_merging_two_sides_equals_attention_over_the_union(S_q, S_a, S_b):
 
     out, lse = merge(*attend(scores[..., :S_a], v[..., :S_a, :]), *attend(scores[..., S_a:], v[..., S_a:, :]))
 
-    # float64 throughout: only the order of the sums differs.
+    # Everything is float64, so only the order of the sums differs.
     torch.testing.assert_close(out, expected_out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
 
@@ -65,7 +65,7 @@ def test_low_precision_is_summed_in_float32(dtype):
 
     assert out.dtype == dtype
     assert lse.dtype == torch.float32
-    # One rounding to the output's dtype is at most eps / 2 per element; the float32 sum adds a few float32 eps.
+    # One rounding to the output's dtype is at most eps / 2 per element. The float32 sum adds a few float32 eps.
     assert relative_error(out, exact) <= torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
 
 
@@ -89,7 +89,7 @@ def test_merging_is_the_same_in_every_order():
 def test_gradients_equal_attention_over_the_union():
     scores, v = two_sides(5, 4, 3)
     out_weight = torch.randn(B, H, 5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    # lse is -inf in row 0, where no gradient can come from.
+    # lse is -inf in row 0, so no gradient comes from there.
     lse_weight = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 
     def loss(out: Tensor, lse: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def test_gradients_equal_attention_over_the_union():
     loss(*merge(*sides)).backward()
     assert all(x.grad is not None and torch.isfinite(x.grad).all() for x in sides)
 
-    # Row by row, each side's (out, lse) enters the union as one key with score lse and value out.
+    # Row by row, the (out, lse) of each side enters the union as one key with score lse and value out.
     as_keys = [x.detach().clone().requires_grad_() for x in sides]
     out_a, lse_a, out_b, lse_b = as_keys
     for row in range(1, 5):
@@ -114,7 +114,7 @@ def test_gradients_equal_attention_over_the_union():
 
 
 def test_the_doctest_of_merge_holds():
-    # By import name: pytest would import kernels/ a second time, under another name.
+    # Use the import name: pytest would import kernels/ a second time under another name.
     result = doctest.testmod(import_module("para_core.kernels.merge_reference"))
     assert result.attempted > 0
     assert result.failed == 0

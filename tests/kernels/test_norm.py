@@ -1,4 +1,6 @@
-"""The kernels of a group norm over rows: interpreted against float64, compiled for every GPU, and as operators."""
+"""The kernels of a group norm over rows: interpreted and compared with float64, compiled for every GPU, and used as
+operators.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ def exact_moments(x, groups):
 
 
 def normalized_by_ranks(parts, groups, weight, bias, eps, kernels):
-    """Return the norm of ``parts``, each held by a rank."""
+    """Return the norm of ``parts``, each of which one rank holds."""
     of_ranks = torch.stack([kernels.moments(x, groups) for x in parts])
     rows = torch.tensor([float(x.shape[2]) for x in parts])
     return [kernels.normalized(x, of_ranks, rows / rows.sum(), groups, weight, bias, eps) for x in parts]
@@ -40,7 +42,7 @@ def with_kernels(*args):
     return normalized_by_ranks(*args, norm)
 
 
-# -- interpreted
+# -- Interpreted.
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_norm_over_ranks_equals_float64(interpreter, of_values, last, affine):
     own = torch.cat(normalized_by_ranks(parts, 17, weight, bias, 1e-6, norm_reference), 2)
     error, own_error = ((y.double() - exact).norm() / exact.norm() for y in (torch.cat(actual, 2), own))
     assert all(y.dtype == dtype and y.stride() == part.stride() for y, part in zip(actual, parts, strict=True))
-    # The interpreter truncates to 16 bits, where a GPU rounds; float32 numbers near 100 have lost two digits.
+    # The interpreter truncates to 16 bits where a GPU rounds. float32 numbers near 100 have lost two digits.
     assert error < max({torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype], 2 * own_error)
 
 
@@ -122,7 +124,7 @@ def test_the_operators_take_what_kernels_do_not(interpreter, dtype):
     torch.testing.assert_close(actual.double(), exact, rtol=tolerance, atol=tolerance)
 
 
-# -- compiled
+# -- Compiled.
 
 
 @pytest.mark.sample(3)
@@ -132,11 +134,11 @@ def test_every_launch_compiles_without_a_spill(launch, arch):
     compiled = launch.compiled(arch)
     assert compiled.spills == 0
     if launch.kernel is not norm.merge_kernel:
-        # 16 bits: 8 elements at once.
+        # In 16 bits these are 8 elements at once.
         assert "ld.global.v4.b32" in compiled.ptx
 
 
-# -- counted
+# -- Counted.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,7 +148,7 @@ def test_group_norm_over_rows_launches_4(ranks, last, dtype):
     import torch.distributed as dist
 
     with fake_group(ranks), torch.no_grad(), SpatialShardMode(dist.group.WORLD) as mode:
-        # Meta tensors stand for those of CUDA.
+        # Meta tensors represent those of CUDA.
         x = mode.shard(torch.empty(1, 64, 32, 6, dtype=dtype, device="meta"))
         x = x.to(memory_format=torch.channels_last) if last else x
         weight = torch.empty(64, dtype=dtype, device="meta")
@@ -155,5 +157,5 @@ def test_group_norm_over_rows_launches_4(ranks, last, dtype):
         with RunCounter() as counter:
             y = F.group_norm(x, 32, weight, weight)
     assert y.shape == x.shape and y.dtype == dtype and y.stride() == x.stride()
-    # 20 of plain operators in float32, 27 in 16 bits.
+    # Plain operators need 20 launches in float32 and 27 in 16 bits.
     assert counter.launches == 4, str(counter)

@@ -1,4 +1,4 @@
-"""GPUs that Triton does not compile for: every operator takes its plain PyTorch form."""
+"""On GPUs for which Triton does not compile, every operator takes its plain PyTorch form."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ CALLS = {
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Set the compute capability of the GPU and return the list of devices whose capability is read."""
+    """Set the compute capability of the GPU, and return the list of devices whose capability is read."""
     triton_support.load_kernel.cache_clear()
     devices = []
 

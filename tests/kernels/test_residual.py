@@ -1,4 +1,4 @@
-"""The cache's kernels: interpreted against float64, compiled for every GPU, and as operators."""
+"""The cache's kernels: interpreted and compared with float64, compiled for every GPU, and used as operators."""
 
 import doctest
 from importlib import import_module
@@ -16,7 +16,7 @@ from tests.kernels.launches import by_use, on_each_arch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = residual.BLOCK * residual.STEPS
-# Less than a block, than a chunk, and one more than some chunks.
+# The lengths are less than a block, less than a chunk, and one more than some chunks.
 LENGTHS = [1, 63, residual.BLOCK + 1, CHUNK, 3 * CHUNK + 1]
 
 
@@ -29,7 +29,7 @@ def sums(now, before):
     return torch.stack([(now - before).abs().sum(-1), before.abs().sum(-1)], dim=-1)
 
 
-# -- interpreted
+# -- Interpreted.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -38,7 +38,7 @@ def test_the_change_is_that_of_float64(interpreter, length, dtype):
     now, before = normal(2, length, dtype=dtype), normal(2, length, dtype=dtype, seed=1)
     actual = interpreter(residual.change, now, before)
     assert actual.dtype == torch.float32
-    # Positive numbers: a sum is off by at most one float32 eps for each addition in a row, of which a thread has 16.
+    # The numbers are positive, so a sum is off by at most one float32 eps for each addition in a row. A thread has 16.
     torch.testing.assert_close(actual.double(), sums(now, before), rtol=3e-6, atol=0)
 
 
@@ -75,7 +75,7 @@ def test_each_of_both_may_lie_in_its_own_way(interpreter):
 def test_the_same_numbers_give_the_same_bits(interpreter):
     now, before = normal(1, 2 * CHUNK + 5), normal(1, 2 * CHUNK + 5, seed=1)
     once = interpreter(residual.change, now, before)
-    # In a batch of others, too.
+    # The sample must give the same in a batch with others.
     batch = interpreter(residual.change, torch.cat([before, now]), torch.cat([now, before]))
     assert torch.equal(once[0], batch[1])
 
@@ -103,7 +103,7 @@ def test_a_forecast_is_that_of_float64_rounded_once(interpreter, shape, weights,
     exact = entry.double() + sum(w * x.double() for w, x in zip(weights, residuals, strict=True))
     assert actual.dtype == dtype
     assert actual.shape == entry.shape
-    # The interpreter truncates to 16 bits, so eps; float32 sums round each addition.
+    # The interpreter truncates to 16 bits, hence eps. float32 sums round each addition.
     terms = entry.double().abs() + sum(abs(w) * x.double().abs() for w, x in zip(weights, residuals, strict=True))
     rounding = torch.finfo(dtype).eps * exact.abs() if dtype != torch.float32 else 0
     assert ((actual.double() - exact).abs() <= rounding + 4 * torch.finfo(torch.float32).eps * terms).all()
@@ -123,7 +123,7 @@ def test_more_residuals_than_a_launch_takes_are_refused():
         residual.forecast(torch.empty(1), [torch.empty(1)] * 4, [1.0] * 4)
 
 
-# -- compiled
+# -- Compiled.
 
 
 @on_each_arch
@@ -142,7 +142,7 @@ def test_adding_up_compiles_without_a_spill(launch, arch):
     assert launch.compiled(arch).spills == 0
 
 
-# -- as operators
+# -- As operators.
 
 
 @pytest.mark.parametrize("name", ["residual_change", "forecast"])

@@ -1,4 +1,4 @@
-"""Packing and unpacking in 8 bits: bits as PyTorch has them, compiled for every GPU, and as operators."""
+"""Packing and unpacking in 8 bits: with the bits of PyTorch, compiled for every GPU, and used as operators."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def row_bytes(head_dim):
 
 
 def spread(shape, dtype, seed=0):
-    """Return numbers of very different magnitudes, ``[B, S, H, D]`` in memory. Some become subnormal and some 0."""
+    """Return numbers of very different magnitudes, ``[B, S, H, D]`` in memory. Some become subnormal, and some 0."""
     generator = torch.Generator().manual_seed(sum(shape) + seed)
     x = torch.randn(shape, generator=generator) * torch.exp(3 * torch.randn(shape, generator=generator))
     return x.clamp(-6e4, 6e4).to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
@@ -39,7 +39,7 @@ def whole(x):
 
 
 def rows_of(x, buffer):
-    """Return the packed numbers ``[B, H, S, D]``, as bits, and the scales ``[B, H, S]`` of all of ``x``."""
+    """Return the packed numbers ``[B, H, S, D]`` as bits, and the scales ``[B, H, S]`` of all of ``x``."""
     batch, heads, tokens, width = x.shape
     rows = buffer.view(tokens, batch, heads, width + 4).permute(1, 2, 0, 3)
     return rows[..., :width].contiguous(), rows[..., width:].contiguous().view(torch.float32)[..., 0]
@@ -59,7 +59,7 @@ def alike(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=bound, atol=0, equal_nan=True)
 
 
-# -- correct results
+# -- Correct results.
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -95,19 +95,19 @@ def test_round_trip_is_within_rounding(eight, shape, exponent, dtype):
     assert (read.shape, read.dtype, read.transpose(1, 2).is_contiguous()) == (x.shape, dtype, True)
     if x.numel():
         largest, restored, exact = x.abs().amax(3, keepdim=True).float(), read.float(), x.float()
-        # Error bound of a float: an eighth of its power of two, and at least its smallest number; of an integer: a
-        # half.
+        # The error bound of a float is an eighth of its power of two, and at least its smallest number. That of an
+        # integer is a half.
         bound = largest / 254 if eight == torch.int8 else exact.abs() / 16 + largest * 2.0**-10
         assert ((restored - exact).abs() <= 1.01 * bound + exact.abs() * torch.finfo(torch.bfloat16).eps).all()
 
 
-# -- interpreted
+# -- Interpreted.
 
 SPLITS = [((3, 2), (2, 3)), ((4, 4, 0), (2, 0, 3)), ((70,), (1,)), ((1, 1, 1, 1), (1, 1, 1, 1))]
 
 
 def boxes_for_ranks(tensors, tokens, heads, *, one_table):
-    """Return :func:`for_ranks` for rows in 8 bits."""
+    """Return the regions of :func:`for_ranks` for rows in 8 bits."""
     wide = [x.new_empty(*x.shape[:3], row_bytes(x.shape[3])) for x in tensors]
     return for_ranks(wide, tokens, heads, one_table=one_table)
 
@@ -159,7 +159,7 @@ def test_every_8_bit_number_equals_pytorch(interpreter):
     regions, numel = whole(expected)
     (restored,) = interpreter(unpacked, buffer, regions, [expected.shape], torch.float32, by=exchange.unpack)
     torch.testing.assert_close(restored, expected, rtol=0, atol=0, equal_nan=True)
-    # 448 is the largest one, so the scale is 1.
+    # 448 is the largest number, so the scale is 1.
     finite = expected.nan_to_num(0.0)
     bits, _ = rows_of(finite, interpreter(packed, [finite], regions, numel, by=exchange.pack))
     assert torch.equal(bits.view(torch.float8_e4m3fn).float(), finite)
@@ -222,7 +222,7 @@ def test_more_tensors_than_a_launch_takes_are_refused():
         exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4, dtype=torch.uint8), FLOAT8)
 
 
-# -- compiled
+# -- Compiled.
 
 
 @pytest.mark.sample(2)
@@ -233,12 +233,12 @@ def test_every_launch_compiles_without_spills(launch, arch):
     assert compiled.spills == 0
     assert compiled.threads >= 1024
     assert "e4m3" not in compiled.ptx
-    # 16 bytes of numbers at once, 4 of what travels: a scale is behind each row.
+    # These are 16 bytes of numbers at once, and 4 bytes of the packed row, which has a scale after it.
     assert ("ld.global.v4.b32" if "unpack" not in launch.name else "st.global.v4.b32") in compiled.ptx
     assert ("st.global.b32" if "unpack" not in launch.name else "ld.global.b32") in compiled.ptx
 
 
-# -- as operators
+# -- As operators.
 
 
 @pytest.mark.parametrize("name", ["pack", "unpack"])

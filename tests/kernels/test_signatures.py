@@ -13,7 +13,7 @@ PAIRS = {
     "residual": ["change", "forecast"],
     "norm": ["moments", "normalized"],
 }
-# Not of the contract: what tests compare with.
+# This argument is not part of the contract. Tests compare with it.
 OF_THE_REFERENCE_ALONE = {"attention_int8": {"smooth"}}
 
 

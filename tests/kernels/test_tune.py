@@ -1,4 +1,4 @@
-"""Block sizes: the table, what tuning finds with a clock of its own, and the file that keeps it."""
+"""Block sizes: the table, what tuning finds with a given clock, and the file that keeps the result."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The program that a user starts on each host: ``torchrun --nnodes=2 --nproc_per_node=2 … -m tests.nodes.generate flux
 wan``
 
-Generates one image of each pipeline named on all ranks, with the mesh that para_core makes by itself. Each rank writes
-what it got, and where the ranks of its mesh dims are, under ``--output``.
+It generates one image of each named pipeline on all ranks, with the mesh that para_core chooses. Each rank writes its
+result, and the hosts of the ranks of its mesh dims, to ``--output``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hosts_of_dims(mesh: Any) -> dict[str, list[int]]:
 
 
 def generate(name: str, mesh: Any, repeat: int) -> dict[str, Any]:
-    """Return the last of ``repeat`` images and the seconds of each. The first also makes connections."""
+    """Return the last of ``repeat`` images and the seconds of each. The first one also opens connections."""
     tiny = PIPELINES[name]
     pipe = parallelize_pipe(tiny.build(), mesh=mesh)
     seconds = []

@@ -1,4 +1,5 @@
-"""Several hosts on one machine: a network namespace each, joined by veth links and a bridge. Linux, as root.
+"""Several hosts on one machine: each is a network namespace, and veth links and a bridge join them. Needs Linux and
+root.
 
     with open_hosts(2) as hosts:
         hosts.start(1, ["hostname", "-I"])        # a Popen, on the second host
@@ -6,10 +7,10 @@
         hosts.cut(1)                               # nothing passes any more, and nobody is told
         hosts.heal(1)
 
-Nothing leaves the namespaces. Where they are not allowed, the hosts are loopback addresses, ``hosts.namespaces`` says
-so, and a link can be neither cut nor disturbed.
+Nothing leaves the namespaces. If they are not allowed, the hosts are loopback addresses, ``hosts.namespaces`` says so,
+and links can be neither cut nor disturbed.
 
-Delay and loss are those of a process between two bridges (:func:`carry`): ``tc``'s netem is not in every kernel.
+A process between two bridges adds delay and loss (:func:`carry`), because not every kernel has ``tc``'s netem.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class NotAllowed(RuntimeError):
-    """Raised if this machine does not allow network namespaces; the message gives the reason."""
+    """The error if this machine does not allow network namespaces. The message gives the reason."""
 
 
 def _ip(*arguments: str, namespace: str | None = None) -> str:
@@ -51,7 +52,7 @@ def _ip(*arguments: str, namespace: str | None = None) -> str:
 
 @dataclass
 class Hosts:
-    """``num_hosts`` hosts, each with an address that the others reach, and the interface that has it."""
+    """Hosts, each with an address that the others reach, and the interface of this address."""
 
     num_hosts: int
     namespaces: bool
@@ -76,7 +77,7 @@ class Hosts:
     def start(
         self, host: int, command: Sequence[str], *, environment: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        """Run ``command`` on ``host``, in a process group of its own; ``options`` are Popen's."""
+        """Run ``command`` on ``host`` in its own process group. ``options`` are Popen's."""
         inside = ["ip", "netns", "exec", self.namespace(host)] if self.namespaces else []
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface, **(environment or {})}
         return subprocess.Popen([*inside, *command], env=variables, text=True, start_new_session=True, **options)
@@ -90,7 +91,7 @@ class Hosts:
             if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
                 raise OSError(ctypes.get_errno(), f"cannot enter {self.namespace(host)}")
 
-    # -- links
+    # -- Links.
 
     def disturb(self, host: int, *, delay: float = 0.0, loss: float = 0.0) -> None:
         """Delay each packet to and from ``host`` by ``delay`` seconds, and drop it with probability ``loss``."""
@@ -130,13 +131,13 @@ class Hosts:
         if not self.namespaces:
             raise NotAllowed(f"the link of a loopback address cannot be {verb}: that takes network namespaces.")
 
-    # -- making and removing
+    # -- Making and removing.
 
     def make(self) -> None:
-        """Make namespaces, links and the bridge.
+        """Create namespaces, links and the bridge.
 
         Raises:
-            NotAllowed: no root, no ``ip``, or the kernel refuses.
+            NotAllowed: There is no root or no ``ip``, or the kernel refuses.
         """
         if shutil.which("ip") is None:
             raise NotAllowed("`ip` is not installed (Debian's iproute2).")
@@ -161,7 +162,7 @@ class Hosts:
                 _ip("link", "set", device, "up", namespace=namespace)
 
     def remove(self) -> None:
-        """End what still runs on the hosts, and remove them."""
+        """End the processes that still run on the hosts, and remove the hosts."""
         for wire in self._wires.values():
             _end(wire)
         self._wires.clear()
@@ -204,7 +205,8 @@ def open_hosts(num_hosts: int, *, namespaces: bool | None = None) -> Iterator[Ho
     """Yield ``num_hosts`` hosts, and remove them afterwards, also after an error, Ctrl-C or SIGTERM.
 
     Args:
-        namespaces: True: or :class:`NotAllowed`; False: loopback addresses; None: namespaces where they are allowed.
+        namespaces: with True, raise :class:`NotAllowed` if they are impossible; with False, use loopback addresses;
+            with None, use namespaces if they are allowed.
     """
     hosts = Hosts(num_hosts, namespaces=namespaces is not False)
     if hosts.namespaces:
@@ -225,8 +227,8 @@ def open_hosts(num_hosts: int, *, namespaces: bool | None = None) -> Iterator[Ho
 
 @contextlib.contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that ``finally`` runs. In a thread signals cannot be set, and nothing
-    changes.
+    """Turn SIGTERM into SystemExit in this context, so that ``finally`` runs. Signals cannot be set in a thread, where
+    this does nothing.
     """
     try:
         before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -239,7 +241,7 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-# -- one torchrun per host
+# -- One torchrun per host.
 
 
 _ROOT = Path(__file__).parents[2]
@@ -247,7 +249,7 @@ _PORT = 29400
 
 
 class Failed(RuntimeError):
-    """Raised if a torchrun failed or did not end in time; the message has the end of each output."""
+    """The error if a torchrun failed or did not end in time. The message has the end of each output."""
 
 
 def torchrun(
@@ -259,14 +261,14 @@ def torchrun(
     environment: Mapping[str, str] | None = None,
     seconds: float = 300.0,
 ) -> list[str]:
-    """Run ``python -m module arguments`` on every rank; return what each host printed.
+    """Run ``python -m module arguments`` on every rank, and return the output of each host.
 
     Args:
-        options: more of torchrun's, as ``--max-restarts=1``.
-        seconds: after which all are killed.
+        options: further options of torchrun, such as ``--max-restarts=1``.
+        seconds: the time after which all are killed.
 
     Raises:
-        Failed: a host's torchrun ended with an error, or was killed.
+        Failed: The torchrun of a host ended with an error, or was killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / f"host{host}" for host in range(hosts.num_hosts)]
@@ -297,7 +299,8 @@ def _start(
     environment: Mapping[str, str],
 ) -> subprocess.Popen[str]:
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={hosts.address(0)}:{_PORT}", f"--rdzv-id={hosts.name}"]
-    # Nothing resolves names here: without these, no host knows itself in the end point, and tells the others a name.
+    # Nothing resolves names here. Without these options no host finds itself in the end point, and each tells the
+    # others a name.
     local = [f"--local-addr={hosts.address(host)}", f"--rdzv-conf=is_host={'true' if host == 0 else 'false'}"]
     size = [f"--nnodes={hosts.num_hosts}", f"--nproc-per-node={ranks_per_host}"]
     command = [sys.executable, "-m", "torch.distributed.run", *size, *rendezvous, *local, *options, "-m", *program]
@@ -307,7 +310,7 @@ def _start(
 
 
 def _wait(started: Sequence[subprocess.Popen[str]], seconds: float) -> bool:
-    """Whether some are still running after so long."""
+    """Return whether some processes still run after ``seconds``."""
     deadline = time.monotonic() + seconds
     while any(process.poll() is None for process in started):
         if time.monotonic() > deadline:
@@ -316,10 +319,9 @@ def _wait(started: Sequence[subprocess.Popen[str]], seconds: float) -> bool:
     return False
 
 
-# -- a slow wire, as a process of its own: ``hosts.py FIRST SECOND DELAY LOSS``
-#
-# Frames that enter one TAP device leave the other DELAY seconds later, in their order, but for a share LOSS of them.
-# Prints "ready" once both devices are there; they go when the process ends.
+# -- A slow wire, as its own process: ``hosts.py FIRST SECOND DELAY LOSS``  Frames that enter one TAP device leave the
+# other one DELAY seconds later in the same order, except for a share LOSS. The process prints "ready" when both devices
+# exist. They are removed when it ends.
 
 
 _TUNSETIFF = 0x400454CA
@@ -335,7 +337,7 @@ def open_tap(name: str) -> int:
 
 def carry(first: int, second: int, delay: float, loss: float) -> None:
     other = {first: second, second: first}
-    # The same packets are dropped in each run that sends the same.
+    # The seed is fixed, so the same packets are dropped in each run that sends the same ones.
     chance = random.Random(0)
     under_way: deque[tuple[float, int, bytes]] = deque()
     while True:
@@ -348,7 +350,7 @@ def carry(first: int, second: int, delay: float, loss: float) -> None:
             _, device, frame = under_way.popleft()
             try:
                 os.write(device, frame)
-            except OSError:  # the device is not up yet, or full: a wire loses what it cannot carry
+            except OSError:  # The device is not up yet, or full. A wire loses packets that it cannot carry.
                 continue
 
 

@@ -1,6 +1,4 @@
-"""A rank that is killed in the middle of a generation: the others end, torchrun starts again, and no image is lost or
-half-written.
-"""
+"""A rank is killed during a generation: the others end, torchrun starts again, and no image is lost or half-written."""
 
 import os
 import re
@@ -19,7 +17,7 @@ from tests.nodes.hosts import open_hosts, torchrun
 
 pytestmark = pytest.mark.nodes
 ROOT = Path(__file__).parents[2]
-# As in parallel_examples/run_elastic.py.
+# These are the prompts of parallel_examples/run_elastic.py.
 PROMPTS = ["a large red circle", "a small blue square", "a green triangle"]
 
 
@@ -31,7 +29,7 @@ def rank_processes(rank, output):
             environment = f"\0{(folder / 'environ').read_text()}\0"
             if f"\0RANK={rank}\0" in environment and str(output) in (folder / "cmdline").read_text():
                 pids.append(int(folder.name))
-        except OSError:  # it has ended meanwhile
+        except OSError:  # The process has ended meanwhile.
             continue
     return pids
 
@@ -76,5 +74,5 @@ def test_lost_rank_ends_all_and_next_attempt_finishes(tmp_path):
     assert last in ("[1, 2]", "[2]")
     assert sorted(path.name for path in output.iterdir()) == ["0.png", "1.png", "2.png"]
     for name, expected in enumerate(one_process()):
-        # A rounding may fall to the other side.
+        # Another order of sums may round to the other side.
         assert np.abs(np.asarray(Image.open(output / f"{name}.png"), dtype=int) - expected).max() <= 1

@@ -1,4 +1,4 @@
-"""A few cells of the table of faults, on loopback addresses: `python -m benchmarks.faults` runs all, and
+"""A few cells of the table of faults, on loopback addresses. `python -m benchmarks.faults` runs all, and
 docs/measured/faults.md shows them.
 """
 

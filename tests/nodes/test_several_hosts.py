@@ -1,4 +1,4 @@
-"""Pipelines on hosts of two ranks each, under a torchrun on each host, against one process: `make test-nodes`."""
+"""Pipelines on hosts of two ranks each, with a torchrun on each host, compared with one process: `make test-nodes`."""
 
 import subprocess
 import sys

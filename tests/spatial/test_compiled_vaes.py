@@ -1,4 +1,4 @@
-"""Autoencoders on ranks inside of compiled functions: captured whole, and exact."""
+"""Autoencoders on ranks inside compiled functions are captured in one graph, and are exact."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from para_core.adapters import parallelize_vae
 from tests.attention.one_device import relative_error
 from zoo.tiny.vaes import BY_TILES, TINY_VAES, random_image
 
-# Autoencoders whose encode() constructs a distribution.
+# encode() of these autoencoders constructs a distribution.
 NOT_ENCODED = ("TemporalDecoder", "Kandinsky6SR", "MiniMaxH3, sound")
 
 
@@ -19,7 +19,7 @@ def compiled(vae, way, backend="aot_eager", **options):
 
 
 def errors_of(name, way, sizes, first, backend="aot_eager"):
-    """Errors of two images of each size, of one in eager code afterwards, and how many graphs there were."""
+    """Return the errors of two images of each size and of one in eager code afterwards, and the number of graphs."""
     tiny = TINY_VAES[name]
     torch._dynamo.reset()
     vae = tiny.make().requires_grad_(True)
@@ -36,11 +36,11 @@ def errors_of(name, way, sizes, first, backend="aot_eager"):
                 alone = getattr(tiny, way)(tiny.make(), x)
             errors.append(relative_error(getattr(tiny, way)(vae, x), alone))
     delattr(vae, way)
-    # Tracing has left nothing on the VAE.
+    # Tracing must leave nothing on the VAE.
     return [*errors, relative_error(getattr(tiny, way)(vae, x), alone)], counter.frame_count
 
 
-# Compiled after it runs on ranks, or before.
+# The VAE is compiled after or before it runs on ranks.
 @pytest.mark.long
 @pytest.mark.parametrize("first", [False, True])
 def test_compiled_decode_is_one_exact_graph_per_size(rank_pool, first):

@@ -1,4 +1,4 @@
-"""LTX-2.5's diffusion decoder on ranks, against the unmodified one on one device."""
+"""LTX-2.5's diffusion decoder on ranks, compared with the unmodified one on one device."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ SMALL = {
     "decoder_t_emb_dim": 16,
     "spatial_compression_ratio": 4,
 }
-# [B, C, T, H, W]: odd sizes; wider than high; fewer rows than four ranks.
+# Shapes [B, C, T, H, W] with odd sizes, wider than high, and with fewer rows than four ranks.
 LATENTS = {"odd": (1, 4, 2, 5, 3), "wide": (2, 4, 1, 3, 7), "few": (1, 4, 1, 3, 3)}
 
 
@@ -108,7 +108,7 @@ def run_parallel_pipe(batch, ulysses):
         pipe(latents("odd"), generator=torch.Generator().manual_seed(3 + first), output_type="pt")
     with pytest.raises(ValueError, match="weights='tensor'"):
         parallelize_pipe(pipe, weights="tensor")
-    parallelize_pipe(pipe)  # on the default mesh
+    parallelize_pipe(pipe)  # This is on the default mesh.
     default = run_pipe(pipe)
     undone = run_pipe(unparallelize_pipe(pipe))
     assert type(pipe) is cls and type(pipe.diffusion_decoder) is LTX2VideoDiffusionDecoderModel
@@ -142,7 +142,7 @@ def test_windows_cover_those_of_natten():
 
 
 def test_too_small_video_raises_as_on_one_device(rank_pool):
-    small = torch.zeros(1, 4, 1, 2, 2)  # stage 1 has a kernel of 3 rows
+    small = torch.zeros(1, 4, 1, 2, 2)  # Stage 1 has a kernel of 3 rows, so this is too small.
     with pytest.raises(ValueError, match="kernel"):
         make_decoder().decode(small)
     for error in rank_pool.run_expecting_errors(decode_too_small, 2, small):

@@ -1,4 +1,4 @@
-"""Every function that is known to run on a part of the rows, on ranks and on one device; and what is refused."""
+"""Every function that may run on a part of the rows is compared on ranks and on one device. Others are refused."""
 
 import math
 import re
@@ -20,8 +20,8 @@ HEIGHT, WIDTH = 14, 6
 
 
 def make_inputs(dim):
-    """An image ``[B, C, H, W]``, a clip ``[B, C, T, H, W]``, weights; ``dim`` is the longer one, over which rows are
-    counted.
+    """Return an image ``[B, C, H, W]``, a clip ``[B, C, T, H, W]``, and weights. ``dim`` is the longer one, along which
+    rows are counted.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -61,7 +61,7 @@ def attend_linearly(x):
 
 
 def attend_over_frames(x):
-    """Attend as HunyuanVideo's VAE: tokens in the order (T, H, W), causal by frame, by a mask of local sizes."""
+    """Attend like HunyuanVideo's VAE: tokens in the order (T, H, W), causal by frame, with a mask of local sizes."""
     frames, rows, columns = x.shape[2:]
     q = x.permute(0, 2, 3, 4, 1).flatten(1, 3)
     of_token = torch.arange(frames).repeat_interleave(rows * columns)
@@ -71,7 +71,7 @@ def attend_over_frames(x):
 
 
 def attend_within_pixels(x):
-    """Attend as Mochi's VAE: over time, with each pixel as a sample."""
+    """Attend like Mochi's VAE: over time, with each pixel as a sample."""
     batch, _, _, rows, columns = x.shape
     q = x.permute(0, 3, 4, 2, 1).flatten(0, 2).unflatten(-1, (2, 4)).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
@@ -87,7 +87,7 @@ def patchify(x):
 
 
 def stft_of_columns(x):
-    """Return the STFT, windows of 4 pixels, of each line along the longer side, as real numbers ``[..., windows,
+    """Return the STFT, with windows of 4 pixels, of each line along the longer side, as real numbers ``[..., windows,
     frequencies]``.
     """
     lines = x if x.shape[-1] > x.shape[-2] else x.transpose(-2, -1)
@@ -278,7 +278,7 @@ REFUSED = {
 def compute(dim, overlaps=False):
     inputs = make_inputs(dim)
     outs = {}
-    # As on an accelerator, which computes the middle rows of a convolution during the exchange.
+    # An accelerator computes the middle rows of a convolution during the exchange. Do the same here.
     overlapping = mock.patch.object(convolution, "_overlaps", lambda device: overlaps)
     with torch.no_grad(), overlapping, SpatialShardMode(dist.group.WORLD) as rows:
         sharded = {
@@ -323,7 +323,7 @@ def test_sixteen_bits_are_as_exact_as_one_device(rank_pool):
 
 
 class Convolutions(TorchDispatchMode):
-    """Records dtype and output shape of each convolution that runs on this rank."""
+    """A recorder of the dtype and output shape of each convolution that runs on this rank."""
 
     def __init__(self):
         super().__init__()
@@ -378,7 +378,7 @@ def test_rank_with_one_row_raises(rank_pool):
 
 
 def attend_with_another_mask_for_one_token():
-    """Attend causally by frame, except for the second token, which is on rank 0 and attends to all."""
+    """Attend causally by frame, except for the second token, which is on rank 0 and attends to all tokens."""
     with torch.no_grad(), SpatialShardMode(dist.group.WORLD) as rows:
         clip = rows.shard(make_inputs(-1)["clip"], dim=-1)
         frames, height, width = clip.shape[2:]
@@ -406,7 +406,9 @@ def test_differing_calls_are_named(rank_pool):
 
 
 class CopiesAndIndices(TorchDispatchMode):
-    """Operators that a call of the same size need not run again: copies, and arithmetic on integers."""
+    """A recorder of operators that a later call with the same size should not repeat: copies, and arithmetic on
+    integers.
+    """
 
     def __init__(self):
         super().__init__()

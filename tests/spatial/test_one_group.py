@@ -38,7 +38,9 @@ def test_first_ranks_use_group_of_equal_mesh_dim(rank_pool, ranks, name):
 
 
 def group_of_another_order():
-    """A group of the same ranks in another order is no substitute, because rows are in the order of the ranks."""
+    """Check a group of the same ranks in another order. It is no substitute, because rows are in the order of the
+    ranks.
+    """
     world = dist.group.WORLD
     backward = dist.new_group([1, 0], sort_ranks=False)
     first = first_ranks([0, 1], 2, like=world, groups=[backward])

@@ -15,7 +15,7 @@ from tests.tiny import cpu_mesh
 from zoo.tiny.pipelines import PIPELINES
 
 ROOT = Path(__file__).parents[2]
-# From text; and from an image, which is encoded; videos, and sound beside one.
+# The pipelines start from text or from an image, which is encoded. Some have videos, and one also has sound.
 NAMES = [
     "ovis",
     "chroma, image",
@@ -73,7 +73,7 @@ def test_preview_in_callback_is_decoded_on_all_ranks(rank_pool):
 
 
 def demo_images():
-    """Generate by the trained FLUX on two ranks, with the VAE on one of them and on both."""
+    """Return images of the trained FLUX on two ranks, with the VAE on one of them and on both."""
     pipe = FluxPipeline.from_pretrained(ROOT / "zoo/flux/pipeline", dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     images = []

@@ -1,4 +1,4 @@
-"""diffusers' own tiling with its tiles distributed: bit by bit what it gives on one device."""
+"""diffusers' own tiling with distributed tiles gives the bits of one device."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ NAMES = [
 
 @torch.no_grad()
 def both_ways(name, method):
-    """Decode and encode; return the results and how many decoder and encoder calls this rank computed."""
+    """Decode and encode. Return the results, and the number of decoder and encoder calls that this rank computed."""
     tiny, vae = TINY_VAES[name], TINY_VAES[name].make_tiled()
     if method is not None:
         parallelize_vae(vae, method=method)

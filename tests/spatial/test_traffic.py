@@ -1,4 +1,4 @@
-"""Bytes that a decode sends, against a formula over the unmodified VAE's layers."""
+"""Bytes that a decode sends, compared with a formula over the unmodified VAE's layers."""
 
 import pytest
 import torch
@@ -22,7 +22,9 @@ def decode_and_count():
 
 @torch.no_grad()
 def expected_of(rank, ranks):
-    """Return collectives and bytes of ``rank``: halos of convolutions, statistics, keys and values, and the image."""
+    """Return the collectives and bytes of ``rank``: halos of convolutions, statistics, keys and values, and the
+    image.
+    """
     tiny = TINY_VAES["KL"]
     vae = tiny.make()
     collectives, sent = 0, 0
@@ -68,5 +70,5 @@ def most_memory(parallel):
 def test_two_ranks_halve_activations(rank_pool):
     alone = most_memory(False)
     for rank, peak in enumerate(rank_pool.run(most_memory, 2, True)):
-        # The first rank gets the image, too: 3 channels of it beside the 8 of the last layer.
+        # The first rank also gets the image, with 3 channels in addition to the 8 of the last layer.
         assert peak < (0.85 if rank == 0 else 0.65) * alone

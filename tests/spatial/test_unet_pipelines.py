@@ -29,7 +29,7 @@ from zoo.tiny.base import fill
 from zoo.tiny.pipelines.options import random_image
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
-# batch × ring × ulysses: rows; rows by either dim; branches of guidance; both.
+# Meshes are batch × ring × ulysses. They distribute rows, rows by either dim, branches of guidance, or both.
 ROWS, BATCH = (1, 1, 2), (2, 1, 1)
 SOME = ["sd", "sd, controls", "sd, image prompt in places", "xl, control", "svd"]
 
@@ -54,7 +54,7 @@ def of_size(**size):
 
 
 def generate_on(name, shapes, **size):
-    """Generate on each mesh, and once more after the pipeline was restored."""
+    """Generate on each mesh, and again after the pipeline was restored."""
     images, pipe, options = {}, UNET_PIPELINES[name].build(), of_size(**size)
     before = {path: (type(module), dict(vars(module))) for path, module in unets_of(pipe).items()}
     for shape, mesh in meshes_of(shapes).items():
@@ -89,7 +89,7 @@ def test_guidance_and_rows_share_four_ranks(rank_pool, name):
     check(rank_pool, name, [(2, 2, 1)])
 
 
-# 2 × 10 latents: two ranks of three hold columns. 5 × 3: one rank works.
+# Of 2 × 10 latents, two ranks of three hold columns. Of 5 × 3, one rank computes all.
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [{"height": 16, "width": 80}, {"height": 40, "width": 24}])
 def test_few_rows_leave_ranks_idle_with_the_image(rank_pool, size):
@@ -97,7 +97,7 @@ def test_few_rows_leave_ranks_idle_with_the_image(rank_pool, size):
 
 
 def generate_in_other_ways():
-    """Generate with a LoRA, the VAE on rows, sliced attention, and offloaded; each against one rank."""
+    """Generate with a LoRA, with the VAE on rows, with sliced attention, and offloaded. Compare each with one rank."""
     pipe, errors = UNET_PIPELINES["sd"].build(), {}
 
     def compare(what, **options):

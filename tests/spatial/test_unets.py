@@ -1,5 +1,5 @@
-"""UNets of Stable Diffusion under the mode, on ranks and on one device: the same functions, and cross-attention to
-whole text.
+"""UNets of Stable Diffusion under the mode, on ranks and on one device: the same functions as VAEs, and cross-attention
+to whole text.
 """
 
 import pytest
@@ -75,7 +75,7 @@ def predict(name, height, width, sharded):
 @pytest.mark.parametrize("name", list(UNETS))
 @pytest.mark.parametrize(
     ("height", "width"), [(18, 10), (15, 9)]
-)  # unevenly distributed; odd, so that it says upsample sizes
+)  # The size is odd and unevenly distributed, so the UNet passes upsample sizes.
 def test_a_unet_on_rows_equals_one_device(rank_pool, name, height, width):
     expected = predict(name, height, width, sharded=False)
     for out in rank_pool.run(predict, 2, name, height, width, sharded=True):

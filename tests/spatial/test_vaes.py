@@ -1,4 +1,4 @@
-"""Autoencoders of diffusers on ranks, against the unmodified ones on one device."""
+"""Autoencoders of diffusers on ranks, compared with the unmodified ones on one device."""
 
 import re
 from datetime import timedelta
@@ -19,13 +19,13 @@ from tests.attention.one_device import relative_error
 from zoo.tiny.vaes import BY_TILES, TINY_VAES, random_image
 
 NAMES = list(TINY_VAES)
-# tests/spatial/test_tiles.py tests those that run by tiles only.
+# tests/spatial/test_tiles.py tests the autoencoders that run by tiles only.
 ROWS = [name for name in NAMES if name not in BY_TILES]
 
 
 @torch.no_grad()
 def both_ways(names, wide, parallel, **options):
-    """Decode and encode with each autoencoder: ``{(name, "decode"): tensor}``."""
+    """Decode and encode with each autoencoder. Return ``{(name, "decode"): tensor}``."""
     outs = {}
     for name in names:
         tiny = TINY_VAES[name]
@@ -54,7 +54,9 @@ def require_equal(rank_pool, world_size, names, wide, tolerance=1e-5):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the bytes of the largest tensor whose last dim has ``tokens`` elements, such as an attention mask."""
+    """A recorder of the bytes of the largest tensor whose last dim has ``tokens`` elements, such as an attention
+    mask.
+    """
 
     def __init__(self, tokens):
         super().__init__()
@@ -78,7 +80,7 @@ def largest_mask(name, parallel):
     return largest.bytes
 
 
-# docs/vae.md says it: the mask of HunyuanVideo has the rows of this rank, that of 1.5 all rows.
+# As docs/vae.md says, the mask of HunyuanVideo has the rows of this rank, and that of HunyuanVideo 1.5 has all rows.
 @pytest.mark.parametrize(("name", "share"), [("HunyuanVideo", 0.5), ("HunyuanVideo15", 1.0)])
 def test_causal_masks_have_the_documented_rows(rank_pool, name, share):
     alone = largest_mask(name, parallel=False)
@@ -116,7 +118,7 @@ def decode_few(height, gather):
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("gather", ["all", "first"])
-@pytest.mark.parametrize("height", [7, 5, 3])  # rows for three ranks, two, and one
+@pytest.mark.parametrize("height", [7, 5, 3])  # These heights give rows to three ranks, to two, and to one.
 def test_few_rows_use_fewer_ranks(rank_pool, height, gather):
     tiny, vae = TINY_VAES["KL"], TINY_VAES["KL"].make()
     image = tiny.decode(vae, random_image((1, 4, height, 3)))
@@ -303,14 +305,14 @@ def test_unknown_autoencoders_and_words_are_errors_that_name_them():
 @pytest.mark.parametrize("name", REFUSED_VAES)
 def test_a_refused_autoencoder_is_an_error_that_says_why(name):
     cls = getattr(autoencoders, name)
-    vae = cls.__new__(cls)  # without weights, of which default sizes have billions
+    vae = cls.__new__(cls)  # The instance has no weights, because default sizes have billions.
     torch.nn.Module.__init__(vae)
     with pytest.raises(TypeError, match=rf"^{name} .*{re.escape(REFUSED_VAES[name])}"):
         parallelize_vae(vae)
 
 
 def test_every_autoencoder_of_diffusers_runs_or_has_a_reason():
-    # Vocoders.
+    # These are vocoders.
     others = {"MMAudioVocoder", "MiniMaxMusic3Vocoder"}
     names = {name for name, value in vars(autoencoders).items() if isinstance(value, type)}
     assert len(names) > 30
@@ -354,8 +356,8 @@ def test_tiny_autoencoders_have_their_compression():
 
 @torch.no_grad()
 def offload_and_tile(first):
-    """Errors of an autoencoder whose weights are moved by hooks, and of one that is tiled; ``first``: before it runs on
-    ranks.
+    """Return the errors of an autoencoder whose weights hooks move, and of one that is tiled. ``first`` says that this
+    is done before it runs on ranks.
     """
     tiny, x = TINY_VAES["KL"], random_image(TINY_VAES["KL"].latents)
     here = torch.device("cpu")
@@ -428,7 +430,7 @@ def longer_clip(name, parallel):
     return decoded, tiny.encode(vae, random_image((batch, channels, frames + 8, *size)))
 
 
-# Without Qwen-Image's, whose latents have a frame dim but which accept only one frame.
+# Qwen-Image's autoencoder is left out: its latents have a frame dim, but it accepts only one frame.
 CLIPS = [name for name in ROWS if len(TINY_VAES[name].latents) == 5 and not name.startswith("QwenImage")]
 
 
@@ -444,7 +446,7 @@ def test_longer_clips_on_two_ranks_equal_one_device(rank_pool, name):
 
 @torch.no_grad()
 def one_frame(name, parallel):
-    """Process one frame. Caches of no frame have no elements, but they have rows."""
+    """Process one frame. A cache of no frame has no elements, but it has rows."""
     tiny = TINY_VAES[name]
     vae = parallelize_vae(tiny.make()) if parallel else tiny.make()
     (batch, channels, _, *latents), (*_, height, width) = tiny.latents, tiny.pixels
@@ -457,7 +459,7 @@ def one_frame(name, parallel):
     [
         pytest.param(name, marks=() if name == "HunyuanVideo15" else pytest.mark.long)
         for name in CLIPS
-        if name != "VidTok"  # its pools take three frames, on one device, too
+        if name != "VidTok"  # Its pools take three frames, also on one device.
     ],
 )
 def test_one_frame_on_two_ranks_equals_one_device(rank_pool, name):

@@ -1,4 +1,4 @@
-"""The committed pipeline folder: plain diffusers loads it offline and generates what a caption says."""
+"""Plain diffusers loads the committed pipeline folder offline, and it generates the objects of a caption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zoo.flux.scenes import ImageScene, Thing, caption
 
 pytestmark = pytest.mark.slow
 
-LIMIT = 25 * 2**20  # bytes
+LIMIT = 25 * 2**20  # The limit is in bytes.
 
 SCENES = [
     ImageScene((Thing("red", "square", "large", "centre"),), "white"),
@@ -31,7 +31,7 @@ def test_plain_diffusers_loads_the_folder_offline_and_draws():
     pipe.set_progress_bar_config(disable=True)
     options = {"num_inference_steps": 2, "max_sequence_length": 64, "generator": torch.Generator().manual_seed(0)}
     images = pipe([caption(scene) for scene in SCENES], height=64, width=64, output_type="np", **options).images
-    # benchmarks/results/tiny_flux.json records how many things are drawn correctly; this test does not.
+    # benchmarks/results/tiny_flux.json records how many objects are drawn correctly. This test does not check it.
     assert all(image.std() > 0 for image in images)
     assert not np.array_equal(images[0], images[1])
     assert pipe(caption(SCENES[0]), height=32, width=80, **options).images[0].size == (80, 32)

@@ -1,4 +1,4 @@
-"""The grammar's split, the drawings, and the checker that judges them: what the published figures rest on."""
+"""The grammar's split, the drawings, and the checker that judges them, on which the published figures depend."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_same_seed_same_image():
 
 def test_checker_accepts_every_true_drawing_of_one_thing():
     options = list(itertools.product(grammar.COLOURS, grammar.SHAPES, grammar.SIZES, grammar.CELLS))
-    # No attribute has a multiple of seven values, so each value comes up.
+    # No attribute has a multiple of seven values, so each value occurs.
     for i, attributes in enumerate(options[::7]):
         scene = ImageScene((Thing(*attributes),), grammar.BACKGROUNDS[i % 4])
         assert check(draw(scene, rng(7, i)), scene).all_right, scene
@@ -93,7 +93,7 @@ def test_checker_recognises_blurred_shapes(blur):
 def test_checker_names_no_shape_where_there_is_none():
     y, x = np.indices((128, 128)) - 64
     moon = (x**2 + y**2 < 225) & ((x - 10) ** 2 + y**2 > 150)
-    bar = (abs(x) < 16) & (abs(y) < 3) | (abs(x + 13) < 3) & (abs(y) < 16)  # an L
+    bar = (abs(x) < 16) & (abs(y) < 3) | (abs(x + 13) < 3) & (abs(y) < 16)  # The shape is an L.
     for mask in (moon, bar):
         image = np.zeros((128, 128, 3), np.uint8)
         image[mask] = 255, 0, 0
@@ -116,7 +116,7 @@ def test_checker_rejects_exactly_what_was_altered(attribute, num_things):
         assert not verdict.all_right
         right = {"colour": verdict.colour, "shape": verdict.shape, "size": verdict.size, "cell": verdict.place}
         for name, values_right in right.items():
-            # With several things, another pairing may explain the image as well as the one meant.
+            # With several objects, another pairing may explain the image as well as the intended one.
             wrong = values_right.count(False)
             assert wrong == (name == attribute) or num_things > 1, (name, scene, altered)
 

@@ -1,4 +1,4 @@
-"""Training resumes exactly, its losses are what FLUX uses, and its tokenizers know the grammar."""
+"""Training resumes exactly, its loss is that of FLUX, and its tokenizers know the grammar."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from zoo.flux.train import (
 )
 from zoo.training import FlowLoss, PlainAttention, Pool, Schedule, State, VaeLoss, build_optimizers, fit, step_seed
 
-# Under autocast RMSNorm gets bfloat16 input and float32 weight; it says so once and computes all the same.
+# Under autocast, RMSNorm gets a bfloat16 input and a float32 weight. It warns once and computes anyway.
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 SCHEDULE = Schedule(steps=4, learning_rate=1e-3, warmup=2)
@@ -130,7 +130,9 @@ def test_a_step_draws_the_same_images_and_scenes_again():
 
 
 class ExactVelocity(nn.Module):
-    """Knows the data, so it can answer the flow-matching loss exactly: noise = (noisy − (1 − sigma) data) / sigma."""
+    """A model that has the data, so it predicts the flow-matching target exactly: noise = (noisy − (1 − sigma) data) /
+    sigma.
+    """
 
     def __init__(self, data: torch.Tensor) -> None:
         super().__init__()
@@ -155,16 +157,16 @@ def test_the_flow_loss_of_the_exact_velocity_is_zero():
     with torch.no_grad():
         latents = vae.encode(draw_batch(step_seed(0, 1, 0), 1, (1.0, 0.0, 0.0))[0]).latent_dist.mean
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
-    # FLUX's packing, written out: 2 × 2 latent pixels to one token, channel first.
+    # This is FLUX's packing, written out: 2 × 2 latent pixels are one token, channel first.
     data = latents.reshape(1, LATENT_CHANNELS, 8, 2, 8, 2).permute(0, 2, 4, 1, 3, 5).reshape(1, 64, -1)
     model = ExactVelocity(data)
     loss = FlowLoss(pool, FluxCaptions(tokenizers), seed=0, batch=2, shift=SHIFT, autocast=False)(model, 0)
-    # Rounding of the data grows as 1 / sigma.
+    # The rounding error of the data grows as 1 / sigma.
     assert loss.item() < 1e-6 / float(torch.cat(model.sigmas).min()) ** 2
 
 
 class SaysSo(nn.Module):
-    """Predicts the noise it is given for data of zeros, off by one in the first half of the tokens."""
+    """A model that predicts the given noise for data of zeros, off by one in the first half of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +223,9 @@ def test_each_thing_has_one_colour_and_shape_word():
 
 
 class TellsThingsApart(nn.Module):
-    """Has embeddings of 1 at the words of one thing, which tell the cells of two things and nothing else."""
+    """An encoder with embeddings of 1 at the words of one object, which distinguish the cells of two objects and
+    nothing else.
+    """
 
     def __init__(self, words: list[int], cells: list[int]) -> None:
         super().__init__()
@@ -296,7 +300,7 @@ def clip_vocabulary():
 
 
 def test_tokenizers_are_the_same_in_every_process(rank_pool):
-    """The merges were once trained, and token ids differed from one run to its resumption."""
+    """Check tokenizers of two processes: the merges were once trained, and token ids differed after a resumption."""
     assert rank_pool.run(clip_vocabulary, 1) == [clip_vocabulary()]
 
 
@@ -309,7 +313,7 @@ def test_tokens_are_asked_for_their_thing():
         for thing in scene.things:
             alone = draw(ImageScene((thing,), scene.background), rng)
             covered = (alone != empty).any(-1).reshape(8, 16, 8, 16).mean((1, 3)).flatten()
-            # Tokens with less coverage may be the rim of a thing that extends into them.
+            # Tokens with less coverage may be the rim of an object that extends into them.
             touched = torch.from_numpy((covered > 0.4) | (covered == covered.max()))
             assert set(truth["colour"][touched].tolist()) == {1 + list(grammar.COLOURS).index(thing.colour)}
             assert set(truth["shape"][touched].tolist()) == {1 + grammar.SHAPES.index(thing.shape)}
@@ -347,8 +351,8 @@ def test_aligned_tokens_reach_first_single_block():
 
 
 def cells_known_to_t5(encoder: T5EncoderModel, tokenizers: Tokenizers, steps: int) -> float:
-    """Return the share of held-out things whose cell a linear layer reads from the embedding of a word; 1 / 9 by
-    chance.
+    """Return the share of held-out objects whose cell a linear layer reads from the embedding of a word. Chance gives 1
+    / 9.
     """
     reader = Reader(encoder).requires_grad_(False)
     reader.heads.requires_grad_(True)

@@ -1,5 +1,5 @@
-"""The committed pipeline folder: plain diffusers loads it offline, and its videos move as the caption says, on ranks
-too.
+"""Plain diffusers loads the committed pipeline folder offline, and its videos move as the caption says, also on
+ranks.
 """
 
 from __future__ import annotations

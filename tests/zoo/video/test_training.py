@@ -1,4 +1,4 @@
-"""Training resumes exactly, and trains on what WanPipeline will ask for."""
+"""Training resumes exactly, and trains the cases that WanPipeline will need."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_untrained_latents_and_frames_depend_on_the_images():
         torch.manual_seed(seed)
         vae = build_vae()
         posterior = vae.encode(images).latent_dist
-        # With PyTorch's own initialisation 0.05 of the noise, and a tenth or two of the frames' deviation.
+        # PyTorch's own initialisation gives 0.05 of the noise, and a tenth or two of the frames' deviation.
         assert posterior.mean.std(0).mean() > posterior.std.mean()
         frames = vae.decode(posterior.mean).sample
         assert frames.std(0).mean() > 0.5 * frames.std()
@@ -83,7 +83,7 @@ def test_latents_are_unit_normal_and_rescaled():
     videos = draw_batch(step_seed(0, 1, 0), 8)[0][:1]
     pipe = build_pipeline(WanDenoiser(tokenizer), vae, tokenizer)
     pipe.set_progress_bar_config(disable=True)
-    # One Euler step from noise level 1 by (latents − data) leads to the data.
+    # One Euler step from noise level 1 by (latents − data) gives the data.
     data = encode(vae, videos)
     noise = torch.randn(data.shape)
     pipe.transformer.forward = lambda hidden_states, **options: (hidden_states - data,)
@@ -134,5 +134,5 @@ def test_exported_folder_loads_offline_in_diffusers(tmp_path, monkeypatch):
         guidance_scale=2.0,
     ).frames  # fmt: skip
     assert frames.shape == (1, FRAMES, SIDE, SIDE, 3)
-    assert calls == [(1, LATENT_CHANNELS, 5, 8, 8)] * 2  # sequential guidance
+    assert calls == [(1, LATENT_CHANNELS, 5, 8, 8)] * 2  # Guidance is sequential.
     assert sum(parameter.numel() for parameter in model.parameters()) < 3.2e6
