@@ -1,4 +1,4 @@
-"""Settings that every test runs under, and the pool of rank processes."""
+"""The settings of every test, and the pool of rank processes."""
 
 import gc
 import os
@@ -13,21 +13,21 @@ from tests.distributions import build
 from tests.rank_pool import RankPool, fill_uninitialized_memory
 from tests.sampling import spread
 
-# The same examples until the code changes (hypothesis takes constants from it): a failure in CI is a failure here. The
-# long run draws new ones, a few thousand cases; what it finds becomes a line of FOUND in
+# Draw the same examples until the code changes (hypothesis takes constants from it), so that a failure in CI is a
+# failure here. The long run draws a few thousand new ones. A failure that it finds becomes a line of FOUND in
 # tests/attention/test_exactness.py.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=10)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("ci")
 
 fill_uninitialized_memory()
-# As on the ranks: models as small as these only wait for a second thread.
+# The ranks also have one thread, because models as small as these would only wait for a second one.
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
+@pytest.hookimpl(tryfirst=True)  # Run before pytest selects by markers.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use the rank pool as ``ranks``, and the cases that a sample leaves out as ``long``."""
+    """Mark tests that use the rank pool as ``ranks``, and cases that a sample leaves out as ``long``."""
     samples: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and "rank_pool" in item.fixturenames:
@@ -48,7 +48,9 @@ def is_long(item: pytest.Item) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude modules and collected tests from garbage collection: walking them took a tenth of the time of a test."""
+    """Exclude modules and collected tests from garbage collection, because walking them took a tenth of the time of a
+    test.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
@@ -61,7 +63,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
-    """Rank processes, kept for the whole run: ``rank_pool.run(fn, world_size, ...)``."""
+    """Yield rank processes, kept for the whole run: ``rank_pool.run(fn, world_size, ...)``."""
     pool = RankPool()
     yield pool
     pool.close()
@@ -69,7 +71,7 @@ def rank_pool() -> Iterator[RankPool]:
 
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(sdist, the wheel built from it), built once for all processes of pytest-xdist."""
+    """Return (sdist, the wheel built from it), built once for all processes of pytest-xdist."""
     folder = tmp_path_factory.getbasetemp()
-    # pytest-xdist gives each of its processes a folder in one that they share.
+    # pytest-xdist gives each of its processes a folder inside a shared one.
     return build((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "distributions")

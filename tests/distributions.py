@@ -13,8 +13,8 @@ INSTALL = ("install", "--quiet", "--no-index", "--no-deps", "--no-build-isolatio
 
 
 def run(*args: str | Path, cwd: Path) -> str:
-    """Run a program that must succeed; return what it prints."""
-    # PYTHONPATH, or a safe path, from outside would decide what is found here.
+    """Run a program that must succeed, and return its output."""
+    # PYTHONPATH or a safe path from outside would decide which packages are found here.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     result = subprocess.run(args, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, f"{args}\n{result.stdout}\n{result.stderr}"
@@ -22,7 +22,7 @@ def run(*args: str | Path, cwd: Path) -> str:
 
 
 def copy_checkout(target: Path) -> Path:
-    """Copy the files that packaging reads, so that it leaves no build/lib or *.egg-info in the real checkout."""
+    """Copy the files that packaging reads, so that packaging leaves no build/lib or *.egg-info in the real checkout."""
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, target / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
@@ -31,7 +31,7 @@ def copy_checkout(target: Path) -> Path:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Return an sdist of the checkout and the wheel built from it; the first process that asks builds them in
+    """Return an sdist of the checkout and the wheel built from it. The first process that calls this builds them in
     ``folder``.
     """
     folder.mkdir(exist_ok=True)

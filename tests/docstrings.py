@@ -28,7 +28,7 @@ class Text(NamedTuple):
 
     path: Path
     line: int
-    kind: str  # "docstring" or "comment"
+    kind: str  # The kind is "docstring" or "comment".
     subject: str
     text: str
 
@@ -48,7 +48,7 @@ def docstrings_of(path: Path) -> Iterator[Text]:
 
 
 def comments_of(path: Path) -> Iterator[Text]:
-    """Yield the comments of the module at ``path``; consecutive comment lines are one comment."""
+    """Yield the comments of the module at ``path``. Consecutive comment lines are one comment."""
     source = path.read_text()
     lines = source.splitlines()
     block: list[tuple[int, str]] = []

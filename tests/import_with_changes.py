@@ -1,4 +1,4 @@
-"""A module whose import changes torch and the process in each of the ways that observe_import.py looks for."""
+"""A module whose import changes torch and the process in each of the ways that observe_import.py detects."""
 
 import atexit
 import logging

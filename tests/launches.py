@@ -43,19 +43,19 @@ def count_attention(
     comm_dtype: torch.dtype | None = None,
     mask: Tensor | None = None,
 ) -> RunCounter:
-    """The launches of one intercepted call on rank 0, forward: of the second call, when sizes are known.
+    """Return the launches of one intercepted forward call on rank 0. It is the second call, when sizes are known.
 
     Args:
-        tokens, heads: of the whole sequence; 288 × 24 are sharded as FLUX' 4608 × 24 at 1024² are.
-        device: of the tensors. ``"meta"``: what CUDA would launch for bfloat16, with the flash backend chosen.
-        backend: that is named, with ``"meta"``.
+        tokens, heads: of the whole sequence. 288 × 24 are sharded like FLUX's 4608 × 24 at 1024².
+        device: of the tensors. ``"meta"`` gives the launches of CUDA for bfloat16 with the flash backend.
+        backend: the named backend, with ``"meta"``.
         mask: over all tokens, ``[B or 1, H or 1, S or 1, S]``, on the device of the tensors.
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with fake_group(ring * ulysses), torch.no_grad():
         mesh = init_context_parallel_mesh("cpu", max_ring_dim_size=ring, max_ulysses_dim_size=ulysses)
         layout = even_layout(tokens, ring * ulysses)
-        # [B, S, H, D] in memory, as the projections of a model leave it.
+        # The projections of a model return [B, S, H, D] in memory.
         shape = (batch, layout.size(0), heads, head_dim)
         tensors = [torch.empty(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(3)]
         options = AttnOptions(backend=backend, rotate_method=rotate_method, comm_dtype=comm_dtype)
@@ -76,7 +76,7 @@ def _intercepted(mesh: DeviceMesh, layout: SequenceLayout, _: int, options: Attn
 
 @contextmanager
 def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: AttnOptions) -> Iterator[Attend]:
-    """Run what the attention operator runs on a GPU. A mode stops earlier, at the shapes of meta tensors."""
+    """Run the code that the attention operator runs on a GPU. A mode stops earlier, at the shapes of meta tensors."""
     text = options.as_text()
     spec = AttentionSpec(layout, layout, sequence_mesh(mesh), heads, heads, options=options, options_text=text)
 
@@ -93,7 +93,7 @@ def _as_on_cuda(mesh: DeviceMesh, layout: SequenceLayout, heads: int, options: A
         return int(backend.value)
 
     def sdpa(call: LocalAttentionCall, backend: Backend | None) -> Tensor:
-        # SDPA computes meta tensors by matrix products, and GPU tensors by the one kernel that is called here.
+        # SDPA computes meta tensors by matrix products, and GPU tensors by the single kernel that is called here.
         return local.local_attention_with_lse(call, backend)[0]
 
     with (

@@ -27,7 +27,7 @@ def save_modular(name: str, folder: str) -> str:
 
 
 def plain_modular(folder: str, output: str, *, seed: int, guidance: float | None = None, **call: Any) -> Any:
-    """Return what diffusers alone generates with the pipeline in ``folder``."""
+    """Return the output of diffusers alone with the pipeline in ``folder``."""
     pipe = ModularPipeline.from_pretrained(folder)
     pipe.load_components(dtype=torch.float32)
     if guidance is not None:

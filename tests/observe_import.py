@@ -1,6 +1,4 @@
-"""Import a module and print what that changed outside of it, as JSON. Run by tests/test_import.py in an interpreter of
-its own.
-"""
+"""Import a module and print the changes outside it as JSON. tests/test_import.py runs this in its own interpreter."""
 
 from __future__ import annotations
 
@@ -132,7 +130,7 @@ def loggers() -> dict[str, Any]:
 
 
 def exit_hooks() -> list[str]:
-    """Return the functions registered with atexit. It does not list them, but compares each with a function that is
+    """Return the functions registered with atexit, which cannot list them, but compares each with a function that is
     being unregistered.
     """
     hooks = []
@@ -169,7 +167,7 @@ def process() -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """Return the names whose value changed. A name that is new belongs to a module that another import loaded."""
+    """Return the names whose value changed. A new name belongs to a module that another import loaded."""
     return (name for name, value in before.items() if name in after and after[name] != value)
 
 
@@ -177,7 +175,7 @@ def main(module: str, first: list[str]) -> None:
     import torch
 
     for name in first:
-        # Modules of other packages that the import loads may register what they like: only what our own modules do is
+        # Modules of other packages that the import loads may register anything. Only changes by para_core's modules are
         # compared.
         with suppress(Exception):
             importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Combinations in which every two values of two axes occur together, for tests of several independent axes."""
+"""Combinations in which every two values of two axes occur together, for tests with several independent axes."""
 
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -15,7 +15,9 @@ def _pairs(indices: Sequence[int]) -> set[tuple[int, int, int, int]]:
 
 
 def _covering(axes: tuple[Sequence[Any], ...]) -> set[tuple[int, ...]]:
-    """Return indices of rows that hold every pair of values, chosen greedily: the same for the same lengths."""
+    """Return indices of rows that hold every pair of values, chosen greedily. They are the same for the same
+    lengths.
+    """
     rows = list(product(*(range(len(axis)) for axis in axes)))
     missing = set().union(*map(_pairs, rows))
     chosen = set()
@@ -27,7 +29,7 @@ def _covering(axes: tuple[Sequence[Any], ...]) -> set[tuple[int, ...]]:
 
 
 def pairwise(*axes: Sequence[Any]) -> list[Row]:
-    """Return rows of one value per axis that hold every pair of values; in the long run all rows.
+    """Return rows with one value per axis that hold every pair of values. In the long run return all rows.
 
     >>> pairwise([0, 1], "ab", "xy")
     [(0, 'a', 'x'), (0, 'b', 'y'), (1, 'a', 'y'), (1, 'b', 'x')]
@@ -39,7 +41,7 @@ def pairwise(*axes: Sequence[Any]) -> list[Row]:
 
 
 def long_beyond_pairs(*axes: Sequence[Any]) -> list[Any]:
-    """Return all rows as parameters of a test; those beyond :func:`pairwise` are marked ``long``."""
+    """Return all rows as parameters of a test. Rows beyond :func:`pairwise` are marked ``long``."""
     chosen = _covering(axes)
     indices = product(*(range(len(axis)) for axis in axes))
     rows = product(*axes)

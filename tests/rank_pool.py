@@ -1,9 +1,9 @@
-"""Rank processes for distributed tests: started once per world size, kept for the whole run.
+"""Rank processes for distributed tests, started once per world size and kept for the whole run.
 
-They are forked from one process that has imported torch, diffusers and the tiny models (tests/rank_preload.py), so that
-new ones, after a failure or for another world size, cost a fraction of a second. Modules that this process imported
-have read the environment as it was then. ``os.environ``, ``sys.path`` and the working directory of a rank are those of
-the parent when the rank starts.
+They are forked from one process that has imported torch, diffusers and the tiny models (tests/rank_preload.py). New
+ones, after a failure or for another world size, therefore cost a fraction of a second. Modules that this process
+imported have read the environment of that time. ``os.environ``, ``sys.path`` and the working directory of a rank are
+those of the parent when the rank starts.
 
     def total(x):                                   # a plain top-level function; it runs on every rank
         dist.all_reduce(x)
@@ -13,17 +13,17 @@ the parent when the rank starts.
         for out in rank_pool.run(total, 2, torch.ones(3)):
             assert torch.equal(out, torch.full((3,), 2.0))
 
-Every job starts fresh: its own gloo WORLD (groups and meshes of the job before are gone), Dynamo reset, seed 0, the
-warning filters of the test that called. Arguments and results travel by value.
+Every job starts fresh: its own gloo WORLD without groups and meshes of the previous job, Dynamo reset, seed 0, and the
+warning filters of the calling test. Arguments and results travel by value.
 
 **When a job counts as hung.** A rank makes progress when its job starts and ends, when the job calls :func:`heartbeat`,
-and while it imports the test's module or compiles, up to ``compile_limit`` seconds per job. The job is hung once no
-rank has made progress for ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` seconds (environment; 60): the test fails with the
-stack of every rank. Being busy is not progress; a loop that never ends is busy too. Importing a large module inside the
-job is not progress either.
+and while it imports the test's module or compiles, up to ``compile_limit`` seconds per job. The job is hung if no rank
+has made progress for ``DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`` seconds (environment; 60). The test then fails with the
+stack of every rank. Being busy is not progress, because an endless loop is busy too. Importing a large module inside
+the job is not progress either.
 
-Whatever goes wrong (a rank that hangs, dies or cannot import the test), only that test fails: the ranks of that world
-size are killed, and the next test gets new ones. Errors that all ranks raised leave the processes alive.
+If a rank hangs, dies or cannot import the test, only that test fails: the ranks of that world size are killed, and the
+next test gets new ones. Errors that all ranks raised leave the processes alive.
 """
 
 import contextlib
@@ -56,19 +56,19 @@ import torch
 import torch.distributed as dist
 
 NO_PROGRESS_TIMEOUT = float(os.environ.get("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60"))
-# The first rank waits for all that is imported: ten seconds alone, minutes on two cores that many share.
+# The first rank waits for all imports: ten seconds if it runs alone, minutes on two busy cores.
 START_TIMEOUT = 600.0
-# Once a rank has failed, how long the others may go on without progress before they count as stuck.
+# After a rank has failed, the others count as stuck if they make no progress for this time.
 GRACE = 10.0
 _WATCH_INTERVAL = 0.25
-# A rank between two jobs with a group of all ranks and no other has five.
+# Between two jobs, a rank with a group of all ranks and no other has five threads.
 _MOST_THREADS = 16
 
 
 class RankPoolError(RuntimeError):
     """A job failed on at least one rank. The message holds every failed rank's traceback.
 
-    ``errors`` maps ranks to what they raised (a rank that was stuck, or died, is missing from it).
+    ``errors`` maps ranks to their exceptions. A rank that was stuck or died is missing from it.
     """
 
     def __init__(self, message: str, errors: dict[int, BaseException] | None = None) -> None:
@@ -84,15 +84,14 @@ class RankDied(RankPoolError):
     """A rank's process ended in the middle of a job. The message holds its exit code and the other ranks' stacks."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In the parent
+# -- In the parent.
 
 
 @dataclass
 class _Rank:
     process: BaseProcess
     connection: Connection
-    beat: Any  # a shared double: time.monotonic() of the last progress
+    beat: Any  # The shared double has the time.monotonic() of the last progress.
     stack_file: Path
 
 
@@ -125,13 +124,14 @@ class _Group:
 
 @dataclass
 class RankPool:
-    """One set of rank processes per world size, each started at its first use.
+    """Rank processes for each world size, started at its first use.
 
     Args:
         no_progress_timeout: seconds without progress on any rank after which a job counts as hung.
         compile_limit: seconds per job for which importing the test's module and compiling count as progress.
-        group_timeout: seconds after which a collective of WORLD gives up. Groups that a job makes have their own.
-        grace: once a rank has raised, seconds without progress after which the others count as stuck.
+        group_timeout: seconds after which a collective of WORLD gives up. Groups that a job creates have their own
+            time-outs.
+        grace: seconds without progress, after a rank has raised, after which the others count as stuck.
     """
 
     no_progress_timeout: float = NO_PROGRESS_TIMEOUT
@@ -143,18 +143,18 @@ class RankPool:
     def run(
         self, fn: Callable[..., Any], world_size: int, /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Run ``fn(*args, **kwargs)`` on every rank; return the results in rank order.
+        """Run ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
 
         Args:
-            fn: a function at the top level of a module that the ranks can import. ``dist.get_rank()`` tells it its
-                rank.
+            fn: a function at the top level of a module that the ranks can import. ``dist.get_rank()`` gives its rank.
             world_size: number of ranks.
-            timeout: seconds without progress after which this job counts as hung; None for the pool's.
+            timeout: seconds without progress after which this job counts as hung. None takes the pool's.
 
         Raises:
-            RankPoolError: ``fn`` raised on some ranks; ``errors`` holds what, the message every traceback.
-            RankPoolTimeout: no progress.
-            RankDied: a process ended.
+            RankPoolError: ``fn`` raised on some ranks. ``errors`` has the exceptions, and the message has every
+                traceback.
+            RankPoolTimeout: No rank made progress.
+            RankDied: A process ended.
         """
         reports = self._run(fn, world_size, args, kwargs, timeout)
         errors = {rank: report.error for rank, report in enumerate(reports) if report.error is not None}
@@ -167,20 +167,23 @@ class RankPool:
     def run_expecting_errors(
         self, fn: Callable[..., Any], world_size: int, /, *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Like :meth:`run`, but where ``fn`` raised, the list holds the exception (its traceback is a note on it).
+        """Run ``fn`` like :meth:`run`, but return the exceptions of ranks that raised. The traceback is a note on the
+        exception.
 
-        Every rank has to end, one way or the other: a rank that is stuck or dies raises as in :meth:`run`.
+        Every rank has to return or raise. A rank that is stuck or dies raises as in :meth:`run`.
         """
         reports = self._run(fn, world_size, args, kwargs, timeout)
         return [report.value if report.error is None else report.error for report in reports]
 
     def pids(self, world_size: int) -> list[int | None]:
-        """Process ids of the ranks of this world size, in rank order; empty if none are running."""
+        """Return the process ids of the ranks of this world size in rank order, or an empty list if none are
+        running.
+        """
         group = self._groups.get(world_size)
         return [] if group is None else [rank.process.pid for rank in group.ranks]
 
     def close(self) -> None:
-        """End all processes. The pool can be used again; it then starts new ones."""
+        """End all processes. The pool can be used again, and then starts new ones."""
         while self._groups:
             self._groups.popitem()[1].kill()
 
@@ -200,18 +203,18 @@ class RankPool:
         try:
             for rank in group.ranks:
                 rank.beat.value = time.monotonic()
-                # A rank that died between two jobs: _wait sees it.
+                # If a rank died between two jobs, _wait finds it.
                 with contextlib.suppress(BrokenPipeError):
                     rank.connection.send((group.num_jobs, job))
             reports = self._wait(group, fn, self.no_progress_timeout if timeout is None else timeout)
             self._clean_up(group, fn)
-        except BaseException:  # KeyboardInterrupt too: ranks in an unknown state are of no use
+        except BaseException:  # This includes KeyboardInterrupt, because ranks in an unknown state are of no use.
             self._groups.pop(world_size).kill()
             raise
         return reports
 
     def _clean_up(self, group: _Group, fn: Callable[..., Any]) -> None:
-        """Have the ranks destroy the job's process groups: now that none of them is in a collective any more."""
+        """Let the ranks destroy the job's process groups. None of them is in a collective any more."""
         for index, rank in enumerate(group.ranks):
             try:
                 rank.connection.send(None)
@@ -258,7 +261,7 @@ class RankPool:
         return [reports[index] for index in range(len(group.ranks))]
 
     def _start(self, world_size: int) -> _Group:
-        # Port 0: the system chooses one that is free, and the store holds it from then on.
+        # With port 0 the system chooses a free one, and the store holds it from then on.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         folder = tempfile.TemporaryDirectory(prefix="rank_pool_")
         context = _context()
@@ -281,8 +284,8 @@ class RankPool:
                 process = context.Process(
                     target=_work, args=(settings, theirs, beat), daemon=True, name=f"rank {index}"
                 )
-                # For the process that ranks are forked from, which the first of them starts: it is told sys.path too,
-                # as Python 3.11 to 3.13 do not.
+                # The first rank starts the process from which ranks are forked. It needs sys.path too, which Python
+                # 3.11 to 3.13 do not pass on.
                 with mock.patch.dict(os.environ, {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}):
                     process.start()
                 theirs.close()
@@ -301,10 +304,10 @@ class RankPool:
         return group
 
 
-# Several ranks share the cores: more threads than that only wait for each other.
+# Several ranks share the cores, so more threads would only wait for each other.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 if sys.platform == "linux":
-    _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # works where the host's name does not resolve
+    _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"  # This works even if the host's name does not resolve.
 
 
 def _context() -> BaseContext:
@@ -323,17 +326,16 @@ def _encode_job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             f"{fn!r} cannot be found by its name in another process. Expected a function at the top level of an "
             "importable module (no lambda, no closure, no partial): move it there and pass what it needs as arguments."
         )
-    # The function goes by name: pickle would hide an import error of its module in the worker's receive.
+    # Send the function by name: pickle would hide an import error of its module in the worker's receive.
     return _save((module, qualname, _save((args, kwargs)), _portable_filters()))
 
 
 def _portable_filters() -> list[tuple[str, str, type[Warning], str, int]]:
-    """The warning filters in force here, in order of precedence, in the form that warnings.filterwarnings takes."""
+    """Return the active warning filters in order of precedence, in the form that warnings.filterwarnings takes."""
     return [
         (action, message.pattern if message else "", category, module.pattern if module else "", line)
         for action, message, category, module, line in warnings.filters
-        if not isinstance(message, str)
-        and not isinstance(module, str)  # CPython's own defaults, which are plain strings
+        if not isinstance(message, str) and not isinstance(module, str)  # CPython's own defaults are plain strings.
     ]
 
 
@@ -367,7 +369,7 @@ def _describe_errors(fn: Callable[..., Any], world_size: int, reports: dict[int,
 
 
 def _describe(group: _Group, reports: dict[int, _Report]) -> str:
-    """Every rank in turn: its traceback if it raised, its stack if it is still running."""
+    """Return a text about every rank: its traceback if it raised, or its stack if it is still running."""
     texts = []
     for index, rank in enumerate(group.ranks):
         if index not in reports:
@@ -384,7 +386,7 @@ def _describe_death(group: _Group, fn: Callable[..., Any], reports: dict[int, _R
     process = group.ranks[dead].process
     process.join(GRACE)
     code = process.exitcode
-    # A collective often fails soon on the ranks that were in it with the one that died: then that is their news.
+    # A collective often fails soon on the ranks that shared it with a dead one. Their error is then what they report.
     pending = [index for index in range(len(group.ranks)) if index not in reports and index != dead]
     time.sleep(_WATCH_INTERVAL)
     for index in pending:
@@ -396,13 +398,13 @@ def _describe_death(group: _Group, fn: Callable[..., Any], reports: dict[int, _R
 
 
 def _stack(rank: _Rank) -> str:
-    """The Python stack of every thread of a rank; of a rank that died on a signal, its last one."""
+    """Return the Python stack of every thread of a rank, or the last one of a rank that died on a signal."""
     if rank.process.is_alive():
-        # Written by faulthandler's own signal handler: works also where the rank is stuck in C++.
+        # faulthandler's own signal handler writes it, which works even if the rank is stuck in C++.
         os.kill(rank.process.pid or 0, signal.SIGUSR1)
         deadline = time.monotonic() + 5.0
         size = -1
-        # The stack is complete once the file has stopped growing.
+        # The stack is complete when the file has stopped growing.
         while time.monotonic() < deadline and (size <= 0 or size != rank.stack_file.stat().st_size):
             size = rank.stack_file.stat().st_size
             time.sleep(0.1)
@@ -411,8 +413,7 @@ def _stack(rank: _Rank) -> str:
     return "\n".join(own) + "\n" if own else "(it left no Python stack)\n"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# In a rank
+# -- In a rank.
 
 
 @dataclass(frozen=True)
@@ -426,17 +427,17 @@ class _Settings:
     group_timeout: float
 
 
-_beat: Any = None  # this process's shared double; stays None outside a rank
+_beat: Any = None  # The shared double of this process stays None outside a rank.
 
 
 def heartbeat() -> None:
-    """Tell the pool that the job on this rank is getting on. Outside a rank it does nothing."""
+    """Tell the pool that the job on this rank makes progress. Does nothing outside a rank."""
     if _beat is not None:
         _beat.value = time.monotonic()
 
 
 class _JobClock:
-    """Seconds that the current job has spent importing its module and compiling."""
+    """A clock of the seconds that the current job has spent importing its module and compiling."""
 
     def __init__(self) -> None:
         self.start()
@@ -459,7 +460,7 @@ def _work(settings: _Settings, connection: Connection, beat: Any) -> None:
     _beat = beat
     os.environ.clear()
     os.environ.update(settings.environment)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process, and the parent ends this one.
     torch.set_num_threads(1)
     job = _JobClock()
     threading.Thread(target=_watch, args=(settings.compile_limit, job), daemon=True, name="watch").start()
@@ -484,9 +485,9 @@ def _work(settings: _Settings, connection: Connection, beat: Any) -> None:
 
 
 def _end_threads_of_old_groups() -> None:
-    """Free the gloo groups of earlier jobs that only reference cycles keep alive, once they have many threads.
+    """Free the gloo groups of earlier jobs that only reference cycles keep alive, if they have many threads.
 
-    Each group has several threads, and some of them wake up 100 times a second: a rank with 77 threads took 4 % of a
+    Each group has several threads, and some of them wake up 100 times a second. A rank with 77 threads took 4 % of a
     core while it waited. Collecting takes 50 ms, so not every job does it.
     """
     if sys.platform == "linux" and sum(1 for _ in Path("/proc/self/task").iterdir()) > _MOST_THREADS:
@@ -494,12 +495,13 @@ def _end_threads_of_old_groups() -> None:
 
 
 def _do(data: bytes, settings: _Settings, store: dist.Store, job: _JobClock) -> bytes:
-    """Run one job; return its report: (value or None, pickled exception or None, traceback or "")."""
+    """Run one job, and return its report: (value or None, pickled exception or None, traceback or "")."""
     try:
         module, qualname, arguments, filters = _load(data)
         _start_fresh()
         with _warning_filters(filters):
-            # Before there is a group: a rank that imports longer than the others would meet the group's timeout.
+            # Import before there is a group: a rank that imports longer than the others would meet the group's
+            # time-out.
             try:
                 with job.importing():
                     fn = importlib.import_module(module)
@@ -528,10 +530,10 @@ def _do(data: bytes, settings: _Settings, store: dist.Store, job: _JobClock) -> 
 
 
 def _start_fresh() -> None:
-    if "torch._dynamo" in sys.modules:  # importing it takes a second, and most jobs do not compile
+    if "torch._dynamo" in sys.modules:  # Importing it takes a second, and most jobs do not compile.
         torch.compiler.reset()
     if "torch.distributed.tensor" in sys.modules:
-        # DTensor caches group names by mesh. These groups ended with the job before, but a new mesh compares equal.
+        # DTensor caches group names by mesh. These groups ended with the previous job, but a new mesh compares equal.
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
@@ -544,7 +546,7 @@ def _start_fresh() -> None:
 
 
 def fill_uninitialized_memory() -> None:
-    """Make ``torch.empty`` give NaN (integers: the largest), so that reading what nobody wrote does not go unseen."""
+    """Make ``torch.empty`` return NaN (integers: the largest), so that reading uninitialized memory is noticed."""
     # Without warn_only, operators that have no deterministic form would raise; their warning is filtered.
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -560,12 +562,12 @@ def _warning_filters(filters: list[tuple[str, str, type[Warning], str, int]]) ->
 
 
 def _watch(limit: float, job: _JobClock) -> None:
-    """Beat while importing or compiling; end this process when the parent is gone."""
+    """Beat while the job imports or compiles. End this process when the parent is gone."""
     parent = multiprocessing.parent_process()
     while True:
         before = time.monotonic()
         time.sleep(_WATCH_INTERVAL)
-        # Not getppid(): a rank's parent in the system is the process that it was forked from.
+        # Do not use getppid(): in the system, the parent of a rank is the process from which it was forked.
         if parent is None or not parent.is_alive():
             os._exit(1)
         if (job.is_importing or _is_compiling()) and job.seconds < limit:
@@ -575,16 +577,16 @@ def _watch(limit: float, job: _JobClock) -> None:
 
 def _is_compiling() -> bool:
     callbacks = sys.modules.get("torch._dynamo.callback")
-    # Private, but neither a callback (torch.compiler.reset() drops those) nor a look at the main thread's frames does
-    # as well. tests/test_rank_pool.py fails if a torch release renames it.
+    # This name is private, but neither a callback (torch.compiler.reset() drops those) nor the main thread's frames
+    # work as well. tests/test_rank_pool.py fails if a torch release renames it.
     counter = "_CompilationCallbackHandler__pending_callbacks_counter"
-    # None while the module is still being imported, which this thread may see.
+    # It is None while the module is still being imported, which this thread may see.
     handler = getattr(callbacks, "callback_handler", None)
     return bool(getattr(handler, counter, 0) > 0)
 
 
 def _save(value: Any) -> bytes:
-    # torch.save copies tensors into the bytes; multiprocessing's own pickling would send file descriptors.
+    # torch.save copies tensors into the bytes. multiprocessing's own pickling would send file descriptors.
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def under_torchrun(script: Path, *arguments: str) -> str:
-    """Run ``script`` on two ranks under torchrun; return what they print."""
+    """Run ``script`` on two ranks under torchrun, and return their output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     done = subprocess.run(
         [*command, *arguments],
@@ -36,8 +36,8 @@ def under_torchrun(script: Path, *arguments: str) -> str:
 
 
 def processes(script: Path) -> str:
-    """Run ``script`` on two ranks that are processes of their own, with torchrun's environment; return what rank 0
-    prints. torchrun itself is one more process that imports torch.
+    """Run ``script`` in two rank processes with torchrun's environment, and return the output of rank 0. torchrun
+    itself would be one more process that imports torch.
     """
     environment = {**os.environ, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with meeting_point() as rendezvous:
@@ -57,12 +57,12 @@ def processes(script: Path) -> str:
 
 
 def run_script(script, arguments, environment):
-    """Run ``script`` as the main program of this rank, or on rank 0 only if ``environment`` is None. Return what it
-    prints.
+    """Run ``script`` as the main program of this rank, or on rank 0 only if ``environment`` is None. Return its
+    output.
     """
     rank = dist.get_rank()
-    # It makes its own. Not before all ranks have made this one: a rank that leaves closes what the others are still
-    # connecting.
+    # The script creates its own group. Wait until all ranks have created this one, because a rank that leaves closes
+    # the connections that others are still opening.
     dist.barrier()
     dist.destroy_process_group()
     printed = io.StringIO()
@@ -96,12 +96,12 @@ def meeting_point() -> Iterator[dict[str, str]]:
 
 
 def run_command(arguments, environment):
-    """Run a command line on this rank, as under torchrun; return its exit code."""
+    """Run a command line on this rank, as under torchrun. Return its exit code."""
     # typer and rich are slow to import, and few scripts need them.
     from para_core.cli.app import run
     from para_core.cli.ranks import _LIBRARIES
 
-    dist.barrier()  # as in run_script
+    dist.barrier()  # Wait for the other ranks, as in run_script.
     dist.destroy_process_group()
     loggers = {logging.getLogger(name): logging.getLogger(name).level for name in _LIBRARIES}
     try:
@@ -121,7 +121,7 @@ def command_on_ranks(rank_pool, *arguments, ranks=2):
 
 
 def on_ranks(rank_pool, script, *arguments, ranks=2):
-    """Run ``script`` on the ranks of the pool; return what rank 0 prints."""
+    """Run ``script`` on the ranks of the pool, and return the output of rank 0."""
     with meeting_point() as rendezvous:
         return rank_pool.run(run_script, ranks, script, arguments, rendezvous, timeout=300)[0]
 

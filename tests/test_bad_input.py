@@ -1,4 +1,4 @@
-"""Bad input, on all ranks or on one alone: a clear error on every rank, in seconds."""
+"""Bad input on all ranks or on one rank only gives a clear error on every rank, in seconds."""
 
 import re
 import time
@@ -102,7 +102,7 @@ def attend_badly(kind, bad_ranks, ring, ulysses, cut):
             parts = [x.chunk(ring * ulysses, dim=2)[mesh.get_rank()] for x in make_qkv(12, 2)]
         args, options = spoil(kind if mesh.get_rank() in bad_ranks else "", *parts)
         message = _error_of(lambda: F.scaled_dot_product_attention(*args, **options))
-        # The ranks are in step again: the next call is right.
+        # The ranks make the same calls again, and the next call is correct.
         if not cut:
             parts = [x.chunk(ring * ulysses, dim=2)[mesh.get_rank()] for x in make_qkv(8, 2)]
         else:
@@ -112,7 +112,7 @@ def attend_badly(kind, bad_ranks, ring, ulysses, cut):
 
 
 def check_errors(results, *expected):
-    """Check that each rank raised an error with all parts of ``expected``, and that the next call was right."""
+    """Check that each rank raised an error with all parts of ``expected``, and that the next call was correct."""
     for rank, (message, seconds, after) in enumerate(results):
         assert all(part in message for part in expected), f"rank {rank}"
         assert seconds < SECONDS, f"rank {rank}"
@@ -151,7 +151,7 @@ def test_bad_input_on_one_rank_raises_on_every_rank(rank_pool, kind, ring, ulyss
     check_errors(results, *BAD[kind])
 
 
-# Bad on every rank; where one rank alone has it, the ranks disagree.
+# Each mask is bad on every rank. If only one rank has it, the ranks disagree.
 MASKS = {
     "diagonal mask": ("ValueError", "attn_mask", "[..., 3, 3]", "12", "cp.shard(mask, dim=-2)"),
     "mask length": ("ValueError", "attn_mask", "7, 7, 7, 7", " 1,", " 12 ", "3, 3, 3, 3"),
@@ -193,7 +193,8 @@ def cut_badly():
     x = torch.randn(2, 10, 4)
     errors = {}
     with UnifiedAttnMode(mesh) as cp:
-        cp.intercepted = True  # this is about cutting alone
+        # This test is about splitting only, so the warning about calls that were not intercepted is switched off.
+        cp.intercepted = True
         part = cp.shard(x, dim=1)
         errors["shard, length"] = _error_of(lambda: cp.shard(x[:, 1:] if bad else x, dim=1))
         errors["shard, sequence"] = _error_of(lambda: cp.shard(x, dim=1, sequence=cp.sequence(9 if bad else 10)))
@@ -298,13 +299,13 @@ def raise_on_one_rank():
 def test_user_exception_on_one_rank_ends_the_others(rank_pool):
     start = time.monotonic()
     waiting, own = rank_pool.run_expecting_errors(raise_on_one_rank, 2)
-    assert time.monotonic() - start < SECONDS + 5  # the group's timeout is 2 seconds
+    assert time.monotonic() - start < SECONDS + 5  # The group's time-out is 2 seconds.
     assert isinstance(own, KeyError)
     assert isinstance(waiting, RuntimeError)
     assert re.search(r"2 ranks .*'ulysses'", str(waiting))
 
 
-# Function, what it is given in place of a pipeline or model, and what the error names.
+# Each row has a function, its argument in place of a pipeline or model, and the names in the error.
 OTHER_KINDS = [
     (parallelize_pipe, "transformer", "FluxTransformer2DModel", "parallelize_transformer"),
     (parallelize_pipe, "vae", "AutoencoderKL", "parallelize_vae"),
@@ -363,7 +364,8 @@ def attend_after_a_time_out(path):
 
     attend()
     rank = dist.get_rank()
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # public since torch 2.15
+    # The function is public since torch 2.15.
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     set_timeout(timedelta(seconds=2), dist.group.WORLD)
     if rank == 0:
         first = _error_of(attend)
@@ -371,7 +373,7 @@ def attend_after_a_time_out(path):
         first = None
         time.sleep(4)
     second = _error_of(attend)
-    # Do as the message advises.
+    # The message advises this.
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
     return first, second, attend().shape

@@ -1,4 +1,4 @@
-"""Branches of guidance over the ``batch`` mesh dim of a mode, for a model of one's own."""
+"""Branches of guidance over the ``batch`` mesh dim of a mode, for a user's own model."""
 
 import pytest
 import torch

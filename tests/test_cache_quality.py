@@ -1,6 +1,4 @@
-"""The parts of benchmarks/cache_quality, on two captions and few steps; no peer that diffusers does not bring is
-needed.
-"""
+"""The parts of benchmarks/cache_quality, on two captions and few steps. They need no peer in addition to diffusers."""
 
 import doctest
 import json
@@ -107,7 +105,7 @@ def test_examples_in_docstrings(name):
 
 
 def taken_as_equal_steps(forecast, stored, distance):
-    """Return ``forecast`` of residuals (newest first) that are taken to be one step apart, ``distance`` steps later."""
+    """Return ``forecast`` of residuals (newest first), one step apart from each other, ``distance`` steps later."""
     times = -torch.arange(len(stored), dtype=torch.float64)
     now, count = (torch.tensor(x, dtype=torch.float64) for x in (distance, len(stored)))
     return float(forecast.weights(times, now, count) @ torch.tensor(stored, dtype=torch.float64))
@@ -116,10 +114,11 @@ def taken_as_equal_steps(forecast, stored, distance):
 def test_foca_equals_its_equations():
     f0, f1, f2 = 3.0, 5.0, -4.0
     for h in (1.0, 3.0):
-        predicted = 4 / 3 * f0 - f1 / 3 + 2 * h / 3 * (f0 - f1)  # eq. 7
-        ahead = (3 * predicted - 4 * f0 + f1) / (2 * h)  # eq. 6
-        behind = (3 * f0 - 4 * f1 + f2) / 2  # eq. 6, at the last computed step
-        assert taken_as_equal_steps(FOCA, [f0, f1, f2], h) == pytest.approx(f0 + h / 2 * (behind + ahead))  # eq. 8
+        predicted = 4 / 3 * f0 - f1 / 3 + 2 * h / 3 * (f0 - f1)  # Equation 7 of the paper.
+        ahead = (3 * predicted - 4 * f0 + f1) / (2 * h)  # Equation 6 of the paper.
+        behind = (3 * f0 - 4 * f1 + f2) / 2  # Equation 6 of the paper, at the last computed step.
+        # Equation 8 of the paper.
+        assert taken_as_equal_steps(FOCA, [f0, f1, f2], h) == pytest.approx(f0 + h / 2 * (behind + ahead))
         assert ahead == pytest.approx(f0 - f1)
     times, now = torch.tensor([0.0, -2.0, -3.0]).double(), torch.tensor(5.0).double()
     weights = FOCA.weights(times, now, torch.tensor(2.0).double())

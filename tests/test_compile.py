@@ -13,9 +13,9 @@ from tests.modes.test_unified import MODULES, call_module, make_module, make_tra
 from tests.rank_pool import RankPoolError
 
 MESHES = [(2, 1), (1, 2), (2, 2)]
-# Both dims at once in the default run. Each dim alone is there, too, in tests of other forms.
+# The default run has both dims at once. Tests of other forms have each dim alone.
 BOTH_DIMS = [(2, 2), *[pytest.param(*mesh, marks=pytest.mark.long) for mesh in MESHES[:2]]]
-LENGTHS = [16, 16, 13, 7, 9, 16, 21, 5, 30, 11, 8, 19, 26, 3]  # twelve different ones
+LENGTHS = [16, 16, 13, 7, 9, 16, 21, 5, 30, 11, 8, 19, 26, 3]  # Twelve of the lengths are different.
 
 
 def make_mesh(ring, ulysses):
@@ -23,7 +23,7 @@ def make_mesh(ring, ulysses):
 
 
 class Counter:
-    """A backend's graphs: one entry per compilation."""
+    """A recorder of a backend's graphs, with one entry per compilation."""
 
     def __init__(self, backend="aot_eager"):
         self.graphs = []
@@ -35,7 +35,7 @@ class Counter:
 
 
 def compile_around(ring, ulysses, lengths, backend="counter"):
-    """The mode is entered outside of the compiled function, a new one for every call."""
+    """Enter the mode outside the compiled function, a new mode for every call."""
     mesh, model, counter = make_mesh(ring, ulysses), make_transformer(), Counter()
     compiled = torch.compile(model, fullgraph=True, backend=counter if backend == "counter" else backend)
     outs, graphs = [], []
@@ -58,7 +58,8 @@ def check(results, lengths):
 @pytest.mark.long
 @pytest.mark.parametrize(("ring", "ulysses"), BOTH_DIMS)
 def test_new_mode_each_step_compiles_once(rank_pool, ring, ulysses):
-    # Warnings are errors on the ranks: a handler that does not run again must not be taken for attention unseen.
+    # Warnings are errors on the ranks: a handler that does not run again must not be taken for attention that nobody
+    # intercepted.
     results = rank_pool.run(compile_around, ring * ulysses, ring, ulysses, [12] * 5)
     check(results, [12] * 5)
     for _, graphs in results:
@@ -78,7 +79,7 @@ def test_twelve_lengths_are_right_and_cost_few_compilations(rank_pool, ring, uly
 
 
 def compile_with_the_mode_inside(ring, ulysses, form):
-    # Where the mode is entered is a question to the tracer alone.
+    # The place where the mode is entered matters to the tracer only, so no code is generated.
     mesh, model, counter = make_mesh(ring, ulysses), make_transformer(), Counter("eager")
     outside = UnifiedAttnMode(mesh)
 
@@ -153,7 +154,7 @@ def compile_on_two_meshes():
             for mesh in meshes:
                 with UnifiedAttnMode(mesh) as cp:
                     outs.append(cp.gather(compiled(cp.shard(tokens(13), dim=1)), dim=1))
-            outs.append(compiled(tokens(13)))  # and no mode at all
+            outs.append(compiled(tokens(13)))  # This call is without any mode.
     return outs, None
 
 
@@ -224,7 +225,7 @@ def test_torchs_own_attention_modules_compile(rank_pool):
 
 
 def compile_alone():
-    """The graph of aten operators, as the compiler gets it, without a mode and inside one."""
+    """Return the graph of aten operators that the compiler gets, without a mode and inside one."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -291,7 +292,7 @@ def test_inductor_on_one_mesh(rank_pool):
 
 
 def learn_through_checkpoints(ring, ulysses, inside):
-    """A step of training whose attention is recomputed in the backward, compiled; the mode inside or outside of the
+    """Run a compiled training step whose backward recomputes attention, with the mode inside or outside the
     function.
     """
     from torch.utils.checkpoint import checkpoint
@@ -354,7 +355,7 @@ def compile_a_nested_region():
 
 
 def test_a_nested_compile_region_is_refused_with_a_sentence(rank_pool):
-    # Dynamo of torch 2.11 shows the line that raises, not what it says.
+    # Dynamo of torch 2.11 shows the line that raises, not its message.
     with pytest.raises(
         RankPoolError, match=r"RuntimeError: .*nested_compile_region|in intercept\n    raise RuntimeError"
     ):
@@ -362,7 +363,7 @@ def test_a_nested_compile_region_is_refused_with_a_sentence(rank_pool):
 
 
 def learn_with_reordered_collectives(ring, ulysses):
-    """Forward and backward of a model with shard and gather in its graph, with Inductor's reordering on."""
+    """Run forward and backward of a model with shard and gather in its graph, with Inductor's reordering on."""
     import torch._inductor.config as inductor
 
     mesh, model = make_mesh(ring, ulysses), make_transformer()
@@ -381,7 +382,7 @@ def learn_with_reordered_collectives(ring, ulysses):
     return y.detach(), x.grad / (ring * ulysses)
 
 
-@pytest.mark.long  # what Inductor orders by itself: tests/distributed/test_graph_order.py
+@pytest.mark.long  # tests/distributed/test_graph_order.py covers the order that Inductor chooses by itself.
 def test_inductor_may_reorder_collectives(rank_pool):
     model, x = make_transformer(), tokens(13).requires_grad_()
     y = model(x)

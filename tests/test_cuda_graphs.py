@@ -1,4 +1,4 @@
-"""Compiled models under CUDA graphs: where graphs are cut, and what must not lie in their memory."""
+"""Compiled models under CUDA graphs: where graphs are split, and which tensors must not be in their memory."""
 
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +24,7 @@ def import_everything():
 
 
 def overloads():
-    """Every operator that is registered as para_core's."""
+    """Return every operator that is registered by para_core."""
     import_everything()
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("para_core::")]
     return [getattr(torch.ops.para_core, name.split("::")[1].partition(".")[0]).default for name in names]

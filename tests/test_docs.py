@@ -1,6 +1,7 @@
 """Every python block of README and docs/ runs, on two ranks, on the tiny pipeline; doctests run by import name.
 
-Most scripts run in the rank processes, which have imported torch and diffusers already: that takes longer than they do.
+Most scripts run in the rank processes, which have imported torch and diffusers already, because importing takes longer
+than the scripts.
 """
 
 import doctest
@@ -17,7 +18,7 @@ from tests.scripts import ROOT, on_ranks
 
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-# From the hardware and checkpoint that a reader has to what is here.
+# The keys are the reader's hardware and checkpoint, and the values are those of this machine.
 SUBSTITUTIONS = {
     "black-forest-labs/FLUX.1-dev": str(ROOT / "zoo/flux/pipeline"),
     '"cuda"': '"cpu"',
@@ -25,7 +26,7 @@ SUBSTITUTIONS = {
     "height=1024, width=1024, num_inference_steps=28": (
         "height=64, width=64, num_inference_steps=2, max_sequence_length=16"
     ),
-    # Enough steps for a curve.
+    # The calibration needs enough steps for a curve.
     "height=1024, width=1024, num_inference_steps=50": (
         "height=64, width=64, num_inference_steps=8, max_sequence_length=16"
     ),
@@ -35,10 +36,10 @@ SUBSTITUTIONS = {
 
 
 def programs(page: str) -> list[str]:
-    """Return the Python blocks of a page, joined from one that initialises the process group to the next.
+    """Return the Python blocks of a page. Blocks are joined up to the next one that initialises the process group.
 
-    Two in one process would meet in the same store: a rank that is early the second time reads the other's old address
-    and waits for it for ever.
+    Two groups in one process would use the same store: a rank that is early the second time would read the other's old
+    address and wait for it for ever.
     """
     blocks: list[str] = []
     for block in BLOCK.findall((ROOT / page).read_text()):
@@ -49,12 +50,12 @@ def programs(page: str) -> list[str]:
     return blocks
 
 
-# Other tests of the default run cover what these two show, and each takes several seconds.
+# Other tests of the default run cover the content of these two pages, and each takes several seconds.
 LONG = ("docs/weights.md", "docs/cache.md")
 PROGRAMS = [
     pytest.param(program, id=f"{page}-{index}", marks=pytest.mark.long if page in LONG else ())
     for page in PAGES
-    if page != "docs/migration.md"  # its blocks stand each for itself: tests/test_migration.py
+    if page != "docs/migration.md"  # tests/test_migration.py runs its blocks, which are independent.
     for index, program in enumerate(programs(page))
 ]
 
@@ -82,9 +83,9 @@ def test_python_blocks_run_from_top_to_bottom(rank_pool, source, tmp_path):
     on_ranks(rank_pool, script)
 
 
-# Without the exit hook a script that ends right after a collective (tests/test_examples.py has one) aborts in one run
-# of four, and on a busy machine more rarely. What the hook is for can be seen each time: a thread that wants the GIL
-# when the interpreter begins to end still gets it.
+# Without the exit hook, a script that ends directly after a collective (tests/test_examples.py has one) aborts in one
+# run of four, and on a busy machine more rarely. The reason for the hook can be seen each time: a thread that wants the
+# GIL when the interpreter begins to end still gets it.
 LATE_THREAD = """
 import atexit, os, threading, time
 import torch

@@ -1,4 +1,6 @@
-"""Each example is one file that runs wherever para_core is installed, and gives what the unmodified pipeline gives."""
+"""Each example is one file that runs wherever para_core is installed, and gives the result of the unmodified
+pipeline.
+"""
 
 import ast
 import re
@@ -24,7 +26,7 @@ from zoo.video import PIPELINE as WAN
 EXAMPLES = sorted(ROOT.glob("*_examples/*.py"))
 PARALLEL, CACHE = ROOT / "parallel_examples", ROOT / "cache_examples"
 identify = {"ids": lambda path: f"{path.parent.name}/{path.stem}" if isinstance(path, Path) else None}
-# Examples of videos: the class, the size, the call's other arguments as the file says them.
+# These are the examples of videos: the class, the size, and the call's other arguments as the file has them.
 CAT = {"prompt": "a cat walks on the grass"}
 VIDEOS = {
     "run_wan": (
@@ -57,7 +59,7 @@ def test_help_shows_how_to_start_it(example, monkeypatch, capsys):
 
 
 def copied(example, folder):
-    """A copy of the example, which runs in its own folder and writes there."""
+    """Return a copy of the example, which runs in its own folder and writes there."""
     return Path(shutil.copy(example, folder))
 
 
@@ -71,7 +73,7 @@ def frames_of(path):
 
 
 def model_of(name, folder):
-    """The checkpoint on which an example runs here: a trained one of the repository, or a tiny one with random
+    """Return the checkpoint on which an example runs here: a trained one of the repository, or a tiny one with random
     weights.
     """
     if name not in RANDOM:
@@ -81,7 +83,7 @@ def model_of(name, folder):
 
 
 def unmodified(cls, model, prompt, **options):
-    """Generate with diffusers alone."""
+    """Return the output of diffusers alone."""
     pipe = getattr(diffusers, cls).from_pretrained(model, dtype=torch.float32, local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     with torch.no_grad():
@@ -100,7 +102,7 @@ def differences_in(printed):
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "start",
-    # The processes end right after their last collective: tests/test_docs.py says what may go wrong.
+    # The processes end directly after their last collective. tests/test_docs.py explains what may go wrong.
     [processes, pytest.param(under_torchrun, marks=pytest.mark.long)],
 )
 def test_own_model_example_is_exact_in_processes_of_its_own(start):
@@ -164,7 +166,7 @@ def test_video_examples_equal_the_unmodified_pipeline(rank_pool, name, tmp_path)
     diffusers.utils.export_to_gif(unmodified(cls, model, **sizes, **options).frames[0], str(tmp_path / "expected.gif"))
     videos = [frames_of(path) for path in (tmp_path / f"{name.removeprefix('run_')}.gif", tmp_path / "expected.gif")]
     assert len(videos[0]) == len(videos[1]) > 1
-    # Each frame has a palette of its own. A value that is rounded otherwise may choose another entry, or change the
+    # Each frame has its own palette. A value that is rounded in another way may choose another entry, or change the
     # palette of its frame. Videos of another seed or prompt differ in a fifth of all values, and by 17 on average.
     shares = [np.mean(frame != expected) for frame, expected in zip(*videos, strict=True)]
     assert np.median(shares) < 0.01

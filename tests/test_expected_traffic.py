@@ -1,5 +1,5 @@
-"""Bytes that each rank sends, against the prediction from one run of the unmodified model on one device:
-benchmarks.pipelines.latents.
+"""The bytes that each rank sends equal the prediction of benchmarks.pipelines.latents from one run of the unmodified
+model on one device.
 """
 
 import warnings
@@ -21,7 +21,7 @@ from zoo.tiny.transformers.registry import MODELS, SHELF
 
 pytestmark = pytest.mark.slow
 
-# (frames, height, width) in latent pixels: an odd number of tokens, and fewer than ranks.
+# The sizes (frames, height, width) in latent pixels give an odd number of tokens, and fewer than ranks.
 SIZES = [(3, 6, 10), (1, 2, 2)]
 
 
@@ -45,11 +45,11 @@ def count_in_models(names, shape):
     return sent
 
 
-# The first of each class; those of the shelf in the long run.
+# This is the first model of each class. Those of the shelf are in the long run.
 ONE_OF_EACH = list({model.cls: name for name, model in reversed(MODELS.items()) if name not in SHELF}.values())
 
 
-# The planner does not count what attention by heads exchanges.
+# The planner does not count the exchanges of attention by heads.
 COUNTED = [name for name in MODELS if name not in ("anyflow far", "kandinsky 6 sr", "wan animate 2")]
 
 
@@ -57,7 +57,7 @@ COUNTED = [name for name in MODELS if name not in ("anyflow far", "kandinsky 6 s
 @pytest.mark.parametrize(
     ("shape", "names"),
     [
-        # Beside them a model that makes as many attention calls as it is given images, and one of linear attention and
+        # In addition there are a model with as many attention calls as images, and one of linear attention and
         # convolutions.
         pytest.param((1, 1, 2), [*ONE_OF_EACH, "qwen-image 2.1", "sana"], id="ulysses 2"),
         pytest.param((1, 2, 1), ONE_OF_EACH, id="ring 2", marks=pytest.mark.long),
@@ -86,15 +86,15 @@ def test_every_transformer_sends_what_the_formula_says(rank_pool, shape, names):
 
 
 def test_output_of_too_few_tokens_is_gathered_beside_sharded_text(rank_pool):
-    size, model = SIZES[1], MODELS["flux"].build()  # 4 tokens of the image and 9 of text on 3 ranks
+    size, model = SIZES[1], MODELS["flux"].build()  # The image has 4 tokens and the text has 9, on 3 ranks.
     with observed(model, 1) as calls:
         call(model, "flux", size)
     for rank, sent in enumerate(rank_pool.run(count_in_models, 3, ["flux"], (1, 1, 3))):
         assert sent["flux", size] == sent_in_rounds([calls], MeshShape(ulysses=3), rank, apart=False)
 
 
-# Branches one after the other: two calls of a step, of one and of two models; none; in one batch; by a guider; in a
-# batch that the model takes apart; with keys that a first step caches.
+# The branches are called one after the other (two calls of a step, of one and of two models), absent, in one batch,
+# called by a guider, in a batch that the model separates, or use keys that a first step caches.
 GUIDED = ["wan", "wan 2.2", "hunyuan", "mochi", "hunyuan 1.5", "pixart, perturbed", "qwen-image 2.1"]
 
 
@@ -127,7 +127,9 @@ def test_ranks_that_share_branches_send_what_the_formula_says(rank_pool):
 
 
 def test_a_model_of_real_size_needs_no_weights():
-    """57 attention calls of 24 heads × 128 over 4096 + 512 tokens; 4096 tokens of 64 channels are gathered."""
+    """Check a model of real size, with 57 attention calls of 24 heads × 128 over 4096 + 512 tokens. 4096 tokens of 64
+    channels are gathered.
+    """
     row = predict(MeshShape(ulysses=2), workload("FLUX.1-dev"), machine_of("H100", None, 2))
     tokens, heads = 4608 // 2, 24 // 2
     assert row.sent == (57 * 4 * tokens * heads * 128 + 2048 * 64) * 2

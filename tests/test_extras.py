@@ -1,7 +1,7 @@
-"""Each extra alone, from a wheel: its commands run, and others say what is missing.
+"""With each extra alone, installed from a wheel, its commands run, and other commands name the missing package.
 
-An environment sees the packages that the extra requires, and theirs, as links to those of the environment that runs the
-tests. Nothing is downloaded; a required package that is not installed here is left out.
+An environment sees the packages that the extra requires, and their requirements, as links to the packages of the
+environment that runs the tests. Nothing is downloaded. A required package that is not installed here is left out.
 """
 
 import json
@@ -25,7 +25,7 @@ TINY_FLUX = str(ROOT / "zoo/flux/pipeline")
 GENERATE = ["generate", "--model", TINY_FLUX, "--prompt", "a", "--steps", "1", "--size", "32x32", "--out", "out"]
 
 
-# Runs command lines in one process: in a process each, importing torch would take most of the time.
+# Run command lines in one process, because importing torch in a process for each would take most of the time.
 COMMANDS = """
 import contextlib, io, json, sys
 from para_core.__main__ import main
@@ -47,7 +47,7 @@ print(json.dumps(results))
 
 
 def required(wheel: Path, extra: str) -> dict[str, metadata.Distribution]:
-    """Return the installed distributions that the wheel requires with this extra, and all that they require."""
+    """Return the installed distributions that the wheel requires with this extra, and all their requirements."""
     own = next(iter(metadata.distributions(path=[str(wheel)])))
     distributions: dict[str, metadata.Distribution] = {}
     left, done = [("para_core", extra)], set()
@@ -70,7 +70,7 @@ def required(wheel: Path, extra: str) -> dict[str, metadata.Distribution]:
 
 
 class Environment:
-    """A virtual environment with para_core and with what one extra brings."""
+    """A virtual environment with para_core and the packages of one extra."""
 
     def __init__(self, folder: Path, wheel: Path, extra: str) -> None:
         self.folder = folder
@@ -118,7 +118,7 @@ def require_misses(result: tuple[int, str, str], package: str, extra: str) -> No
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory, distributions):
-    """Make the environment of an extra, once."""
+    """Return a function that creates the environment of an extra once."""
     return cache(lambda extra: Environment(tmp_path_factory.mktemp(extra or "none"), distributions[1], extra))
 
 

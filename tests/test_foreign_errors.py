@@ -1,4 +1,4 @@
-"""The meaning of other libraries' exceptions, from the type, or from the message of each version."""
+"""The meaning of other libraries' exceptions, from their type or from the message of each version."""
 
 import time
 from datetime import timedelta
@@ -19,7 +19,7 @@ from para_core.foreign_errors import (
     sizes_that_differ,
 )
 
-# Messages of gloo, equal in torch 2.11, 2.13 and 2.15.
+# These messages of gloo are equal in torch 2.11, 2.13 and 2.15.
 TIMED_OUT = (
     "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to "
     "complete"
@@ -44,7 +44,7 @@ def test_sentences_of_gloo(sentence, closed):
     assert is_lost_connection(RuntimeError(sentence))
     assert is_closed_connection(RuntimeError(sentence)) is closed
     assert is_out_of_patience(RuntimeError(sentence)) is (sentence == TIMED_OUT)
-    # Errors of these types come from a file or socket that the user opened, and must not count as a lost connection.
+    # Errors of these types come from a user's file or socket, and must not count as a lost connection.
     assert not is_lost_connection(ValueError(sentence)) and not is_closed_connection(OSError(sentence))
 
 
@@ -112,12 +112,12 @@ def test_a_mask_of_another_length_is_a_mismatch(length, mismatch):
 @pytest.mark.parametrize(
     ("sentence", "numbers"),
     [
-        # torch 2.11 and 2.13
+        # This is the message of torch 2.11 and 2.13.
         (
             "block_mask was created for block_mask.shape=(1, 1, 8, 8) but got q_len=4 and kv_len=6. As the block mask",
             ["8", "4", "6"],
         ),
-        # torch 2.15
+        # This is the message of torch 2.15.
         (
             (
                 "block_mask was created for a smaller length than you're using it for, you likely need to create a new "

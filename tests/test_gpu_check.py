@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def one_machine(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # works where the host's name does not resolve
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # This works even if the host's name does not resolve.
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def run_here(tmp_path):
         section = importlib.import_module(next(section.path for section in SECTIONS if section.name == name))
         section.run(job)
         job.write("done")
-        # The limits of sections are checked against NEEDS: a section asks for nothing else.
+        # The limits of sections are checked against NEEDS, so a section must not ask for anything else.
         assert job.asked.items() <= section.NEEDS.items()
         return json.loads(job.file.read_text())
 
@@ -61,14 +61,14 @@ def verdicts(results):
     return {row["verdict"] for row in results["rows"] if "verdict" in row}
 
 
-# -- sections
+# -- Sections.
 
 
 @pytest.mark.parametrize("part", ["math", "flash"])
 def test_local_attention_is_as_exact_as_sdpa(run_here, part):
     results = run_here("local", part=part)
     assert verdicts(results) == {"ok"}
-    # dtypes × head dims × masks × layouts; in float32 two masks are one
+    # There are dtypes × head dims × masks × layouts. In float32 two masks are the same.
     assert len(results["rows"]) == (2 * 6 + 5) * 2 * 3
 
 
@@ -102,7 +102,7 @@ def test_gradients_of_both_layouts_are_compared(run_here, monkeypatch):
     assert {row["gradients"] for row in results["rows"] if row["kernel"] == "flash"} == {"right"}
     assert all("refused" in row for row in results["rows"] if row["kernel"] == "efficient")
 
-    # A kernel that reads out as if it were laid out otherwise, as the finding says of one.
+    # The kernel reads out in another layout, which the finding reports for one kernel.
     def misreads(inputs, lay_out):
         def as_it_reads(out):
             laid = lay_out(out)
@@ -122,7 +122,7 @@ def test_gradients_of_both_layouts_are_compared(run_here, monkeypatch):
 
 @pytest.mark.parametrize("kernel", list(gradients_16_bit.CUDA_KERNELS))
 def test_cuda_s_backward_operators_take_what_they_are_given(kernel):
-    """Meta tensors check the arguments only, not the results."""
+    """Check the arguments of CUDA's backward operators on meta tensors, which compute no results."""
     inputs = exact.make_inputs((2, 4, 32, 64), torch.float16, torch.device("meta"))
     for lay_out in gradients_16_bit.LAYOUTS.values():
         result = gradients_16_bit.CUDA_KERNELS[kernel](inputs, lay_out)
@@ -169,7 +169,7 @@ def test_small_kernels_are_exact_and_timed(run_here):
     assert {row["kernel"] for row in results["rows"]} == names
     assert len(results["rows"]) == len(names) * len(small_kernels.TINY)
     assert all(row["GB/s"] > 0 and row["ms of a copy"] > 0 for row in results["rows"])
-    # Query, key and value of 9 tokens, 8 heads × 16, 2 bytes each, read and written.
+    # Query, key and value of 9 tokens and 8 heads × 16 have 2 bytes per element, and are read and written.
     numbers = {row["kernel"]: row["bytes"] for row in results["rows"] if row["heads"] == 8}
     assert numbers["pack query, key, value"] == 2 * 3 * 9 * 8 * 16 * 2
     assert numbers["pack query, key, value as int8"] == 3 * 9 * 8 * (16 * 2 + 16 + 4)
@@ -229,7 +229,7 @@ def test_one_rank_s_share_is_told_by_phase(run_here):
     assert phases["ring 8"] >= {"pack", "attention", "merge"}
 
 
-# -- what sections measure with
+# -- The references of sections.
 
 
 def test_exact_attention_is_sdpa_in_float64():
@@ -265,7 +265,7 @@ def test_kernels_are_told_apart_by_name_and_place():
     assert timing.largest(kernels, 1) == [{"kernel": "CatArrayBatchedCopy", "calls": 1, "ms": 64.0}]
 
 
-# -- the runner
+# -- The runner.
 
 
 def section_that_does(tmp_path, monkeypatch, name, body):
@@ -287,7 +287,7 @@ def test_failing_section_stops_no_other(tmp_path, monkeypatch, capsys):
     }
     sections = [section_that_does(tmp_path, monkeypatch, name, body) for name, body in bodies.items()]
     results = run_all(tuple(sections[:2]), tmp_path / "out", device="cpu", tiny=True, seconds=200)
-    # The start of a process takes longer on a busy machine.
+    # A process takes longer to start on a busy machine.
     hangs = replace(sections[2], seconds=3 + 2 * max(report["seconds"] for report in results.values()))
     results |= run_all((hangs,), tmp_path / "out", device="cpu", tiny=True, seconds=200)
     assert {name: report["status"] for name, report in results.items()} == {
@@ -295,8 +295,8 @@ def test_failing_section_stops_no_other(tmp_path, monkeypatch, capsys):
     }  # fmt: skip
     assert "ValueError: as it was told" in results["raises"]["error"]
     assert "ended with 3" in results["dies"]["error"]
-    assert "hangs_section.py" in results["hangs"]["error"]  # where it hung
-    # Nor does what it had started, once the system has got round to ending it.
+    assert "hangs_section.py" in results["hangs"]["error"]  # The stack shows where it hung.
+    # The processes that it had started are gone too, as soon as the system has ended them.
     deadline = time.monotonic() + 60
     while lives(results["hangs"]["rows"][1]["pid"]):
         assert time.monotonic() < deadline
@@ -340,11 +340,11 @@ def test_make_runs_sections_with_named_python(tmp_path):
 def test_raising_rank_is_reported_and_results_kept():
     from benchmarks.gpu.processes import run_ranks
 
-    before = set(multiprocessing.active_children())  # the ranks of other tests stay
+    before = set(multiprocessing.active_children())  # The ranks of other tests stay.
     rows, errors = run_ranks(raise_on_rank_1, 2, device=CPU, backend="gloo", seconds=100)
     assert rows == [[{"found": 0}], [{"found": 1}]]
     assert "ZeroDivisionError" in errors[1]
-    assert 0 in errors  # it waited in a barrier
+    assert 0 in errors  # It waited in a barrier.
     assert set(multiprocessing.active_children()) <= before
 
 
@@ -370,7 +370,7 @@ def test_triton_kernel_is_compiled_in_a_pool_and_judged_under_interpreter(run_he
         "PyTorch",
     }
     assert not any("refused" in row for row in results["rows"])
-    # In float16: what is exact but for roundings, in one call and in four.
+    # In float16 the results are exact except for rounding, in one call and in four.
     errors = {row["way"]: row["error"] for row in results["rows"] if "way" in row and not row["is_causal"]}
     assert (
         max(errors["triton"], errors["triton, four continuing calls"])

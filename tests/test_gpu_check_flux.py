@@ -98,7 +98,7 @@ def test_little_free_memory_skips_section_with_need():
     flux.require_memory(int(31e9), int(80e9))
 
 
-# -- pipelines on two ranks
+# -- Pipelines on two ranks.
 
 
 def steps_of(part):
@@ -120,7 +120,7 @@ def test_whole_transformer_graph_on_two_ranks_equals_one(rank_pool):
 
 
 def steps_with(changed, part):
-    """A pipeline whose parallel run differs from that of one rank."""
+    """Return the steps of a pipeline whose parallel run differs from that of one rank."""
     original = two_ranks._parallel
 
     def parallel(*args, **kwargs):
@@ -167,13 +167,13 @@ def test_sections_of_ranks_run_in_processes_of_their_own(tmp_path, section, part
 
 
 def test_the_small_pipeline_is_no_identity():
-    """The result depends on each argument, so that a wrong shard of any of them is noticed."""
+    """Check that the result depends on each argument, so that a wrong shard of any of them is noticed."""
     pipe, call = flux.small_flux(CPU), flux.small_call(CPU)
     expected = pipe(**call)
     assert relative_error(expected, call["latents"]) > 0.1
     for name, x in call["conditions"].items():
         other = pipe(**{**call, "conditions": {**call["conditions"], name: x.flip(0) if name == "img_ids" else x + 1}})
-        # A rotation of all text by one place changes how it is seen from the image.
+        # A rotation of all text by one place changes its position relative to the image.
         assert relative_error(other, expected) > 1e-4, name
 
 

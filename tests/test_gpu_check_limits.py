@@ -1,4 +1,4 @@
-"""Limits of time in `make gpu-check`: of sections, of all of them, of what is resumed; and exit codes."""
+"""Time limits in `make gpu-check`, of sections, of all of them and of resumed runs, and the exit codes."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ def test_all_sections_fit_into_45_minutes():
     assert runner.ALL <= 45 * 60
     assert sum(section.seconds + runner._PATIENCE for section in SECTIONS) <= runner.ALL
     assert all(runner._LEAST <= section.seconds <= runner.LONGEST for section in SECTIONS)
-    # Also where a call has 9.5 minutes for everything.
+    # This also fits if a call has 9.5 minutes for everything.
     assert runner.LONGEST + 2 * runner._PATIENCE <= 9.6 * 60
 
 
@@ -76,7 +76,7 @@ def test_exit_code_is_1_for_wrong_numbers_only(monkeypatch, tmp_path, status, ve
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Sections that take ``used`` of their limit, on a clock of our own; collects (name, limit)."""
+    """Return sections that take ``used`` of their limit on a stand-in clock, and collect (name, limit)."""
     now, ran = [0.0], []
     monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
 
@@ -167,7 +167,7 @@ def test_attention_asks_for_time_before_each_way():
 
     def enough_time():
         checks.append(len(called))
-        return len(checks) <= 2  # of the size, and of its first way
+        return len(checks) <= 2  # The checks are of the size, and of its first way.
 
     rows = list(attention.measure([size], CPU, ways=ways, enough_time=enough_time))
     assert set(called) == {"first"}
@@ -197,7 +197,7 @@ def hang(device):
 def test_slow_compilation_is_named_and_stops_no_other(tmp_path):
     job = SectionJob("attention", CPU, True, tmp_path / "job.json", time.monotonic() + 600)
     tasks = [("fine", fine, ()), ("raises", raise_error, ()), ("hangs", hang, ())]
-    # The start of a process takes longer on a busy machine.
+    # A process takes longer to start on a busy machine.
     assert run_in_pool(job, tasks[:1], seconds=300.0) == {}
     limit = 20.0 + 3 * job.rows[0]["seconds"]
     missing = run_in_pool(job, tasks, seconds=limit)

@@ -1,4 +1,4 @@
-"""The benchmark of host cost: what it says is so, and each way runs."""
+"""The benchmark of host cost: its claims hold, and each way runs."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Importing para_core changes nothing outside of the package. What must remain is listed with its reason."""
+"""Importing para_core changes nothing outside the package. Unavoidable changes are listed with a reason."""
 
 import json
 import subprocess
@@ -9,18 +9,18 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# Operators that the package defines, in its own namespace. torch.library has no other way to put a function into a
+# The package defines operators in its own namespace, because torch.library has no other way to put a function into a
 # compiled graph.
 OWN_NAMESPACE = "para_core::"
 
 # gloo's threads need the GIL for a moment after the last collective, and a script that ends at once aborts without it
-# (pytorch/pytorch#190489). Sleeping for 50 ms gives it to them; nothing else of the process is touched.
+# (pytorch/pytorch#190489). Sleeping for 50 ms gives it to them. Nothing else of the process is changed.
 EXIT_HOOKS = ["time.sleep"]
 
 
 def observe(module, first=()):
-    """Import ``module`` in a fresh interpreter after the modules ``first``; return what that changed, by kind."""
-    # In this process everything has been imported already.
+    """Import ``module`` in a fresh interpreter after the modules ``first``. Return the changes by kind."""
+    # This process has imported everything already.
     program = subprocess.run(
         [sys.executable, "-m", "tests.observe_import", module],
         input=json.dumps(list(first)),
@@ -34,8 +34,8 @@ def observe(module, first=()):
 
 @pytest.fixture(scope="module")
 def changes():
-    """Return what importing para_core.adapters, which imports para_core, changes once all modules of other packages are
-    imported.
+    """Return the changes by importing para_core.adapters, which imports para_core, after all modules of other packages
+    were imported.
     """
     return observe("para_core.adapters", first=observe("para_core.adapters")["modules"])
 

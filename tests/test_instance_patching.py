@@ -25,7 +25,7 @@ class Greeter:
         self.name = "x"
 
     def __call__(self, greeting="hello", *, mark="!"):
-        """Greets."""
+        """Return the greeting and the name."""
         return f"{greeting} {self.name}{mark}"
 
 
@@ -92,7 +92,7 @@ def test_last_removal_restores_the_class():
     assert wrapper(wrapped, "__call__", "a") is None
     unwrap(wrapped, "b")
     assert type(wrapped) is Scaled
-    unwrap(wrapped, "b")  # nothing left to remove
+    unwrap(wrapped, "b")  # Nothing is left to remove.
 
 
 def test_wrappers_are_ordered_by_name():
@@ -247,7 +247,7 @@ def test_dir_of_a_wrapped_instance_is_what_it_was():
     wrap_method(greeter, "__call__", "twice", twice, order=WrapperPriority.PLAN)
     wrap_method(scaled, "forward", "plus_one", plus_one, order=WrapperPriority.PLAN)
     assert (dir(greeter), dir(scaled)) == before
-    # The private class is another object, and the same to every question but ``is``: docs/pipelines.md says so.
+    # The private class is another object, and only ``is`` can tell, as docs/pipelines.md says.
     assert type(greeter) is not Greeter
     assert type(greeter) == Greeter  # noqa: E721
     assert isinstance(greeter, Greeter)
@@ -272,15 +272,17 @@ def test_another_class_that_is_assigned_keeps_the_wrappers():
     unwrap(wrapped, "a")
     assert type(wrapped) is Derived
     assert wrapped(x) == 30
-    # A class that somebody kept, with its wrappers.
+    # A user may have kept the class, with its wrappers.
     wrapped.__class__ = private
     assert wrapped(x) == 4
-    # A graph runs the wrappers, too.
+    # A graph runs the wrappers too.
     assert torch.compile(other, backend="eager", fullgraph=True)(x) == 6
 
 
 def test_class_derived_from_a_wrapped_instance_is_shared_with_no_other():
-    """As FSDP2 and parametrizations do: a class is derived once for each class in a table, and assigned."""
+    """Check a class derived from a wrapped instance. FSDP2 and parametrizations derive one for each class in a table,
+    and assign it.
+    """
     table = {}
 
     def derive(instance):

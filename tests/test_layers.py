@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# A folder, or a file at the top of para_core or adapters. Rooms of one line do not import each other.
+# Each entry is a folder, or a file at the top of para_core or adapters. Rooms in one line do not import each other.
 LAYERS = (
     (
         "kernels",
@@ -47,13 +47,13 @@ LAYERS = (
     ("cli",),
     ("para_core/__main__.py",),
 )
-# An import that goes upwards, as (file, room), and its reason.
+# Each exception is an import that goes upwards, as (file, room), with its reason.
 EXCEPTIONS: dict[tuple[str, str], str] = {}
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 
 
 def module_files():
-    """Return the files of the library by the name under which they are imported."""
+    """Return the files of the library by their import name."""
     files = {}
     for top in ("para_core", "adapters", "fleet", "cli", "kernels"):
         for path in (ROOT / top).rglob("*.py"):
@@ -123,7 +123,7 @@ def test_an_upward_import_inside_a_function_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("top", ["adapters", "fleet", "cli"])
 def test_imports_of_files_have_no_cycle(top):
-    """Files of one folder have no import cycle at import time either."""
+    """Check that files of one folder have no import cycle at import time."""
     graph = {path: {target for target, _ in imported_by(path)} for path in FILES.values() if path.parts[0] == top}
     done, under_way = set(), []
 

@@ -1,5 +1,5 @@
-"""Every block of docs/migration.md runs on two ranks; a peer's where it is installed and runs. Its image is that of one
-plain pipeline, or the cached one.
+"""Every block of docs/migration.md runs on two ranks, those of a peer if it is installed and runs here. Its image is
+that of one plain pipeline, or the cached one.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def load():
     return pipe
 
 
-# A cache has to skip something.
+# The cache needs enough steps to skip some.
 STEPS = {"exact": 4, "cached": 28}
 
 
@@ -44,7 +44,7 @@ def latents(pipe, kind):
 
 def after(source, kind):
     pipe = load()
-    # diffusers asks how many accelerators there are; on a CPU that is none.
+    # diffusers reads the number of accelerators, which is 0 on a CPU.
     with mock.patch.object(torch.accelerator, "device_count", dist.get_world_size):
         exec(compile(source, "docs/migration.md", "exec"), {"pipe": pipe})
         return latents(pipe, kind)
@@ -52,17 +52,17 @@ def after(source, kind):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Generate with plain diffusers on one device, without a cache and with its First Block Cache."""
+    """Return the outputs of plain diffusers on one device, without a cache and with its First Block Cache."""
     pipe = load()
     exact, plain = latents(pipe, "exact"), latents(pipe, "cached")
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.12))
     cached = latents(pipe, "cached")
-    assert relative_error(cached, plain) > 1e-4  # it skipped something
+    assert relative_error(cached, plain) > 1e-4  # The cache skipped some steps.
     return {"exact": exact, "cached": cached}
 
 
 @pytest.mark.sample(1)
-@pytest.mark.filterwarnings("default")  # a peer's own
+@pytest.mark.filterwarnings("default")  # These are a peer's own warnings.
 @pytest.mark.parametrize(("peer", "kind", "source"), BLOCKS, ids=[f"{i}-{block[0]}" for i, block in enumerate(BLOCKS)])
 def test_a_block_generates_what_one_device_does(rank_pool, expected, peer, kind, source):
     if peer == "para_attn":

@@ -1,8 +1,7 @@
-"""Installing, in every way, from every folder: para_core and its parts are found, and other people's packages are not
+"""However and from whatever folder para_core is installed, its parts are found, and packages of other people are not
 hidden.
 
-The environments made here see the packages of the one that runs the tests through a .pth line, so nothing is
-downloaded.
+The environments see the packages of the one that runs the tests through a .pth line, so nothing is downloaded.
 """
 
 import importlib.metadata
@@ -24,7 +23,7 @@ from tests.distributions import FOLDERS, INSTALL, ROOT, copy_checkout, run
 
 pytestmark = pytest.mark.slow
 
-# Runs where the test says, and in a process spawned from there.
+# The probe runs where the test says, and in a process spawned from there.
 PROBE = """
 import multiprocessing, sys
 from pathlib import Path
@@ -65,13 +64,13 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment with para_core and with packages that are named kernels and adapters."""
+    """A virtual environment with para_core and with packages named kernels and adapters."""
 
     python: Path
     site_packages: Path
     checkout: Path
     elsewhere: Path
-    para_core: Path  # the folder that para_core and its parts were installed into
+    para_core: Path  # para_core and its parts were installed into this folder.
 
     def run(self, *args: str | Path, cwd: Path) -> str:
         return run(self.python, *args, cwd=cwd)
@@ -93,7 +92,7 @@ def environment(request, tmp_path_factory):
     run(sys.executable, "-m", "venv", "--without-pip", tmp / "venv", cwd=tmp)
     python = tmp / "venv" / "bin" / "python"
     site_packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp).strip())
-    # A directory named in a .pth file joins sys.path, but the .pth files in it (our own editable install) stay unread.
+    # A directory named in a .pth file joins sys.path, but the .pth files in it (of the editable install) stay unread.
     (site_packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
     for name in ("kernels", "adapters"):
         (site_packages / name).mkdir()
@@ -152,7 +151,7 @@ def test_links_of_a_published_repository(tmp_path):
     urls = call.call_args.kwargs["project_urls"]
     assert urls["Source"] == "https://example.org/para_core"
     assert all(url.startswith("https://example.org/para_core") for url in urls.values())
-    # Each names a file of the repository, or one of its pages.
+    # Each address names a file of the repository, or one of its pages.
     for url in urls.values():
         file = url.partition("/blob/main/")[2]
         assert not file or (ROOT / file).is_file()
@@ -196,7 +195,7 @@ def test_the_parts_are_found_under_torchrun(environment):
 
 
 def test_installing_adds_no_top_level_packages(environment):
-    # Without PyPI's packages: nobody answers to these names, unless it is the folder that Python was started in.
+    # PyPI's packages are absent, so these names are not found, except as the folder in which Python was started.
     code = "import importlib.util as u; print([n for n in ('kernels', 'adapters') if u.find_spec(n) is not None])"
     hidden = [environment.site_packages / name for name in ("kernels", "adapters")]
     for path in hidden:
@@ -213,7 +212,7 @@ def test_installing_adds_no_top_level_packages(environment):
 @pytest.mark.parametrize("environment", ["wheel"], indirect=True)
 def test_mypy_sees_the_types_of_an_installed_para_core(environment, tmp_path):
     (tmp_path / "user.py").write_text("from para_core.kernels.merge_reference import merge\n\nreveal_type(merge)\n")
-    # Torch is skipped: reading it takes most of a minute and is not what is asked.
+    # Skip torch: reading it takes most of a minute, and the test is not about it.
     (tmp_path / "mypy.ini").write_text(
         "[mypy-torch.*]\nfollow_imports = skip\n[mypy-diffusers.*]\nfollow_imports = skip\n"
     )
@@ -233,13 +232,13 @@ def test_tests_use_parts_of_the_checkout():
 
 
 def test_kernels_is_a_folder_and_no_package():
-    # With an __init__.py, PyPI's kernels would be hidden from everything that is started in the root.
+    # With an __init__.py, the folder would hide PyPI's kernels from everything that is started in the root.
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
 def test_diffusers_sees_no_kernels_package_in_checkout():
     import_utils = pytest.importorskip("diffusers.utils.import_utils")
-    assert importlib.util.find_spec("kernels") is not None  # this folder, or that of PyPI
+    assert importlib.util.find_spec("kernels") is not None  # It is this folder, or that of PyPI.
     try:
         importlib.metadata.version("kernels")
         installed = True

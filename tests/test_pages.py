@@ -1,5 +1,5 @@
-"""Tables of pages equal the JSON that a program of benchmarks/ wrote: each page is written again, and compared.
-Measures nothing.
+"""Tables of pages equal the JSON that a program of benchmarks/ wrote: each page is written again and compared. Measures
+nothing.
 """
 
 import ast

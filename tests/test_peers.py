@@ -1,4 +1,4 @@
-"""The parts of benchmarks/peers that a verdict rests on; no peer and no network is needed here."""
+"""The parts of benchmarks/peers that decide a verdict. They need no peer and no network."""
 
 import datetime
 import importlib
@@ -36,7 +36,7 @@ GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error [::1]:1: Conne
         ([done(2e-7, [0, 1]), done(3e-7, [2])], "exact"),
         ([done(2e-7, [0, 1]), done(2e-5, [2])], "wrong"),
         ([done(2e-7, [0, 1]), done(float("inf"), [2])], "wrong"),
-        ([done(2e-7, [0]), done(2e-7, [2])], "wrong"),  # nobody has token 1
+        ([done(2e-7, [0]), done(2e-7, [2])], "wrong"),  # No rank has token 1.
         ([done(2e-7, [0, 1, 2]), None], "hangs"),
         ([raised("ValueError: no"), None], "refused"),
         ([done(2e-7, [0, 1]), raised("AssertionError: Must be CUDA tensors")], "needs CUDA"),
@@ -137,7 +137,7 @@ def test_every_copy_of_text_counts_for_cosmos3():
 def test_stand_ins_are_attention(kind):
     q, k, v = (x.requires_grad_() for x in make_qkv(12, 4, H_kv=2 if kind == "shared heads" else None))
     visible = torch.rand(2, 1, 12, 12, generator=torch.Generator().manual_seed(0)) < 0.7
-    visible[:, :, 3] = False  # a row that sees nothing
+    visible[:, :, 3] = False  # This row sees no key.
     bias = {"bool": visible, "float": torch.where(visible, 0.5, -1.0)}.get(kind)
     expected = F.scaled_dot_product_attention(q, k, v, bias, is_causal=kind == "causal", enable_gqa=True)
     grad = make_qkv(12, 4, seed=1)[0]

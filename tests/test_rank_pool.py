@@ -71,7 +71,7 @@ def test_every_job_starts_fresh(pool):
     assert threads == 1
     _, drawn_again, _, group_again, _ = pool.run(make_mesh_and_draw, 2)[0]
     assert torch.equal(drawn, drawn_again)
-    # Counted from the start again: the groups of the job before are gone.
+    # Names count from the start again, so the groups of the previous job are gone.
     assert group == group_again
 
 
@@ -104,7 +104,7 @@ def test_exception_on_one_rank_shows_traceback_and_pool_recovers(pool):
 
 
 def test_expected_errors_are_returned_in_rank_order(pool):
-    check_works(pool)  # which starts the ranks, where no test before this one has
+    check_works(pool)  # This starts the ranks if no earlier test has.
     pids = pool.pids(2)
     errors = pool.run_expecting_errors(raise_on, 2, [0, 1])
     assert [str(error) for error in errors] == [f"rank {rank} has 7 tokens; expected 8" for rank in range(2)]
@@ -112,7 +112,7 @@ def test_expected_errors_are_returned_in_rank_order(pool):
     fine, error = pool.run_expecting_errors(raise_on, 2, [1])
     assert fine == "fine"
     assert isinstance(error, ValueError)
-    # Nobody was stuck, so nobody was replaced.
+    # No rank was stuck, so none was replaced.
     assert pool.pids(2) == pids
 
 
@@ -145,7 +145,7 @@ def test_a_function_without_an_importable_name_is_refused(pool, fn):
 
 
 def test_unimportable_module_fails_the_test(pool):
-    from tests import unimportable  # here, as the ranks import this file too
+    from tests import unimportable  # Import it here, because the ranks import this file too.
 
     with pytest.raises(RankPoolError, match="this module does not import on a rank") as caught:
         pool.run(unimportable.never_runs, 2)
@@ -167,7 +167,7 @@ def test_rank_raising_alone_is_reported_with_other_stack(pool):
     start = time.monotonic()
     with pytest.raises(RankPoolError, match=r"1 of 2 ranks, .*2 s ") as caught:
         pool.run(raise_on_one_while_the_other_waits, 2)
-    assert time.monotonic() - start < 30  # the grace, not the timeout of the group or of the pool
+    assert time.monotonic() - start < 30  # The grace ends the wait, not the time-out of the group or of the pool.
     assert "ValueError: rank 0 does not like this" in str(caught.value)
     assert "rank 1 is here:" in str(caught.value)
     assert "in wait_for_the_others" in str(caught.value)
@@ -207,7 +207,7 @@ def test_a_slow_job_that_beats_is_not_hung(pool):
 def die_on_one_rank(how):
     dist.barrier()
     if dist.get_rank() == 0:
-        time.sleep(1.0)  # until the other one waits
+        time.sleep(1.0)  # Wait until the other rank waits.
         how()
     wait_for_the_others()
 
@@ -221,7 +221,7 @@ def test_dying_rank_is_reported_with_exit_code(pool, how, code):
     start = time.monotonic()
     with pytest.raises(RankDied, match=rf"rank 0 died .*die_on_one_rank .*{code}") as caught:
         pool.run(die_on_one_rank, 2, how)
-    assert time.monotonic() - start < 40  # most of it is starting the ranks
+    assert time.monotonic() - start < 40  # Most of this time is the start of the ranks.
     # Rank 1 still waits, or was told already that its peer is gone.
     dead, other = re.split("rank 1 (?:is here|raised):", str(caught.value))
     assert "in wait_for_the_others" in other
@@ -258,7 +258,7 @@ def compile_quickly():
 
 @pytest.mark.long
 def test_compiling_is_progress(pool):
-    pool.run(compile_quickly, 2)  # imports Dynamo, which takes seconds and is no compiling
+    pool.run(compile_quickly, 2)  # This imports Dynamo, which takes seconds and does not count as compiling.
     for out in pool.run(compile_slowly, 2, timeout=3.0):
         assert torch.equal(out, torch.full((2,), 2.0))
 
@@ -376,7 +376,7 @@ def test_the_ranks_end_with_their_parent(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[1]}"}
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == -signal.SIGKILL, result.stderr
-    # It notices within a quarter of a second; going down takes Python and torch a moment on busy cores.
+    # The rank notices within a quarter of a second. Ending takes Python and torch a moment on busy cores.
     deadline = time.monotonic() + 30
     with pytest.raises(ProcessLookupError):
         while time.monotonic() < deadline:

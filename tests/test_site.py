@@ -64,7 +64,7 @@ def test_pages_open_without_errors_and_search_finds_words(site, browser, width):
     here = f"http://127.0.0.1:{server.server_address[1]}"
     for name in ("which_option", "measured/cache_quality", "api/para_core", "index"):
         page.goto(f"{here}/{name}.html")
-        # Tables and code scroll by themselves, never the page.
+        # Tables and code may scroll, but never the page.
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name
     if width < 1000:
         page.click("label[for=__search].md-header__button")
@@ -74,5 +74,5 @@ def test_pages_open_without_errors_and_search_finds_words(site, browser, width):
     server.shutdown()
     server.server_close()
     assert not errors
-    # Nothing is fetched from elsewhere; blob: and data: are the page's own.
+    # Nothing is fetched from elsewhere. blob: and data: belong to the page.
     assert not [url for url in urls if not url.startswith((here, "blob:", "data:"))]

@@ -28,6 +28,6 @@ def test_pipelines_are_found_by_what_they_take():
 def test_what_the_table_says_is_cached_was_tried():
     assert {adapter.transformer for adapter in ADAPTERS} == {model.cls for model in MODELS.values()}
     uncached = {adapter.transformer for adapter in ADAPTERS if adapter.blocks is None}
-    # Their blocks keep keys for later calls, which a block that is skipped would not write.
+    # Their blocks keep keys for later calls, which a skipped block would not write.
     assert uncached == {"AnyFlowFARTransformer3DModel", "WanAnimate2Transformer3DModel"}
     assert all(row(name)[5] == "no" for name in uncached)

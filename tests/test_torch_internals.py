@@ -1,7 +1,7 @@
-"""One canary per private name of torch: it fails on a version of torch that lacks the name or changes it, and says what
+"""A canary for each private name of torch: it fails if a version of torch lacks or changes the name, and says what
 breaks.
 
-Run with each supported torch: 2.11, 2.13, 2.15. Each test uses the name as para_core does, on one process.
+Run it with each supported torch: 2.11, 2.13, 2.15. Each test uses the name as para_core does, in one process.
 """
 
 import ast
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def world(tmp_path):
-    """Make a default group of this process alone."""
+    """Create a default group of this process alone."""
     if dist.is_initialized():
         pytest.fail("another test left a process group")
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
@@ -47,11 +47,11 @@ class Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# -- no private name elsewhere
+# -- No private names elsewhere.
 
 
 def private_names(source):
-    """Return the private names of torch that a module uses: imports, and attributes of what it imports from torch."""
+    """Return the private names of torch that a module uses: imports, and attributes of objects imported from torch."""
     tree, imported, names = ast.parse(source), {}, set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -81,7 +81,7 @@ def private_names(source):
     return names
 
 
-# torch itself allows no other spelling for these attributes, and they are written as often as read.
+# torch offers no other spelling for these attributes, and they are written as often as read.
 ATTRIBUTES = {
     "_base",
     "_buffers",
@@ -149,11 +149,13 @@ def test_importing_it_needs_no_fsdp_and_no_inductor():
     assert "fsdp" not in text and "_inductor" not in text and "_composable" not in text
 
 
-# -- process groups
+# -- Process groups.
 
 
 def test_world_pg_map_lists_the_groups(world):
-    """Without it groups are not found again by description: each model would make new communicators."""
+    """Check the names by which groups are found by description. Without them each model would create new
+    communicators.
+    """
     assert internals.process_groups() == [world]
     assert internals.is_registered(world)
     group = dist.new_group([0])
@@ -164,8 +166,8 @@ def test_world_pg_map_lists_the_groups(world):
 
 
 def test_new_process_group_helper_makes_a_usable_group(world):
-    """Without it ranks that made different numbers of groups before wait for each other for ever
-    (``find_or_make_group``).
+    """Check ``find_or_make_group``. Without it ranks with different numbers of earlier groups wait for each other for
+    ever.
     """
     timeout = timedelta(seconds=7)
     group = internals.new_process_group("a name", [0], description="a description", timeout=timeout)
@@ -176,14 +178,16 @@ def test_new_process_group_helper_makes_a_usable_group(world):
     dist.all_reduce(x := torch.ones(2), group=group)
     assert x.tolist() == [1.0, 1.0]
     assert internals.group_named("a name") is group
-    with pytest.raises(ValueError):  # torch takes a name once
+    with pytest.raises(ValueError):  # torch accepts a name once.
         internals.new_process_group("a name", [0], description="another")
     dist.destroy_process_group(group)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "fake", "cpu:gloo,cuda:gloo"])
 def test_backend_config_reads_the_backends_of_a_group(world, backend):
-    """Without it an NCCL group of some ranks would be split from the default one, which hangs."""
+    """Check the backends of a group. Without them an NCCL group of some ranks would be split from the default one,
+    which hangs.
+    """
     if backend == "fake":
         import torch.testing._internal.distributed.fake_pg  # noqa: F401
     assert internals._nccl_options_without_split(backend, timedelta(seconds=1)) is None
@@ -192,13 +196,15 @@ def test_backend_config_reads_the_backends_of_a_group(world, backend):
 
 
 def test_get_default_timeout_is_the_one_of_the_backend(world):
-    """Without it a group that is made without a timeout has none."""
+    """Check the default time-out. Without it a group created without a time-out has none."""
     group = internals.new_process_group("a name", [0], description="")
     assert internals.group_timeout(group) == internals.group_timeout(dist.new_group([0]))
 
 
 def test_device_types_and_get_backend_tell_what_moves_tensors(world):
-    """Without them NCCL is taken for gloo: the check for shared GPUs, host groups and links choose the wrong way."""
+    """Check what moves the tensors of a group. Otherwise NCCL is taken for gloo by the check for shared GPUs, host
+    groups and links.
+    """
     group = dist.new_group([0], backend="cpu:gloo,cuda:gloo")
     assert {device.type for device in internals.group_devices(group)} == {"cpu", "cuda"}
     assert internals.backend_of(group, CPU).name() == "gloo"
@@ -207,7 +213,7 @@ def test_device_types_and_get_backend_tell_what_moves_tensors(world):
 
 
 def test_set_pg_timeout_changes_the_timeout_of_a_group(world):
-    """Without it ``parallelize_pipe(timeout=...)`` does nothing."""
+    """Check the time-out of a group. Without this name ``parallelize_pipe(timeout=...)`` does nothing."""
     group = dist.new_group([0], timeout=timedelta(seconds=50))
     assert internals.group_timeout(group, CPU) == timedelta(seconds=50)
     internals.set_group_timeout(group, timedelta(seconds=9))
@@ -215,7 +221,7 @@ def test_set_pg_timeout_changes_the_timeout_of_a_group(world):
 
 
 def test_register_process_group_makes_a_group_known_by_name(world):
-    """Without it ``check_parallel`` cannot run collectives of virtual ranks."""
+    """Check that a group is known by name. Without this ``check_parallel`` cannot run collectives of virtual ranks."""
     group = dist.ProcessGroup(0, 1)
     with internals.registered_group_names({"virtual": group}):
         assert internals.group_named("virtual") is group
@@ -224,20 +230,22 @@ def test_register_process_group_makes_a_group_known_by_name(world):
 
 
 def test_default_store_counts(world):
-    """Without it links between stages reuse numbers, and failures are not told to other ranks."""
+    """Check the default store. Without it links between stages reuse numbers, and ranks do not learn of failures."""
     store = internals.default_store()
     assert [store.add("count", 1), store.add("count", 1)] == [1, 2]
 
 
 def test_abort_process_group_removes_groups(world):
-    """Without it a generation that failed on one rank leaves kernels that run for ever."""
+    """Check that groups can be aborted. Otherwise a generation that failed on one rank leaves kernels that run for
+    ever.
+    """
     groups = [dist.new_group([0]) for _ in range(2)]
     internals.abort_groups(groups)
     assert internals.process_groups() == [world]
 
 
 def test_nccl_backends_are_ended_together(world):
-    """Without _group_start and _group_end ending one communicator may wait for kernels of another."""
+    """Check _group_start and _group_end. Without them ending one communicator may wait for kernels of another."""
     calls = mock.Mock(**{"name.return_value": "nccl"})
     with (
         mock.patch.object(internals, "backend_of", lambda *_: calls),
@@ -258,15 +266,15 @@ def test_nccl_has_group_start_and_options_to_split():
 
 
 def test_wait_tensor_is_an_operator():
-    """Without it collectives of one graph are not kept in order."""
+    """Check the wait operator. Without it collectives of one graph are not kept in order."""
     assert internals.WAIT_TENSOR.name() == "_c10d_functional::wait_tensor"
 
 
-# -- FSDP2
+# -- FSDP2.
 
 
 def test_remove_fsdp_leaves_a_plain_module(world):
-    """Without the names of FSDP2's state ``unshard_weights`` leaves hooks and state behind."""
+    """Check the names of FSDP2's state. Without them ``unshard_weights`` leaves hooks and state on the module."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -284,11 +292,11 @@ def test_remove_fsdp_leaves_a_plain_module(world):
     assert fully_shard.state(module) is None
 
 
-# -- modes and subclasses
+# -- Modes and subclasses.
 
 
 def test_disable_torch_function_turns_modes_off():
-    """Without it our own operators would be intercepted by our own modes."""
+    """Check that modes can be disabled. Otherwise para_core's modes would intercept its own operators."""
     with Watch() as watch:
         with internals.DisableTorchFunction():
             Q + 1
@@ -299,7 +307,7 @@ def test_disable_torch_function_turns_modes_off():
 
 
 def test_disabled_torch_function_lets_a_subclass_through():
-    """Without it every function of torch on a deferred tensor runs Python."""
+    """Check that a subclass can bypass torch functions. Otherwise every function on a deferred tensor runs Python."""
 
     class Plain(Tensor):
         __torch_function__ = internals.disabled_torch_function
@@ -308,14 +316,14 @@ def test_disabled_torch_function_lets_a_subclass_through():
 
 
 def test_the_stack_of_function_modes():
-    """Without it attention under a user's mode would be intercepted in the wrong order."""
+    """Check the stack of modes. Without it attention under a user's mode would be intercepted in the wrong order."""
     assert internals.function_mode_stack() == []
     with Watch() as outer, Watch() as inner:
         assert internals.function_mode_stack() == [outer, inner]
 
 
 def test_torch_dispatch_mode_sees_operators():
-    """Without it the planner cannot observe a model."""
+    """Check the dispatch mode. Without it the planner cannot observe a model."""
     functions = []
 
     class Record(internals.TorchDispatchMode):
@@ -329,7 +337,7 @@ def test_torch_dispatch_mode_sees_operators():
 
 
 def test_make_wrapper_subclass_has_a_shape_and_no_memory():
-    """Without it there are no deferred tensors: guidance branches called one after the other cannot run on several
+    """Check deferred tensors. Without them guidance branches that are called one after the other cannot run on several
     ranks.
     """
 
@@ -346,18 +354,20 @@ def test_make_wrapper_subclass_has_a_shape_and_no_memory():
 
 
 def test_fake_tensors_compute_shapes():
-    """Without them the planner cannot count FLOPs and bytes of a model without its weights."""
+    """Check fake tensors. Without them the planner cannot count FLOPs and bytes of a model without its weights."""
     with internals.FakeTensorMode() as mode:
         x = torch.empty(3, 4) @ torch.empty(4, 5)
     assert isinstance(x, internals.FakeTensor) and x.fake_mode is mode
     assert x.shape == (3, 5)
 
 
-# -- operators
+# -- Operators.
 
 
 def test_classes_of_operators():
-    """Without them operators of other packages and operators that run functions are not recognized."""
+    """Check the classes of operators. Without them operators of other packages, and operators that run functions, are
+    not recognized.
+    """
     add = torch.ops.aten.add
     assert type(add.Tensor) is internals.OpOverload
     assert type(add) is internals.OpOverloadPacket
@@ -371,7 +381,7 @@ def test_classes_of_operators():
 
 
 def test_called_kernel_is_seen_by_modes():
-    """Without it the operators inside a custom operator are not counted."""
+    """Check that modes see a called kernel. Otherwise the operators inside a custom operator are not counted."""
     names = []
 
     @torch.library.custom_op("para_core_tests::triple", mutates_args=())
@@ -393,14 +403,16 @@ def test_called_kernel_is_seen_by_modes():
 
 
 def test_flex_attention_calls_its_operator():
-    """Without it flex_attention on several ranks attends to a rank's own tokens without an error."""
+    """Check the operator of flex_attention. Without it flex_attention attends to a rank's own tokens without an
+    error.
+    """
     module = import_module("torch.nn.attention.flex_attention")
     assert module.flex_attention_hop is internals.flex_attention_operator
     assert torch.ops.higher_order.flex_attention is internals.flex_attention_operator
 
 
 def test_adjust_crops_a_block_mask():
-    """Without it check_parallel cannot vary the length of a model that is given a BlockMask."""
+    """Check cropping of a BlockMask. Without it check_parallel cannot vary the length of a model that takes one."""
     mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 12, 12, device="cpu", BLOCK_SIZE=4)
     cropped = internals.crop_block_mask(mask, 11, 7)
     assert cropped.seq_lengths == (11, 7)
@@ -409,24 +421,28 @@ def test_adjust_crops_a_block_mask():
 
 
 def test_nested_compile_region_calls_its_operator():
-    """Without it nested_compile_region on several ranks attends to a rank's own tokens without an error."""
+    """Check the operator of nested_compile_region. Without it attention inside covers a rank's own tokens without an
+    error.
+    """
     assert isinstance(torch.ops.higher_order.invoke_subgraph, internals.InvokeSubgraphHOP)
 
 
 def test_schema_tells_names_and_aliases():
-    """Without it operators of flash-attn cannot be bound, and in-place ones not be told from others."""
+    """Check schemas. Without them operators of flash-attn cannot be bound, and in-place ones cannot be recognized."""
     schema = internals.schema_of(torch.ops.aten.add_.Tensor)
     assert (schema.name, schema.is_mutable, len(schema.arguments)) == ("aten::add_", True, 3)
     assert schema.returns[0].alias_info is not None
 
 
 def test_to_copy_is_what_to_calls():
-    """Without it a patch of PipeFusion that changes its dtype would be computed as a whole tensor."""
+    """Check the operator of ``to``. Without it a PipeFusion patch that changes its dtype would be computed as a whole
+    tensor.
+    """
     assert torch.equal(internals.to_copy(Q, dtype=torch.float64), Q.double())
 
 
 def test_flash_attention_on_the_cpu_returns_lse():
-    """Without it ring attention on the CPU has no backend."""
+    """Check flash attention on the CPU. Without it ring attention on the CPU has no backend."""
     out, lse = internals.flash_attention_on_cpu(Q, Q, Q)[:2]
     scores = Q.double() @ Q.double().transpose(-1, -2) / 8**0.5
     assert torch.allclose(out.double(), scores.softmax(-1) @ Q.double(), atol=1e-6)
@@ -434,7 +450,7 @@ def test_flash_attention_on_the_cpu_returns_lse():
 
 
 def test_flash_attention_on_the_cpu_has_a_gradient():
-    """Without it training over several ranks on the CPU does not work."""
+    """Check the gradient of flash attention. Without it training over several ranks on the CPU does not work."""
     q = Q.clone().requires_grad_()
     expected = torch.autograd.grad(F.scaled_dot_product_attention(q, Q, Q).sum(), q)[0]
     out, lse = internals.flash_attention_on_cpu(Q, Q, Q)[:2]
@@ -467,7 +483,7 @@ def test_flash_attention_on_the_cpu_has_a_gradient():
     ],
 )
 def test_attention_operators_of_a_gpu_take_these_arguments(operator, arguments):
-    """Without them ring attention on a GPU has no backend."""
+    """Check the attention operators of a GPU. Without them ring attention on a GPU has no backend."""
     schema = internals.schema_of(getattr(internals, operator))
     assert [argument.name for argument in schema.arguments] == arguments
     backward = internals.schema_of(getattr(internals, f"{operator}_backward"))
@@ -480,7 +496,9 @@ def test_attention_operators_of_a_gpu_take_these_arguments(operator, arguments):
 
 
 def test_fused_attention_functions_are_called_without_sdpa():
-    """Without them attention that no mode sees would be computed over a rank's own tokens without an error."""
+    """Check the fused attention functions. Without them, unseen attention would cover a rank's own tokens without an
+    error.
+    """
     assert len(internals.FUSED_ATTENTION_FUNCTIONS) == 6
     module = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     with Watch() as watch, torch.no_grad():
@@ -498,7 +516,9 @@ def test_fused_attention_functions_are_called_without_sdpa():
 
 
 def test_own_sdpa_is_known_if_it_was_replaced(monkeypatch):
-    """Without it a model whose SDPA a user has replaced would run on each rank's own tokens, without an error."""
+    """Check that a replaced SDPA is recognized. Otherwise its model would run on each rank's own tokens without an
+    error.
+    """
     own = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args: None)
     assert internals.scaled_dot_product_attention is own
@@ -506,7 +526,9 @@ def test_own_sdpa_is_known_if_it_was_replaced(monkeypatch):
 
 @pytest.mark.parametrize("function", internals.NORMALIZING_FUNCTIONS, ids=lambda function: function.__name__)
 def test_private_softmax_functions_are_seen_by_modes(function):
-    """Without them attention by hand with one of these functions would be computed without a warning."""
+    """Check the private softmax functions. Without them attention by hand that uses one would be computed without a
+    warning.
+    """
     arguments = {"_masked_softmax": (torch.zeros(2, 3, dtype=torch.bool), 1), "_safe_softmax": (-1,)}
     with Watch() as watch:
         function(torch.zeros(2, 3), *arguments.get(function.__name__, (-1, False)))
@@ -514,7 +536,9 @@ def test_private_softmax_functions_are_seen_by_modes(function):
 
 
 def test_modules_keep_their_hooks_under_these_names():
-    """Without them hooks of the user's own inside a parallel model are not found, and nothing says what they see."""
+    """Check the names of hooks. Without them a user's hooks inside a parallel model are not found, and no warning names
+    them.
+    """
     layer = nn.Linear(1, 1)
     hooks = layer.register_forward_pre_hook(print), layer.register_forward_hook(print)
     assert list(vars(layer)[internals.FORWARD_PRE_HOOKS]) == [hooks[0].id]
@@ -522,7 +546,7 @@ def test_modules_keep_their_hooks_under_these_names():
 
 
 def test_fused_sdp_choice_names_the_backend():
-    """Without it the backend that torch would choose is not known, and another one gives other numbers."""
+    """Check the backend that torch would choose. If it is unknown, another backend gives other numbers."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.MATH):
@@ -531,7 +555,7 @@ def test_fused_sdp_choice_names_the_backend():
 
 @pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "math"])
 def test_switches_of_attention_backends(name):
-    """Without them ``sdpa_kernel`` is ignored."""
+    """Check the switches. Without them ``sdpa_kernel`` is ignored."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backends = {
@@ -546,24 +570,28 @@ def test_switches_of_attention_backends(name):
 
 
 def test_autocast_of_any_device():
-    """Without it ring attention in autocast merges in another dtype than torch computes."""
+    """Check autocast. Without this, ring attention in autocast merges in another dtype than torch computes."""
     assert not internals.is_any_autocast_enabled()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert internals.is_any_autocast_enabled()
 
 
-# -- autograd
+# -- Autograd.
 
 
 def test_no_grad_calls_set_grad_enabled():
-    """Without it a reentrant checkpoint is not bound to the mode, and recomputes another function."""
+    """Check the call of no_grad. Otherwise a reentrant checkpoint is not bound to the mode, and recomputes another
+    function.
+    """
     with Watch() as watch, torch.no_grad():
         pass
     assert internals.set_grad_enabled in watch.functions
 
 
 def test_graph_task_id_tells_a_backward():
-    """Without it attention that a checkpoint recomputes in the backward is refused, or computed alone."""
+    """Check that a backward is recognized. Otherwise attention that a checkpoint recomputes is refused, or computed on
+    one rank only.
+    """
     ids = []
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: ids.append(internals.current_graph_task_id()))
@@ -573,7 +601,9 @@ def test_graph_task_id_tells_a_backward():
 
 
 def test_checkpoint_hooks_lead_to_their_frame():
-    """Without them a checkpoint is not bound to the mode, and recomputes attention over a rank's own tokens."""
+    """Check the hooks of a checkpoint. Without them it is not bound to the mode, and recomputes attention on a rank's
+    own tokens.
+    """
     frames = []
 
     def function(x):
@@ -588,7 +618,7 @@ def test_checkpoint_hooks_lead_to_their_frame():
 
 
 def test_marked_function_is_compiled_as_part_of_another_only():
-    """Without it a mode answers for another attribute of a tensor behind a graph break."""
+    """Check marked functions. Otherwise a mode answers for another attribute of a tensor after a graph break."""
     compiling = []
 
     @internals.no_frame_of_its_own
@@ -602,7 +632,7 @@ def test_marked_function_is_compiled_as_part_of_another_only():
 
 
 def test_all_hooks_are_listed_and_stay():
-    """Without them the checkpoints around the innermost one are not bound to the mode."""
+    """Check that all hooks are listed. Otherwise the checkpoints around the innermost one are not bound to the mode."""
     lists = []
 
     def function(x):
@@ -619,14 +649,18 @@ def test_all_hooks_are_listed_and_stay():
 
 
 def test_forward_ad_level():
-    """Without it tangents of attention over several ranks would be lost in silence."""
+    """Check the level of forward AD. Without it tangents of attention over several ranks would be lost without an
+    error.
+    """
     assert internals.forward_ad_globals[internals.FORWARD_AD_LEVEL] == -1
     with torch.autograd.forward_ad.dual_level():
         assert internals.forward_ad_globals[internals.FORWARD_AD_LEVEL] == 0
 
 
 def test_version_counts_changes_in_place():
-    """Without it a mask or a condition that is changed in place is taken for the one before."""
+    """Check the version counter. Without it a mask or condition that is changed in place is taken for the earlier
+    one.
+    """
     x = torch.zeros(2)
     before = internals.version_of(x)
     x += 1
@@ -634,24 +668,26 @@ def test_version_counts_changes_in_place():
 
 
 def test_owner_of_a_view():
-    """Without it each layer's view of a mask is reviewed anew."""
+    """Check the owner of a view. Without it the mask is reviewed again for each layer's view."""
     x = torch.zeros(2, 3)
     assert internals.owner_of(x[0][1:]) is x
     assert internals.owner_of(x) is x
 
 
 def test_storage_id_is_that_of_the_storage():
-    """Without it the planner counts the memory of views twice."""
+    """Check the storage id. Without it the planner counts the memory of views twice."""
     x = torch.zeros(2, 3)
     assert internals.storage_id(x.untyped_storage()) == internals.storage_id(x[1].untyped_storage())
     assert internals.storage_id(x.untyped_storage()) != internals.storage_id(torch.zeros(6).untyped_storage())
 
 
-# -- torch.func
+# -- torch.func.
 
 
 def test_transforms_of_torch_func():
-    """Without them vmap, jvp and second derivatives over several ranks give wrong numbers instead of errors."""
+    """Check transforms. Without them vmap, jvp and second derivatives over several ranks give wrong numbers instead of
+    errors.
+    """
     states = []
 
     def function(x):
@@ -672,12 +708,12 @@ def test_transforms_of_torch_func():
     assert states[0] == (internals.TransformType.Jvp, True)
 
 
-# -- torch.compile
+# -- torch.compile.
 
 
 def test_tracing_context_and_trace_id_exist_while_tracing():
-    """Without them a graph is taken for eager code: private classes compare equal, and switches are held by the wrong
-    trace.
+    """Check the tracing context. Without it a graph is taken for eager code: private classes compare equal, and the
+    wrong trace holds switches.
     """
     states = []
 
@@ -694,7 +730,7 @@ def test_tracing_context_and_trace_id_exist_while_tracing():
 
 
 def test_modes_can_be_entered_in_a_traced_branch():
-    """Without the function that allows side effects torch.cond with a mode inside does not compile."""
+    """Check that side effects are allowed. Otherwise torch.cond with a mode inside does not compile."""
 
     class Double(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -716,8 +752,8 @@ def test_modes_can_be_entered_in_a_traced_branch():
 
 
 def test_errors_of_dynamo_have_one_base():
-    """Without it a policy of the cache that cannot be compiled raises Dynamo's error instead of one that names the way
-    out.
+    """Check the base class. Without it a cache policy that cannot be compiled raises Dynamo's error instead of one with
+    a way out.
     """
     torch._dynamo.reset()
     with pytest.raises(internals.TorchDynamoException):
@@ -725,12 +761,12 @@ def test_errors_of_dynamo_have_one_base():
 
 
 def test_nonstrict_trace_traces_operators():
-    """Without it the VAE over several ranks is no whole graph."""
+    """Check nonstrict_trace. Without it the VAE over several ranks is no whole graph."""
     sizes = []
 
     @internals.nonstrict_trace
     def opaque(x):
-        sizes.append(x.shape)  # Dynamo would refuse it in a whole graph, or forget it
+        sizes.append(x.shape)  # Dynamo would refuse or forget this in a whole graph.
         return x * 3
 
     torch._dynamo.reset()
@@ -739,7 +775,9 @@ def test_nonstrict_trace_traces_operators():
 
 
 def test_attributes_of_compiled_modules():
-    """Without them compiled modules are taken for eager ones, and attention in their graphs is not intercepted."""
+    """Check the attributes. Without them compiled modules are taken for eager ones, and attention in their graphs is
+    not intercepted.
+    """
     module = nn.Linear(2, 2)
     assert getattr(module, internals.COMPILED_CALL) is None
     assert getattr(torch.compile(module, backend="eager"), internals.ORIGINAL_MODULE) is module
@@ -751,8 +789,8 @@ def test_attributes_of_compiled_modules():
 
 
 def test_the_original_of_a_compiled_call_keeps_its_attributes():
-    """Without it a module that was compiled before it became parallel is called twice, or a graph without the plan
-    runs.
+    """Check the original call. Without it a module that was compiled before it became parallel runs twice, or without
+    the plan.
     """
 
     def call(self, *args):
@@ -765,11 +803,11 @@ def test_the_original_of_a_compiled_call_keeps_its_attributes():
     assert getattr(original, "__func__", original).mark == "ours"
 
 
-# -- modules
+# -- Modules.
 
 
 def test_slots_of_a_module():
-    """Without them weights cannot be replaced while a block runs, nor modules be walked without cost."""
+    """Check the slots. Without them weights cannot be replaced while a block runs, and walking modules costs time."""
     module = nn.BatchNorm1d(3)
     assert list(internals.parameter_slots(module)) == ["weight", "bias"]
     internals.parameter_slots(module)["weight"] = weight = nn.Parameter(torch.full((3,), 2.0))
@@ -779,7 +817,7 @@ def test_slots_of_a_module():
 
 
 def test_forward_hooks_of_a_module():
-    """Without them the output of a model with hooks is foreseen wrongly."""
+    """Check forward hooks. Without them the output of a model with hooks is predicted wrongly."""
     module = nn.Linear(2, 2)
     hook = lambda module, args, output: None  # noqa: E731
     module.register_forward_hook(hook)
@@ -787,24 +825,26 @@ def test_forward_hooks_of_a_module():
 
 
 def test_calling_a_module_runs_the_method_with_hooks():
-    """Without it a plan that is attached to a module does not run."""
+    """Check the method that a call runs. Without it a plan on a module does not run."""
     module = nn.Linear(2, 2)
     setattr(module, internals.CALL_WITH_HOOKS, lambda x: "hooked")
     assert module(torch.ones(2)) == "hooked"
 
 
 def test_parse_to_reads_arguments_as_module_to_does():
-    """Without it moving sharded weights to another device or dtype fails in the next call, not in ``to``."""
+    """Check the parser. Without it moving sharded weights to another device or dtype fails in the next call, not in
+    ``to``.
+    """
     device, dtype, *_ = internals.parse_to("meta", torch.float16)
     assert (device, dtype) == (torch.device("meta"), torch.float16)
     assert internals.parse_to(dtype=torch.float64)[0] is None
 
 
-# -- nested containers
+# -- Nested containers.
 
 
 def test_pytree_flattens_and_maps():
-    """Without it arguments nested in dicts and lists are neither sharded nor checked."""
+    """Check pytrees. Without them arguments nested in dicts and lists are neither sharded nor checked."""
     tree = {"a": [1, (2, None)], "b": 3}
     leaves, spec = internals.tree_flatten(tree)
     assert leaves == internals.tree_leaves(tree)
@@ -813,11 +853,13 @@ def test_pytree_flattens_and_maps():
     assert internals.pytree.tree_map_only(int, str, tree) == {"a": ["1", ("2", None)], "b": "3"}
 
 
-# -- a dispatch key (more in tests/modes/test_dispatch_key.py)
+# -- A dispatch key (more in tests/modes/test_dispatch_key.py).
 
 
 def test_spare_dispatch_key_exists_and_is_unused():
-    """Without it a mode intercepts attention, and the host time of a FLUX transformer grows by a third."""
+    """Check the spare key. Without it a mode intercepts attention, and the host time of a FLUX transformer grows by a
+    third.
+    """
     name = "TESTING_ONLY_GenericWrapper"
     key = internals.SpareDispatchKey(name, {("aten", "mul.Tensor"): lambda x, y: x})
     assert key.is_available()

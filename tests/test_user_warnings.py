@@ -1,4 +1,4 @@
-"""Warnings to users: once per object and key, filtered by category, at the user's own line."""
+"""Warnings to users appear once per object and key, can be filtered by category, and point to the user's own line."""
 
 import warnings
 

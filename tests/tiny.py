@@ -1,6 +1,6 @@
-"""Tiny diffusers pipelines whose every parameter is random, the same in every process, and none of them zero.
+"""Tiny diffusers pipelines. All parameters are random, nonzero, and the same in every process.
 
-Zero or untrained parameters would hide what a wrong shard does: tests/adapters checks that these do not.
+Zero or untrained parameters would hide a wrong shard. tests/adapters checks that these do not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zoo.tiny.base import fill
 from zoo.tiny.pipelines.components import LATENT_CHANNELS, small_vae
 from zoo.tiny.pipelines.encoders import tokenizers
 
-# Two blocks of each kind are enough for residuals to pass from one list to the other.
+# Two blocks of each kind suffice for residuals to pass from one list to the other.
 _FLUX = {
     "num_layers": 2,
     "num_single_layers": 2,
@@ -62,7 +62,7 @@ def _encoders() -> dict[str, nn.Module]:
 
 
 def flux_transformer(seed: int = 1, **config: Any) -> FluxTransformer2DModel:
-    """2 double and 2 single blocks of 4 heads × 16."""
+    """Return a transformer of 2 double and 2 single blocks with 4 heads × 16."""
     return fill(FluxTransformer2DModel(**{**_FLUX, "in_channels": FLUX_CHANNELS, **config}), seed)
 
 
@@ -72,11 +72,11 @@ def flux_controlnet(seed: int = 5) -> FluxControlNetModel:
 
 
 def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **components: Any) -> Any:
-    """A pipeline with a transformer of its own.
+    """Return a pipeline with its own transformer.
 
     Args:
-        shared_parts: the text encoders and the VAE are those of every other pipe of this process.
-        components: in addition, or instead.
+        shared_parts: whether the text encoders and the VAE are those of all pipes of this process.
+        components: components to add or replace.
     """
     if "transformer" not in components:
         # A control image is as wide as the image. Fill adds the masked image and its mask, 4 × 4 pixels per latent
@@ -97,7 +97,7 @@ def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **componen
 
 
 def flux_call(**options: Any) -> dict[str, Any]:
-    """Arguments of a short call: 63 image and 13 text tokens, two steps, latents, a seed."""
+    """Return the arguments of a short call: 63 image and 13 text tokens, two steps, latents, a seed."""
     defaults = {
         "prompt": "a large red circle at the top left, on white",
         "height": 72,
@@ -112,7 +112,7 @@ def flux_call(**options: Any) -> dict[str, Any]:
 
 
 def flux_inputs(num_image: int, num_text: int, *, batch: int = 1, channels: int = FLUX_CHANNELS) -> dict[str, Tensor]:
-    """Arguments of one call of the transformer, positions in a row of ``num_image`` tokens."""
+    """Return the arguments of one call of the transformer, with positions in a row of ``num_image`` tokens."""
     generator = torch.Generator().manual_seed(num_image)
     ids = torch.zeros(num_image, 3)
     ids[:, 2] = torch.arange(num_image)
@@ -128,9 +128,7 @@ def flux_inputs(num_image: int, num_text: int, *, batch: int = 1, channels: int 
 
 @contextmanager
 def each_rank_alone() -> Iterator[None]:
-    """Inside, every attention call is computed on this rank's tokens only: what a plan without collectives would
-    give.
-    """
+    """Compute every attention call in this context on this rank's tokens only, as a plan without collectives would."""
 
     def attend_alone(over_mesh: MeshAttention, call: SdpaCall) -> Tensor:
         query, key, value, mask = call[:4]
@@ -146,15 +144,15 @@ def each_rank_alone() -> Iterator[None]:
 
 
 def _all_to_all_alone(x: Tensor, send_sizes: list[int], receive_sizes: list[int], dim: MeshDim) -> Tensor:
-    """An all-to-all in which other ranks send zeros."""
+    """Return the result of an all-to-all in which other ranks send zeros."""
     received = list(x.new_zeros(sum(receive_sizes)).split(receive_sizes))
     received[dim.index] = x.split(send_sizes)[dim.index]
     return torch.cat(received)
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """``‖out − expected‖ / ‖expected‖`` in float64; infinite where shapes differ, or a number is NaN (which max() would
-    pass over).
+    """Return ``‖out − expected‖ / ‖expected‖`` in float64, or infinity if shapes differ or a number is NaN, which max()
+    would pass over.
     """
     if out.shape != expected.shape:
         return math.inf
@@ -163,7 +161,7 @@ def relative_error(out: Tensor, expected: Tensor) -> float:
 
 
 def relative_errors(out: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """:func:`relative_error` by name; the names must be the same."""
+    """Return :func:`relative_error` by name. The names must be the same."""
     assert out.keys() == expected.keys()
     return {name: relative_error(out[name], expected[name]) for name in expected}
 

@@ -1,4 +1,4 @@
-"""For test_rank_pool.py: imports in pytest's process and in no other, as a test does whose import is broken on the
+"""A module for test_rank_pool.py that can be imported in pytest's process only, like a test whose import fails on the
 ranks.
 """
 
@@ -9,4 +9,4 @@ if multiprocessing.parent_process() is not None:
 
 
 def never_runs() -> None:
-    """The function that the ranks are asked for."""
+    """Do nothing. A test asks the ranks to run this function, which they cannot import."""
