@@ -1,9 +1,9 @@
 """Host cost and compile time of one rank in worlds of 8, 64 and 512 ranks:  python -m benchmarks.attention.large_worlds
 
-One process plays rank 0 with PyTorch's fake backend. Of each method: seconds of its CPU until forward and backward of a
-transformer are one graph each; and of one attention call in eager code, how many functions Python calls to plan it,
-once, and in every call after that. These are exact, on every machine; the milliseconds beside them are not. Writes
-benchmarks/results/far_worlds.json.
+One process is rank 0 with PyTorch's fake backend. For each method it measures the seconds of its CPU until forward and
+backward of a transformer are one graph each. For one attention call in eager code it counts the functions that Python
+calls to plan it once, and in every later call. The counts are exact on every machine, and the milliseconds next to them
+are not. Writes benchmarks/results/far_worlds.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from para_core import UnifiedAttnMode
 
 TOKENS_PER_RANK = 4
 LAYERS = 4
-# Ring and Ulysses ranks of a world, and options of the mode.
+# Each method has ring and Ulysses ranks of a world, and options of the mode.
 METHODS: Mapping[str, tuple[Callable[[int], tuple[int, int]], dict[str, Any]]] = {
     "Ulysses": (lambda world: (1, world), {}),
     "ring": (lambda world: (world, 1), {}),
@@ -67,7 +67,7 @@ def call(mesh: DeviceMesh, options: dict[str, Any]) -> dict[str, Any]:
 
     costs = []
     for measure in (calls_in_python, _milliseconds):
-        # A mode of its own: what is planned is kept by it.
+        # Use a new mode, because a mode keeps its plans.
         with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True, **options) as cp:
             cp.sequence(mesh.size() * TOKENS_PER_RANK)
             first = measure(attend)
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--no-record", action="store_true", help="write no file")
     args = parser.parse_args(arguments)
     costs = [cost for world in args.worlds for cost in in_world(world, list(METHODS), call)]
-    # What torch does once per process is not of any world.
+    # torch does this once per process, so it should not count for any world.
     torch.compile(nn.Linear(4, 4), backend="aot_eager")(torch.randn(2, 4)).sum().backward()
     traces = [cost for world in args.worlds for cost in in_world(world, args.trace, trace)]
     if not args.no_record:

@@ -5,9 +5,9 @@
 - eight_bits.json (docs/own_model.md): ``comm_dtype=torch.int8`` and ``torch.float8_e4m3fn``: one call of 1,024 tokens,
   8 heads of 64, in bfloat16 on two ranks: bytes that rank 0 sends, and the error against float32 on one device.
 
-Inputs are normal. "Outlier channel": one channel of the keys is 20 larger (times, for ``comm_dtype``) in all tokens;
-"outlier token": one key is 20 times as large; "peaked": queries are four times as large, so that few keys have all the
-weight. Measures no speed.
+Inputs are normal. "Outlier channel": one channel of the keys is larger by 20 (for ``comm_dtype``: 20 times as large) in
+all tokens. "Outlier token": one key is 20 times as large. "Peaked": queries are four times as large, so that few keys
+have all the weight. Measures no speed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MESHES = {"ring": (2, 1), "Ulysses": (1, 2)}
 SENT = {"bfloat16": None, "int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
-# -- attention with q·k in 8 bits
+# -- Attention with q·k in 8 bits.
 
 
 def inputs(data: str, head_dim: int) -> list[Tensor]:
@@ -84,7 +84,7 @@ def rows() -> list[dict[str, Any]]:
     return rows_of_errors
 
 
-# -- 8 bits between ranks
+# -- 8 bits between ranks.
 
 
 def attend(qkv: list[Tensor], mesh: tuple[int, int], comm_dtype: torch.dtype | None) -> tuple[Tensor, int]:
@@ -116,9 +116,9 @@ def measure_sent() -> list[dict[str, Any]]:
     return rows
 
 
-# -- tables
+# -- Tables.
 
-# The head dim and the measure of the JSON that the page shows.
+# The page shows this head dim and this measure of the JSON.
 SHOWN_DIM, SHOWN_ERROR = 128, "relative L1"
 
 

@@ -2,15 +2,15 @@
 
     python -m benchmarks.attention.mesh
 
-Sizes are so small that computing takes no time; what is left is what Python and the dispatcher take before a device has
-work.
+Sizes are so small that computing takes no time. What remains is the time of Python and the dispatcher before a device
+has work.
 
 - one call, on a fake group of 8 (one process, nobody is waited for) and on two gloo ranks: by hand, eager with and
   without the agreement between ranks, and compiled.
 - FLUX of 57 small blocks on a fake group of 8, against the unmodified model given as many tokens as a rank has.
 
-All ways of a part in turns, in one process, and their ratios of the same round. Writes
-benchmarks/results/host_cost.json, in which parts that are not measured stay as they are.
+All ways of a part run in turns in one process, and ratios are those of the same round. Writes
+benchmarks/results/host_cost.json. Parts that are not measured stay as they are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from para_core.plans.region import region_of
 from zoo.tiny.transformers.registry import MODELS
 
 # -- Ulysses and ring attention written by hand, for even sizes: no mask, no gradient, no check. Tensors are [B, H,
-# S_local, D], of a model that holds them as [B, S_local, H, D] in memory
+# S_local, D] of a model that has them as [B, S_local, H, D] in memory.
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -61,10 +61,11 @@ def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def ulysses_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGroup) -> Tensor:
-    """Attend over all tokens of a part of the heads: one all-to-all in, one out."""
+    """Attend over all tokens of a part of the heads, with one all-to-all before and one after."""
     ranks = group.size()
     batch, heads, tokens, width = query.shape
-    # [rank, S_local, B, 3, H_local, D]: what arrives is in the order of the tokens, and is used as it lies.
+    # The shape is [rank, S_local, B, 3, H_local, D]. The received parts are in the order of the tokens, and are used
+    # without a copy.
     parts = [x.view(batch, ranks, heads // ranks, tokens, width).permute(1, 3, 0, 2, 4) for x in (query, key, value)]
     entered = all_to_all(torch.stack(parts, dim=3), group)
     block = entered.view(ranks * tokens, batch, 3, heads // ranks, width).permute(2, 1, 3, 0, 4)
@@ -75,7 +76,7 @@ def ulysses_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: Process
 
 
 def shift(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to send ``x`` to the next rank; what waits for that of the one before."""
+    """Begin to send ``x`` to the next rank. Return a function that waits for the tensor of the previous rank."""
     ranks, rank = group.size(), group.rank()
     received = torch.empty_like(x)
     operations = [
@@ -110,11 +111,11 @@ def ring_by_hand(query: Tensor, key: Tensor, value: Tensor, *, group: ProcessGro
     return out.to(query.dtype)
 
 
-# -- measuring
+# -- Measuring.
 
 Way = Callable[[], Any]
 PARTS = ("fake", "gloo", "flux")
-# Attention calls one after the other in what is timed, and in a graph: as many as a step of FLUX has.
+# This number of attention calls is timed together, and is in a graph: as many as a step of FLUX has.
 CHAIN, ROUNDS = 57, 40
 
 
@@ -131,7 +132,7 @@ def measure(
     use the lowest.
 
     Args:
-        calls: in one go of a way.
+        calls: the number of calls in one run of a way.
     """
     seconds = in_turns(ways, rounds, clock, before)
     table = {}
@@ -151,11 +152,13 @@ def measure(
     return table
 
 
-# -- one call
+# -- One call.
 
 
 def attention_ways(ranks: int, *, agreement: bool) -> dict[str, Way]:
-    """Return a chain of attention calls in each way; ``agreement``: also with the exchange before each call."""
+    """Return a chain of attention calls in each way. With ``agreement``, also return ways with the exchange before each
+    call.
+    """
     group = dist.group.WORLD
     assert group is not None
     query, key, value = (torch.randn(1, 8, 8, 16).transpose(1, 2) for _ in range(3))
@@ -195,7 +198,7 @@ def measure_fake(rounds: int, ranks: int = 8) -> dict[str, Any]:
 
 
 def measure_ranks(rounds: int) -> dict[str, Any]:
-    """Measure one call on real ranks, until its result is there."""
+    """Measure one call on real ranks, until its result is complete."""
     with torch.no_grad():
         ways = attention_ways(dist.get_world_size(), agreement=True)
         rows = measure(ways, rounds, time.perf_counter, calls=CHAIN, base=by_hand_of, before=dist.barrier)
@@ -203,7 +206,7 @@ def measure_ranks(rounds: int) -> dict[str, Any]:
     return rows
 
 
-# -- FLUX
+# -- FLUX.
 
 
 def flux_inputs(text: int, image: int) -> dict[str, Any]:
@@ -213,17 +216,17 @@ def flux_inputs(text: int, image: int) -> dict[str, Any]:
 
 
 def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) -> dict[str, Way]:
-    """Return a step of the model in each way; ``text`` and ``image`` are the tokens of a rank."""
+    """Return a step of the model in each way. ``text`` and ``image`` are the tokens of a rank."""
     local, whole = flux_inputs(text, image), flux_inputs(ranks * text, ranks * image)
     group = dist.group.WORLD
     assert group is not None
 
     def twin() -> FluxTransformer2DModel:
-        """Return another instance on the same weights."""
+        """Return another instance with the same weights."""
         return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
     def by_hand_at_each_call(attend: Attend) -> Way:
-        """Put where diffusers calls attention, so that nothing is intercepted."""
+        """Replace the function by which diffusers calls attention, so that nothing is intercepted."""
         module = twin()
 
         def dispatch(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
@@ -239,7 +242,7 @@ def flux_ways(model: FluxTransformer2DModel, text: int, image: int, ranks: int) 
         module = parallelize_transformer(twin(), mesh=init_context_parallel_mesh("cpu", max_ring_dim_size=ring))
 
         def step() -> None:
-            with inputs_verified([region_of(module)]):  # as under a pipeline, which has compared its arguments
+            with inputs_verified([region_of(module)]):  # A pipeline has compared its arguments before.
                 module(**whole)
 
         return step
@@ -271,7 +274,7 @@ def measure_flux(
         return measure(ways, rounds, time.process_time, calls=1, base=lambda _: "unmodified")
 
 
-# -- all of it
+# -- All parts.
 
 
 def show(part: str, table: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,8 +1,9 @@
-"""The attention kernel beside PyTorch's backends on one GPU:  python -m benchmarks.attention.single_device
+"""The attention kernel next to PyTorch's backends on one GPU:  python -m benchmarks.attention.single_device
 
-TFLOP/s, GB/s, milliseconds and the error against float64; four continuing calls beside one; keys of which half are
-padding. Writes benchmarks/results/attention.json. ``--tiny --device cpu`` shows that it runs, by Triton's interpreter.
-``--hopper``: the Hopper tier instead, beside the portable kernel and PyTorch's; attention_hopper.json.
+Measures TFLOP/s, GB/s, milliseconds and the error relative to float64, four continuing calls next to one, and keys of
+which half are padding. Writes benchmarks/results/attention.json. ``--tiny --device cpu`` shows that it runs, with
+Triton's interpreter. ``--hopper`` measures the Hopper tier instead, next to the portable kernel and PyTorch's, and
+writes attention_hopper.json.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from benchmarks.gpu.processes import interpreted_on_cpu
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.harness import RESULTS, environment, parser_of, relative_error
 
-# The gaps between them are what matters: PyTorch's are measured in the same run.
+# The differences between the kernels matter, so PyTorch's are measured in the same run.
 PYTORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-# Queries that are compared with float64: all queries of a long sequence would need too much memory.
+# This many queries are compared with float64. All queries of a long sequence would need too much memory.
 QUERIES_OF_ERROR = 256
 
 
@@ -40,13 +41,13 @@ class Size:
 
     @property
     def flops(self) -> float:
-        """Return the floating-point operations of both matrix products; half of them with a causal mask."""
+        """Return the floating-point operations of both matrix products, which a causal mask halves."""
         full = 4.0 * self.batch * self.heads * self.tokens**2 * self.head_dim
         return full / 2 if self.is_causal else full
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of query, key, value and out, once each."""
+        """Return the bytes of query, key, value and out, counted once each."""
         return 4 * self.batch * self.heads * self.tokens * self.head_dim * getattr(torch, self.dtype).itemsize
 
 
@@ -61,7 +62,7 @@ TINY = (Size(40, 16, False, heads=1, dtype="float16"), Size(40, 16, True, heads=
 
 
 TINY_HOPPER = (Size(40, 64, False, heads=1, dtype="float16"), Size(48, 64, True, heads=1, dtype="float16"))
-# Ways of the Hopper tier are named so; one that gives roles to its warps says it behind.
+# Ways of the Hopper tier have this name, followed by a note if the warps have roles.
 HOPPER_WAY = "triton, Hopper tier"
 Ways = dict[str, Callable[[], Tensor]]
 WaysOfSize = Callable[[list[Tensor], Size], Ways]
@@ -70,10 +71,10 @@ WaysOfSize = Callable[[list[Tensor], Size], Ways]
 def measure(
     sizes: Sequence[Size], device: torch.device, *, ways: WaysOfSize, enough_time: Callable[[], bool] = lambda: True
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each way of each size; a way that refuses a size gives a row that says why.
+    """Yield a row for each way of each size. A way that refuses a size gives a row with the reason.
 
     Args:
-        enough_time: asked before each way; the row says so if there is not.
+        enough_time: a function called before each way. If it returns False, the row says so.
     """
     for size in sizes:
         if not enough_time():
@@ -89,7 +90,8 @@ def measure(
             try:
                 out = call()
                 times = milliseconds(call, device, repeats=3 if device.type == "cpu" else 10)
-            # Triton's own errors, as of a kernel that needs more shared memory than there is, are no RuntimeErrors.
+            # Triton's own errors are no RuntimeErrors, for example that of a kernel that needs more shared memory than
+            # there is.
             except Exception as error:
                 if is_fatal(error):
                     raise
@@ -111,7 +113,7 @@ def run_way(device: torch.device, size: Size, ways: WaysOfSize, name: str) -> No
 
 
 def triton_ways(sizes: Sequence[Size], device: torch.device, ways: WaysOfSize) -> list[tuple[Size, str]]:
-    """Return the ways of ``sizes`` that compile a Triton kernel; nothing is computed."""
+    """Return the ways of ``sizes`` that compile a Triton kernel. Nothing is computed."""
     tensor = torch.empty(1, 1, 1, 1, device=device)
     return [(size, name) for size in sizes for name in ways([tensor] * 3, size) if name.startswith("triton")]
 
@@ -177,7 +179,9 @@ def _of_pytorch(tensors: list[Tensor], size: Size) -> Ways:
 
 
 def in_four(tensors: list[Tensor], *, is_causal: bool) -> Tensor:
-    """Compute attention over four blocks of keys, each merged with those before, as a rank of a ring of 4."""
+    """Compute attention over four blocks of keys, and merge each with the previous ones, as a rank of a ring of 4
+    does.
+    """
     from para_core.kernels.attention import attention
 
     query, key, value = tensors
@@ -208,7 +212,7 @@ def _error(out: Tensor, exact: Tensor) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and write; return the exit code."""
+    """Measure and write. Return the exit code."""
     parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for Triton's interpreter")

@@ -1,7 +1,7 @@
 """Check on a CUDA device what the tests on CPUs cannot:  make gpu-check  or  python -m benchmarks.gpu
 
-Sections run one after the other; each writes benchmarks/results/gpu_check/<section>.json as it ends and stops no other.
-Exit code 0: all sections ended well or were skipped with a reason; 1: a number is wrong; 2: there is no GPU; 3:
+Sections run one after the other. Each one writes benchmarks/results/gpu_check/<section>.json as it ends, and stops no
+other. Exit code 0: all sections ended well or were skipped with a reason; 1: a number is wrong; 2: there is no GPU; 3:
 something failed or was killed, and no number is wrong. See docs/install.md.
 """
 
@@ -18,7 +18,7 @@ from benchmarks.harness import RESULTS, parser_of
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the sections that were asked for and return the exit code."""
+    """Run the requested sections, and return the exit code."""
     names = [section.name for section in SECTIONS]
     parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda", help="cpu: with --tiny, to see that the pieces run")
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     for section in SECTIONS:
         if section not in sections:
             print(f"{section.name}: skipped, not among --sections")
-    # So that processes that this one started end with it.
+    # End the processes that this one started with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     results = run_all(
         sections, args.output, device=args.device, tiny=args.tiny, seconds=60 * args.minutes, resume=args.resume

@@ -14,22 +14,22 @@ from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
 from para_core.attention.backend_selection import Backend
 from para_core.attention.local import local_attention_with_lse
 
-# Each kind of call is compiled for each head dim and dtype, which takes seconds: all masks for the most common, and
-# each other once.
+# Each kind of call is compiled for each head dim and dtype, which takes seconds. So the most common one has all masks,
+# and each other kind has one.
 CASES = [
     *[(torch.bfloat16, 128, mask) for mask in MASKS],
     *[(torch.bfloat16, head_dim, mask) for head_dim in (64, 36, 96, 256) for mask in ("none", "causal")],
     (torch.float16, 128, "none"),
     (torch.float32, 64, "bool full"),
 ]
-# No bfloat16: Triton's interpreter truncates to it where a GPU rounds.
-# In 8 bits, which is not exact: of out and of lse, for normal tensors (docs/kernels.md has 0.01).
+# There is no bfloat16, because Triton's interpreter truncates to it where a GPU rounds. In 8 bits, which is not exact,
+# the bounds are for out and lse of normal tensors (docs/kernels.md has 0.01).
 INT8_CASES = [(torch.bfloat16, 128, "none"), (torch.float16, 64, "causal"), (torch.bfloat16, 256, "bool full")]
 INT8_BOUND = 0.03
 TINY_CASES = [(torch.float16, 8, "none"), (torch.float16, 8, "bool full"), (torch.float32, 8, "causal")]
 SIZES = (Size(4096, 128, False), Size(16384, 128, False), Size(16384, 128, True), Size(4096, 64, False))
-# Seconds of compiling in a pool of processes: 35 kernels of 5 to 20 s each on up to 12 cores; of errors; and of
-# timings, 6 ways of each size.
+# These are seconds of compiling in a pool of processes (35 kernels of 5 to 20 s each on up to 12 cores), of errors, and
+# of timings (6 ways of each size).
 COMPILE, WAY = 90.0, 2.0
 NEEDS = {"compile": COMPILE, "errors": 30.0, "sizes": len(SIZES) * 6 * WAY}
 
@@ -43,7 +43,7 @@ def run(job: SectionJob) -> None:
     with interpreted_on_cpu(job.device):
         for case in cases:
             row = {"backend": case[0], "dtype": str(case[1]).removeprefix("torch."), "D": case[2], "mask": case[3]}
-            if not job.tiny and job.seconds_left < NEEDS["sizes"]:  # which are kept for the timings
+            if not job.tiny and job.seconds_left < NEEDS["sizes"]:  # This time is kept for the timings.
                 job.run_out(f"errors of {row}")
             else:
                 job.measure(_compare, _inputs(job.device, case, job.tiny), case[0], **row)
@@ -59,7 +59,7 @@ def compile_ways(job: SectionJob, sizes: Sequence[Size], ways: WaysOfSize, tasks
         return
     named = triton_ways(sizes, job.device, ways)
     tasks = [*tasks, *((f"{name}, {size}", run_way, (size, ways, name)) for size, name in named)]
-    # Triton's interpreter compiles nothing: on a CPU one task shows that the pool runs.
+    # Triton's interpreter compiles nothing, so on a CPU one task shows that the pool runs.
     run_in_pool(job, tasks[:1] if job.device.type == "cpu" else tasks, 100.0 if job.tiny else COMPILE)
 
 
@@ -73,7 +73,7 @@ def timings(job: SectionJob, sizes: Sequence[Size], ways: WaysOfSize, seconds: f
             yield row
 
 
-# Backend, dtype, head dim and mask.
+# A case has backend, dtype, head dim and mask.
 Case = tuple[Backend, torch.dtype, int, str]
 
 

@@ -1,7 +1,8 @@
-"""The Hopper tier of attention, which no call takes by itself: errors and speed beside the portable kernel, flash and
+"""The Hopper tier of attention, which no call uses unasked: errors and speed, next to the portable kernel, flash and
 cuDNN.
 
-A section of its own: what has never run on a device may hang, and is to take nothing with it.
+It is a section of its own, because code that has never run on a device may hang, and should not take other results with
+it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from benchmarks.gpu.attention import COMPILE, compile_ways, timings
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, SectionSkipped
 from benchmarks.gpu.processes import interpreted_on_cpu
 
-# The most important sizes come first: each kind of call is compiled for each way, which takes seconds.
+# The most important sizes come first, because each kind of call is compiled for each way, which takes seconds.
 SIZES = (Size(16384, 128, False), Size(16384, 128, True), Size(4096, 64, False), Size(4096, 256, False))
 
-# Seconds of compiling in a pool of processes, and of timings, 5 ways of each size.
+# These are seconds of compiling in a pool of processes, and of timings (5 ways of each size).
 WAY = 3.0
 NEEDS = {"compile": COMPILE, "sizes": len(SIZES) * 5 * WAY}
 

@@ -1,4 +1,4 @@
-"""Facts about the machine, and the first use of the CUDA libraries, which later sections then do not pay for."""
+"""Facts about the machine, and the first use of the CUDA libraries, so that later sections need not wait for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.timing import synchronize
 from benchmarks.harness import relative_error
 
-# Libraries of several GB from a cold disk.
+# Libraries of several GB may come from a cold disk.
 NEEDS = {"first use of the libraries": 95.0}
-BOUND = 1e-2  # of bfloat16 products
+BOUND = 1e-2  # This is the bound for bfloat16 products.
 
 
 def run(job: SectionJob) -> None:

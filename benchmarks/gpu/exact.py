@@ -1,4 +1,4 @@
-"""Attention in float64, as its formula says, and how far from it a result may be."""
+"""Attention in float64, by its formula, and the allowed error of a result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.gpu.job import OK, WRONG
 from benchmarks.harness import relative_error
 from para_core.attention.backends import LocalAttentionCall
 
-# lse is float32 in all kernels: how far their sums and exponentials are off, whatever the dtype of query.
+# lse is float32 in all kernels, so this bounds their sums and exponentials, whatever the dtype of query.
 LSE_BOUND = 1e-4
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one attention call: ``[B, H, S, D]``; ``mask`` is 4-D, bool or float, or None."""
+    """The tensors of one attention call: ``[B, H, S, D]``. ``mask`` has 4 dims and is bool or float, or it is None."""
 
     query: Tensor
     key: Tensor
@@ -54,7 +54,7 @@ def make_inputs(
     key_heads: int | None = None,
     seed: int = 0,
 ) -> Inputs:
-    """Return normal numbers, the same in every process. Each query sees a key.
+    """Return normal numbers that are the same in every process. Each query sees a key.
 
     Args:
         shape: ``[B, H, S, D]``.
@@ -92,7 +92,9 @@ def _mask(kind: str, shape: tuple[int, int, int, int], dtype: torch.dtype, gener
 
 @dataclass(frozen=True)
 class Results:
-    """Results of a call: ``out``, the gradients, and ``lse`` if it is returned. None: not computed."""
+    """The results of a call: ``out``, the gradients, and ``lse`` if it is returned. None means that it was not
+    computed.
+    """
 
     out: Tensor
     dq: Tensor | None = None
@@ -101,7 +103,7 @@ class Results:
     lse: Tensor | None = None
 
     def errors(self, exact: Results) -> dict[str, float]:
-        """Return ‖x − exact‖ / ‖exact‖ of each result that is there."""
+        """Return ‖x − exact‖ / ‖exact‖ of each computed result."""
         pairs = {name: (getattr(self, name), getattr(exact, name)) for name in ("out", "lse", "dq", "dk", "dv")}
         return {name: relative_error(x, y) for name, (x, y) in pairs.items() if x is not None}
 
@@ -125,23 +127,24 @@ def exact(inputs: Inputs) -> Results:
 
 def sdpa(inputs: Inputs) -> Results:
     """Return PyTorch's SDPA in the dtype of the inputs, under the switches of the caller."""
-    # detach would keep the strides as well, and share the memory that another call's autograd may want.
+    # detach would keep the strides and share the memory, which another call's autograd may need.
     query, key, value = (x.detach().requires_grad_() for x in inputs.qkv)
     mask = inputs.mask
     if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(query.dtype)  # fused kernels on CUDA take no other
+        mask = mask.to(query.dtype)  # Fused kernels on CUDA accept no other mask.
     grouped = inputs.heads_per_key_head > 1
     out = F.scaled_dot_product_attention(query, key, value, mask, is_causal=inputs.is_causal, enable_gqa=grouped)
     out.backward(inputs.grad_out)
     return Results(out.detach(), query.grad, key.grad, value.grad)
 
 
-# Three times SDPA's usual error in 16 bits. A larger error of SDPA is not rounding, so it does not raise our bound.
+# This is three times SDPA's usual error in 16 bits. A larger error of SDPA is not rounding, so it does not raise the
+# bound.
 OWN_AT_MOST = 0.01
 
 
 def judge(errors: dict[str, float], own: dict[str, float], dtype: torch.dtype) -> str:
-    """Return ``ok`` if each error is at most twice SDPA's own, plus a slack, because SDPA's may be nearly 0."""
+    """Return ``ok`` if each error is at most twice SDPA's own plus a slack, because SDPA's may be nearly 0."""
     slack = max(torch.finfo(dtype).eps / 16, 1e-6)
     bounds = {name: LSE_BOUND if name == "lse" else 2 * min(own[name], OWN_AT_MOST) + slack for name in errors}
     return OK if all(error <= bounds[name] for name, error in errors.items()) else WRONG

@@ -1,7 +1,7 @@
-"""FLUX.1-dev's transformer with random weights, at 1024 × 1024: time per step, and how much of it is the host's.
+"""FLUX.1-dev's transformer with random weights at 1024 × 1024: the time of a step, and the host's share of it.
 
-The transformer of diffusers if that is installed, else the same in plain PyTorch (flux_model.py). Compiled variants
-come last: they take longest, and are left out first.
+It is the transformer of diffusers if that is installed, else the same in plain PyTorch (flux_model.py). Compiled
+variants come last, because they take longest and may be left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu.timing import milliseconds, synchronize
 from benchmarks.harness import relative_error
 from para_core import init_context_parallel_mesh, model_cache_report, remove_cache
 
-# The published sizes.
+# These are the published sizes.
 REAL: dict[str, Any] = {size.name: size.default for size in signature(FluxTransformer2DModel).parameters.values()}
 TINY = {
     **REAL,
@@ -42,17 +42,17 @@ TINY = {
 STEPS = 15.0  # seconds
 BLOCKS = 2 * 10.0 + STEPS
 ONE_GRAPH = 2 * 67.4 + STEPS
-# 12 billion parameters of 2 bytes are 23.8 GB; activations, workspaces and CUDA graphs need the rest.
+# 12 billion parameters of 2 bytes are 23.8 GB. Activations, workspaces and CUDA graphs need the rest.
 LEAST_FREE = 30e9  # bytes
-# Bound for bfloat16: compiled kernels round in other places, which adds up over 57 blocks. A step with wrong attention
-# has a larger error.
+# Compiled kernels in bfloat16 round in other places, which adds up over 57 blocks. A step with wrong attention has a
+# larger error.
 BOUND = 0.1
 
 
 def has_diffusers() -> bool:
     try:
         from diffusers import FluxTransformer2DModel  # noqa: F401
-    except (ImportError, RuntimeError):  # diffusers raises RuntimeError if what it imports does not import
+    except (ImportError, RuntimeError):  # diffusers raises RuntimeError if a module that it imports does not import.
         return False
     return True
 
@@ -82,7 +82,8 @@ def flux_transformer(device: torch.device, *, tiny: bool) -> Any:
 
 
 def flux_inputs(device: torch.device, *, tiny: bool) -> dict[str, Tensor]:
-    side, text, config = (4, 5, TINY) if tiny else (64, 512, REAL)  # 4,096 tokens of the image and 512 of text
+    # There are 4,096 tokens of the image and 512 of text.
+    side, text, config = (4, 5, TINY) if tiny else (64, 512, REAL)
     generator = torch.Generator().manual_seed(1)
 
     def normal(*shape: int) -> Tensor:
@@ -165,7 +166,7 @@ def cached(transformer: Any, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def compiled(transformer: Any, kind: str, device: torch.device) -> Iterator[Callable[..., Any]]:
-    """Yield what to call for ``transformer`` compiled as ``kind`` says, and undo it."""
+    """Yield the compiled form of ``transformer`` for this ``kind``, and undo the compilation."""
     # Inductor would take minutes on a CPU.
     backend = {"backend": "eager"} if device.type == "cpu" else {}
     try:
@@ -181,13 +182,13 @@ def compiled(transformer: Any, kind: str, device: torch.device) -> Iterator[Call
     finally:
         for module in transformer.modules():
             if module._compiled_call_impl is not None:
-                module._compiled_call_impl = None  # set by nn.Module.compile, which has no inverse
+                module._compiled_call_impl = None  # nn.Module.compile sets it, and has no inverse.
         torch.compiler.reset()
 
 
 Way = Callable[[Any, torch.device], Any]
 # The most common variants come first. A cache and CUDA graphs do not combine: the cache's state would be outputs of a
-# graph, which the next run of that graph overwrites.
+# graph, which its next run overwrites.
 VARIANTS: tuple[tuple[Way, str], ...] = (
     (plain, "eager"),
     (parallel, "eager"),
@@ -207,7 +208,7 @@ def variant_name(way: Way, kind: str) -> str:
 
 
 _BY_KIND = {"eager": STEPS, "blocks": BLOCKS, "one graph": ONE_GRAPH, "reduce-overhead": ONE_GRAPH}
-# Seconds that each step of the section is allowed.
+# These are the allowed seconds of each step of the section.
 NEEDS = {"the model": 20.0, **{variant_name(way, kind): _BY_KIND[kind] for way, kind in VARIANTS}}
 
 
@@ -247,7 +248,7 @@ def _timed(
     error = relative_error(step(), expected)
     synchronize(job.device)
     first = time.monotonic() - began
-    # A cache's other kind of step, and the recording of a CUDA graph, are not measured.
+    # The other kind of step of a cache, and the recording of a CUDA graph, are not measured.
     for _ in range(2):
         steps()
     if job.device.type == "cuda":
@@ -262,7 +263,7 @@ def _timed(
     }
     if per_call > 1:
         report = model_cache_report(transformer)
-        if report.rows:  # a graph keeps none
+        if report.rows:  # A graph keeps no rows.
             row["steps skipped"] = f"{report.hits} of {len(report.rows)}"
     if job.device.type == "cuda":
         row["peak GB"] = round(torch.cuda.max_memory_allocated(job.device) / 1e9, 2)
@@ -316,7 +317,7 @@ class SmallFluxPipeline:
 
 
 def small_flux(device: torch.device, *, blocks: tuple[int, int] = (3, 3)) -> SmallFluxPipeline:
-    """Return a pipeline in float32 with the same random weights on every rank, without a zero among them."""
+    """Return a pipeline in float32 whose random weights are nonzero and equal on every rank."""
     config = {**TINY, "num_layers": blocks[0], "num_single_layers": blocks[1]}
     transformer = FluxTransformer2DModel(**config)
     generator = torch.Generator().manual_seed(0)
@@ -328,7 +329,7 @@ def small_flux(device: torch.device, *, blocks: tuple[int, int] = (3, 3)) -> Sma
 
 
 def small_call(device: torch.device, *, steps: int = 8, seed: int = 0) -> dict[str, Any]:
-    """Return the arguments of one generation: 20 image tokens and 5 text tokens, an uneven number."""
+    """Return the arguments of one generation with uneven numbers of tokens: 20 of the image and 5 of text."""
     conditions = {name: x.float() for name, x in flux_inputs(device, tiny=True).items()}
     shape = conditions.pop("hidden_states").shape
     del conditions["timestep"]

@@ -18,10 +18,10 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class FluxTransformer2DModel(nn.Module):
-    """The transformer of FLUX.1-dev; the defaults are its published sizes (12 billion parameters).
+    """The transformer of FLUX.1-dev. The defaults are its published sizes (12 billion parameters).
 
     Args:
-        axes_dims_rope: rotary dims of each column of the ids; they add up to ``attention_head_dim``.
+        axes_dims_rope: rotary dims of each column of the ids. Their sum is ``attention_head_dim``.
     """
 
     _repeated_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
@@ -78,8 +78,8 @@ class FluxTransformer2DModel(nn.Module):
         Args:
             hidden_states: ``[B, S_image, in_channels]``.
             encoder_hidden_states: ``[B, S_text, joint_attention_dim]``.
-            img_ids, txt_ids: ``[S, axes]``, positions.
-            timestep, guidance: ``[B]``; the timestep in 0 … 1.
+            img_ids, txt_ids: positions, ``[S, axes]``.
+            timestep, guidance: ``[B]``. The timestep is in 0 … 1.
         """
         if return_dict:
             raise ValueError("return_dict=True needs diffusers; expected False.")
@@ -151,7 +151,7 @@ def _after_attention(
 
 
 class _Attention(nn.Module):
-    """Attention with RMS norms of queries and keys; ``joint``: text has projections of its own, and comes first."""
+    """Attention with RMS norms of queries and keys. With ``joint``, text has its own projections and comes first."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, *, joint: bool) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class _Attention(nn.Module):
 
 
 class _AdaLayerNormZero(nn.Module):
-    """Layer norm, modulated by the embedding; returns the result and the remaining ``parts - 2`` modulations."""
+    """A layer norm modulated by the embedding. It returns the result and the remaining ``parts - 2`` modulations."""
 
     def __init__(self, dim: int, parts: int) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class _Gelu(nn.Module):
 class _FeedForward(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        # The identity stands for the dropout of diffusers, so that parameters have the same names.
+        # The identity replaces the dropout of diffusers, so that parameters have the same names.
         self.net = nn.ModuleList([_Gelu(dim, 4 * dim), nn.Identity(), nn.Linear(4 * dim, dim)])
 
     def forward(self, x: Tensor) -> Tensor:

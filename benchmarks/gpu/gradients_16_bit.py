@@ -1,7 +1,7 @@
-"""The memory layout of ``out`` that the fused backward kernels assume: each gets the same ``out`` in two layouts.
+"""The memory layout of ``out`` that fused backward kernels assume. Each one gets the same ``out`` in two layouts.
 
-By PyTorch's sources the memory-efficient backward has no row stride for ``out`` in 16 bits, and reads ``[B, S, H, D]``.
-A finding, not a verdict: what our backward does with it is judged by the section ``local``.
+By PyTorch's sources, the memory-efficient backward has no row stride for ``out`` in 16 bits, and reads ``[B, S, H,
+D]``. This is a finding, not a verdict: the section ``local`` judges para_core's backward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 from benchmarks.gpu.exact import Inputs, Results, exact, make_inputs
 from benchmarks.gpu.job import SectionJob, first_line, is_fatal
 
-# Takes the inputs, and what lays `out` out; gives out, and the gradients that follow from it.
+# A kernel takes the inputs and a function that changes the layout of `out`. It returns out and the gradients that
+# follow from it.
 Kernel = Callable[[Inputs, Callable[[Tensor], Tensor]], Results]
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -22,7 +23,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "[B, S, H, D]": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
 }
 NEEDS = {"all kernels": 20.0}  # seconds
-# Right gradients are off by rounding, wrong ones by their own size.
+# Correct gradients are off by rounding, and wrong ones by their own size.
 FAR = 0.05
 
 
@@ -94,5 +95,5 @@ def _flash_cpu(inputs: Inputs, lay_out: Callable[[Tensor], Tensor]) -> Results:
 
 
 CUDA_KERNELS: dict[str, Kernel] = {"efficient": _efficient, "flash": _flash, "cudnn": _cudnn}
-# The CPU refuses the layouts that its kernels do not have.
+# The CPU refuses layouts that its kernels do not have.
 CPU_KERNELS: dict[str, Kernel] = {"flash": _flash_cpu, "efficient": _efficient}

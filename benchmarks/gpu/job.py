@@ -17,31 +17,32 @@ import torch
 
 from benchmarks.harness import environment
 
-# Verdicts of rows; a row that only reports a measurement has none. WRONG: a number outside its bound. FAILED: no
-# number, because the call raised, was refused, or waited although it must not. REFUSED: PyTorch refuses the same call.
+# A row has one of these verdicts, unless it only reports a measurement. WRONG: a number is outside its bound. FAILED:
+# there is no number, because the call raised, was refused, or waited although it must not. REFUSED: PyTorch refuses the
+# same call.
 OK, WRONG, FAILED, REFUSED = "ok", "wrong", "failed", "refused"
-# The file is written after each of the first rows, and of hundreds of rows every half second.
+# The file is written after each of the first rows, and later every half second, because there may be hundreds.
 _BETWEEN_WRITES = 0.5
 _FEW = 100
 
 
 class SectionSkipped(Exception):
-    """Raised if something that a section needs is missing; the message names it."""
+    """The error if something that a section needs is missing. The message names it."""
 
 
 @dataclass
 class SectionJob:
-    """One run of a section, or of one part of it.
+    """A run of a section, or of one part of it.
 
     Args:
-        tiny: sizes at which the section takes a moment on a CPU.
-        file: rewritten as rows come, so that a process that dies leaves what it had.
-        end: nothing new should begin after it; ``time.monotonic()``, which processes share.
-        part: of a section whose parts run at the same time; "" otherwise.
+        tiny: whether to use sizes at which the section takes a moment on a CPU.
+        file: the file that is rewritten as rows arrive, so that a process that dies leaves its rows.
+        end: the time after which nothing new should begin, in ``time.monotonic()``, which processes share.
+        part: the part of a section whose parts run at the same time, else "".
 
     Attributes:
-        out_of_time: what was left out because too little time remained: another run may add it.
-        asked: by name, the seconds that were asked for with :meth:`has_time`.
+        out_of_time: what was left out for lack of time, and another run may add.
+        asked: the seconds that :meth:`has_time` was called with, by name.
     """
 
     section: str
@@ -62,7 +63,7 @@ class SectionJob:
         return self.end - time.monotonic()
 
     def has_time(self, what: str, seconds: float) -> bool:
-        """Whether ``seconds`` remain for ``what``; if not, it is recorded as left out. Tiny sizes need no time."""
+        """Return whether ``seconds`` remain for ``what``, and record it as left out if not. Tiny sizes need no time."""
         self.asked[what] = seconds
         if self.seconds_left >= (0 if self.tiny else seconds):
             return True
@@ -75,16 +76,18 @@ class SectionJob:
         self.write("began")
 
     def add(self, **row: Any) -> None:
-        """Keep a row; it is in the file within a moment."""
+        """Keep a row. It is in the file within a moment."""
         self.rows.append(row)
         if len(self.rows) < _FEW or time.monotonic() - self._written > _BETWEEN_WRITES:
             self.write("began")
 
     def measure(self, call: Callable[..., dict[str, Any] | None], *args: Any, **row: Any) -> None:
-        """Add ``row`` with what ``call(*args)`` returns, or as failed if it raises an error that is not fatal."""
+        """Add ``row`` with the result of ``call(*args)``, or as failed if the call raises an error that is not
+        fatal.
+        """
         try:
             row |= {"verdict": OK, **(call(*args) or {})}
-        except Exception as error:  # Triton's own errors are no RuntimeErrors
+        except Exception as error:  # Triton's own errors are no RuntimeErrors.
             if is_fatal(error):
                 raise
             row |= {"verdict": FAILED, "raised": first_line(error)}
@@ -95,7 +98,7 @@ class SectionJob:
         self.write("began")
 
     def write(self, status: str, error: str | None = None) -> None:
-        """Write the file; ``status`` is began, done, skipped or failed."""
+        """Write the file. ``status`` is began, done, skipped or failed."""
         seconds = time.monotonic() - self._start
         write_section(
             self.file, self.section, status, seconds, self.rows, self.left_out, error, out_of_time=self.out_of_time
@@ -114,7 +117,7 @@ def write_section(
     *,
     out_of_time: list[str],
 ) -> None:
-    """Write the JSON of a section, one row per line. ``file`` is replaced in one step, so it is never half written."""
+    """Write the JSON of a section, one row per line. ``file`` is replaced in one step, so it is never half-written."""
     head = {
         "environment": section_environment(),
         "section": section,
@@ -136,7 +139,7 @@ def write_section(
 
 @functools.cache
 def section_environment() -> dict[str, Any]:
-    """Return date, device and versions, as each section's JSON has them."""
+    """Return the date, the device and the versions for the JSON of a section."""
     versions: dict[str, Any] = {}
     for name in ("torch", "triton", "transformers", "diffusers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -153,5 +156,5 @@ def first_line(error: BaseException, at_most: int = 300) -> str:
 
 
 def is_fatal(error: BaseException) -> bool:
-    """Whether the error is one of the device, after which nothing that this process computes can be trusted."""
+    """Return whether the error is one of the device, after which no result of this process can be trusted."""
     return "CUDA error" in str(error)

@@ -1,4 +1,4 @@
-"""Attention on one device, by backend: forward, lse and backward against float64, next to SDPA's own."""
+"""Attention on one device by backend: forward, lse and backward, compared with float64 and with SDPA's own error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BACKENDS = {
 }
 MEMORY = ("contiguous", "transposed", "packed")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# cuDNN builds a kernel for each shape, which takes up to a second; the parts run at the same time.
+# cuDNN builds a kernel for each shape, which takes up to a second. The parts run at the same time.
 NEEDS = {"cases": 100.0}
 LAST_CASE = 1.0  # seconds
 
@@ -32,16 +32,16 @@ def run(job: SectionJob) -> None:
     """Run the section for the backend ``job.part``."""
     shape, head_dims = ((1, 2, 9), (8, 12)) if job.tiny else ((2, 4, 333), (128, 64, 36, 96, 256))
 
-    # The memory's layout changes neither what is computed nor what is exact.
+    # The memory layout changes neither the computation nor the exact result.
     @functools.lru_cache(maxsize=2)
     def exact_of(head_dim: int, dtype: torch.dtype, mask: str) -> Results:
         return exact(make_inputs((*shape, head_dim), dtype, job.device, mask=mask))
 
-    # All layouts of a case one after the other: kernels that are built for a shape are used again.
+    # All layouts of a case come one after the other, so that kernels built for a shape are used again.
     cases = itertools.product(DTYPES, head_dims, MASKS, MEMORY)
     for number, (dtype, head_dim, mask, memory) in enumerate(cases):
         if dtype == torch.float32 and mask == "float32":
-            continue  # "float" is the same
+            continue  # "float" is the same here.
         if job.seconds_left < LAST_CASE:
             job.run_out(f"{job.part}: cases from number {number} on")
             return
@@ -52,11 +52,11 @@ def run(job: SectionJob) -> None:
 
 
 def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str, Any]:
-    """Return a verdict, both errors, and what was refused. If SDPA refuses, its math backend is the reference."""
+    """Return a verdict, both errors, and the refused part. If SDPA refuses, its math backend is the reference."""
     with sdpa_kernel(backend):
         own, sdpa_refused = _errors(sdpa, inputs, expected)
         errors, refused = _errors(ours, inputs, expected)
-        # The way of a rank that has nothing to merge with.
+        # A rank that has nothing to merge calls it this way.
         alone, alone_refused = _errors(_without_lse, inputs, expected)
     messages = {"SDPA refused": sdpa_refused, "refused": refused, "refused without lse": alone_refused}
     row: dict[str, Any] = {name: message for name, message in messages.items() if message is not None}
@@ -77,7 +77,7 @@ def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str,
 def _errors(
     attend: Callable[[Inputs], Results], inputs: Inputs, expected: Results
 ) -> tuple[dict[str, float] | None, str | None]:
-    """Return the errors, or why there are none: the exception, and SDPA's reasons, which are warnings."""
+    """Return the errors, or the reason why there are none: the exception, and SDPA's reasons, which are warnings."""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:
@@ -90,7 +90,7 @@ def _errors(
 
 
 def ours(inputs: Inputs) -> Results:
-    """Run the forward with lse, and the backward from both."""
+    """Run the forward with lse, and the backward from out and lse."""
     out, lse = local_attention_with_lse(inputs.call)
     dq, dk, dv, _ = local_attention_backward(inputs.call, inputs.grad_out, out, lse, mask_gradient=False)
     return Results(out, dq, dk, dv, lse)

@@ -1,4 +1,6 @@
-"""NCCL as far as one device goes: a group of one rank, and what two ranks on one device are told. On a CPU: gloo."""
+"""NCCL as far as one device goes: a group of one rank, and the error of two ranks on one device. On a CPU it is
+gloo.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ def _compiled_mode(device: torch.device) -> dict[str, Any]:
 
 
 def _transformer(device: torch.device) -> dict[str, Any]:
-    """Run a small FLUX; the section ``flux`` has the large one."""
+    """Run a small FLUX. The section ``flux`` has the large one."""
     from para_core.adapters import parallelize_transformer
 
     transformer, kwargs = flux_transformer(device, tiny=True), flux_inputs(device, tiny=True)
@@ -107,7 +109,7 @@ def _transformer(device: torch.device) -> dict[str, Any]:
 
 
 def _two_ranks_on_one_device(job: SectionJob) -> None:
-    """Record how NCCL refuses it."""
+    """Record how NCCL refuses two ranks on one device."""
     name = "two ranks on one device"
     if not job.has_time(name, NEEDS[name]):
         return

@@ -8,9 +8,9 @@ from benchmarks.gpu.job import SectionJob
 from benchmarks.gpu.processes import run_ranks
 from benchmarks.gpu.two_ranks import PARTS, TIMEOUT, add_rows, rows_of_part
 
-MOST = 4  # ranks: each stage needs a block, and the small model has six
-# Seconds of a part, starting Python on each rank included. Parts run one after the other: NCCL's kernels of two groups
-# of processes on the same devices would wait for each other's turn.
+MOST = 4  # Each stage needs a block, and the small model has six, so four ranks are most.
+# These are the seconds of a part, including the start of Python on each rank. Parts run one after the other, because
+# NCCL kernels of two groups of processes on the same devices would wait for each other's turn.
 NEEDS = {part: 75.0 if part == "reduce-overhead" else 30.0 for part in PARTS if part != "exact"}
 
 

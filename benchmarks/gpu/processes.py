@@ -22,17 +22,17 @@ import torch.distributed as dist
 
 from benchmarks.gpu.job import SectionJob, first_line
 
-# Once a rank has failed, what the others may still tell.
+# After a rank has failed, the others have this time to report.
 GRACE = 5.0  # seconds
 _LINE = "{}.jsonl"
 _ERROR = "{}.error"
 
 
 def use_no_network(device_index: int = 0) -> None:
-    """Set the environment variables of torch.distributed in this process, which is one of this package's own.
+    """Set the environment variables of torch.distributed in this process, which belongs to this package.
 
     Args:
-        device_index: of the device that a mesh chooses for this rank.
+        device_index: index of the device that a mesh chooses for this rank.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
@@ -53,12 +53,12 @@ def run_ranks(
     """Run ``function(device, *args)`` on every rank.
 
     Args:
-        function: at the top level of a module; each row that it yields is written at once, so a rank that is killed
+        function: a function at the top level of a module. Each row that it yields is written at once, so a killed rank
             keeps its rows.
-        device: of all ranks.
-        device_per_rank: rank ``i`` has CUDA device ``i`` instead.
-        bind: pass the device as ``device_id`` to ``init_process_group``.
-        timeout: of the process group, in seconds.
+        device: the device of all ranks.
+        device_per_rank: whether rank ``i`` has CUDA device ``i`` instead.
+        bind: whether to pass the device as ``device_id`` to ``init_process_group``.
+        timeout: the time-out of the process group, in seconds.
 
     Returns:
         The rows of each rank, and the error of each rank that failed or was killed after ``seconds``.
@@ -103,11 +103,11 @@ def run_worlds(
     """Run ``function(device, end, *args)`` on each number of ranks over gloo, and add the rows of the first rank.
 
     Args:
-        needs: seconds, by names such as "4 ranks". The last number of ranks gets all that is left, and ``end`` is the
+        needs: seconds, by names such as "4 ranks". The last number of ranks gets all remaining time. ``end`` is the
             time at which its processes are killed.
 
     Raises:
-        RuntimeError: a rank failed, after all numbers of ranks have run.
+        RuntimeError: A rank failed. It is raised after all numbers of ranks have run.
     """
     failed = []
     for index, ranks in enumerate(worlds):
@@ -154,7 +154,7 @@ def _rank_main(
                 dist.barrier()
     except BaseException:
         (folder / _ERROR.format(rank)).write_text(traceback.format_exc())
-        # Not by an exception: with a peer in trouble the groups' own threads may never end.
+        # Do not end by an exception: if a peer has failed, the threads of the groups may never end.
         os._exit(1)
     faulthandler.cancel_dump_traceback_later()
 
@@ -170,8 +170,9 @@ def process_group(
     bind: bool = False,
     timeout: float = 60.0,
 ) -> Iterator[None]:
-    """Make the default group of this process, on ``device``, and destroy it at the end; ``bind`` passes
-    ``device_id=device``, which torch takes for accelerators only."""
+    """Create the default group of this process on ``device``, and destroy it at the end. ``bind`` passes
+    ``device_id=device``, which torch accepts for accelerators only.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -190,30 +191,30 @@ def process_group(
 
 @contextmanager
 def group_of_one(backend: str, device: torch.device) -> Iterator[None]:
-    """Make a group of this process alone."""
+    """Create a group of this process alone."""
     with tempfile.TemporaryDirectory() as folder, process_group(backend, device, 0, 1, Path(folder) / "store"):
         yield
 
 
 # Each process has a CUDA context of half a gigabyte.
 MOST = 12
-# A name, a function at the top level of a module, and its arguments after the device.
+# A task has a name, a function at the top level of a module, and its arguments after the device.
 Task = tuple[str, Callable[..., Any], tuple[Any, ...]]
 
 
 def run_in_pool(job: SectionJob, tasks: Sequence[Task], seconds: float) -> dict[str, str]:
-    """Run each task once and add a row with the time that they took.
+    """Run each task once, and add a row with the time that all of them took.
 
     Returns:
         The tasks that raised, with the error, and those that had not ended after ``seconds``, with a note. Nothing is
-        raised: what fails here fails again where it is measured.
+            raised, because a task that fails here fails again when it is measured.
     """
     began = time.monotonic()
     processes = min(MOST, len(os.sched_getaffinity(0)), len(tasks))
     missing = {name: f"had not ended after {seconds:.0f} s" for name, _, _ in tasks}
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         results = pool.imap_unordered(_run, [(str(job.device), *task) for task in tasks])
-        # A process that dies leaves its task unanswered: only the time limit ends the wait.
+        # A process that dies leaves its task unanswered, so only the time limit ends the wait.
         with contextlib.suppress(multiprocessing.TimeoutError):
             for _ in tasks:
                 name, error = results.next(timeout=max(0.1, began + seconds - time.monotonic()))

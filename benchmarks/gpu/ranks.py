@@ -1,4 +1,4 @@
-"""4 and 8 ranks on one device, over gloo: attention and its gradients, against one rank in float64."""
+"""4 and 8 ranks on one device, over gloo: attention and its gradients, compared with one rank in float64."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fat
 from benchmarks.gpu.processes import run_worlds
 from para_core import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
-# e4m3 has 3 bits behind the point: rounding to it is off by 2.5 % of a number on average, on the way in and on the way
-# out.
+# e4m3 has 3 fraction bits. Rounding to it is off by 2.5 % of a number on average, once when sending and once when
+# receiving.
 EIGHT_BITS_BOUND = 0.1
 LAST_CASE = 6.0  # seconds
-# Seconds of all cases, by the number of ranks; starting Python on each rank included.
+# These are the seconds of all cases by the number of ranks, including the start of Python on each rank.
 NEEDS = {"4 ranks": 50.0, "8 ranks": 75.0}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call; sizes are of the whole sequence."""
+    """An attention call. Sizes are those of the whole sequence."""
 
     name: str
     tokens: int
@@ -36,11 +36,11 @@ class Case:
     key_heads: int | None = None
     mask: str = "none"
     dtype: torch.dtype = torch.bfloat16
-    comm_dtype: torch.dtype | None = None  # not exact, and without gradients
+    comm_dtype: torch.dtype | None = None  # It is not exact, and has no gradients.
 
 
 def cases(tokens: int) -> list[Case]:
-    """Return the cases, those that break most often first. ``tokens`` + 1 is divisible by many numbers of ranks."""
+    """Return the cases. Those that fail most often come first. ``tokens`` + 1 is divisible by many numbers of ranks."""
     return [
         Case("uneven tokens, fewer heads than 8 ranks", tokens, 6),
         Case("even", tokens + 1, 8),
@@ -85,8 +85,8 @@ def attend_on_all_meshes(device: torch.device, end: float, tokens: int, head_dim
             try:
                 results = _over_ranks(inputs, mode(mesh, comm_dtype=case.comm_dtype), gradients=case.comm_dtype is None)
             except (RuntimeError, ValueError, TypeError) as error:
-                # In eager code errors of input come on every rank; after any other, ranks are apart and the groups'
-                # timeout ends it.
+                # In eager code all ranks raise errors about input. After any other error the ranks disagree, and the
+                # time-out of the groups ends it.
                 if is_fatal(error):
                     raise
                 yield {**row, "verdict": FAILED, "raised": first_line(error)}
@@ -106,7 +106,7 @@ def _first_rank_says(flag: bool) -> bool:
 
 
 def _over_ranks(inputs: Inputs, mode: UnifiedAttnMode, *, gradients: bool) -> Results:
-    """Return out and gradients of the whole sequence, put together on every rank."""
+    """Return out and gradients of the whole sequence, gathered on every rank."""
     with mode as cp, torch.no_grad():
         parts = [cp.shard(x, dim=2) for x in (*inputs.qkv, inputs.grad_out)]
         *qkv, grad_out = parts

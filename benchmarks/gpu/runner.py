@@ -1,4 +1,4 @@
-"""Run the sections one after the other, each in processes of its own with a time limit of its own.
+"""Run the sections one after the other, each in its own processes with its own time limit.
 
 ``python -m benchmarks.gpu.runner NAME ...`` is one such process.
 """
@@ -23,29 +23,29 @@ from typing import Any
 
 from benchmarks.gpu.job import FAILED, WRONG, SectionJob, SectionSkipped, section_environment, write_section
 
-# Characters of a process's last output that are kept in the JSON of a section that did not end well.
+# This many characters of a process's last output are kept in the JSON of a section that did not end well.
 _LAST_WORDS = 4000
-# Time that a process has after its limit to print its stacks.
+# After its limit a process has this time to print its stacks.
 _PATIENCE = 2.0  # seconds
-# Parts of a section's limit in addition to the NEEDS of its module: the start (Python, the import of torch, which takes
-# 10 s from a cold disk, and a CUDA context), and the end, in which no new step begins.
+# A section's limit has these parts in addition to the NEEDS of its module: the start (Python, the import of torch,
+# which takes 10 s from a cold disk, and a CUDA context), and the end, in which no new step begins.
 START, END = 20.0, 3.0  # seconds
-# A section begins with less than its limit only if nothing shorter could ever be given to it; with less than this,
-# never.
+# A section begins with less than its limit only if it could never get more. With less than this, it never begins.
 _LEAST = 10.0  # seconds
-# All sections together, and the longest one: a run may be cut into calls of 10 minutes with --minutes and --resume.
+# These limit all sections together, and the longest one. A run may be split into calls of 10 minutes with --minutes and
+# --resume.
 ALL, LONGEST = 45 * 60.0, 570.0  # seconds
 
 
 @dataclass(frozen=True)
 class Section:
-    """A module with a function ``run(job)``, and ``NEEDS``: the seconds that it asks for, by step.
+    """A module with a function ``run(job)`` and with ``NEEDS``, the seconds that each of its steps asks for.
 
     Args:
-        seconds: limit of the section; at least ``START + sum(NEEDS.values()) + END``.
-        parts: run at the same time, one process each (tiny: the first and the last). Sections that measure time have
-            one part.
-        module: default ``benchmarks.gpu.<name>``.
+        seconds: the limit of the section, at least ``START + sum(NEEDS.values()) + END``.
+        parts: parts that run at the same time, in one process each (tiny: the first and the last). Sections that
+            measure time have one part.
+        module: the module. Defaults to ``benchmarks.gpu.<name>``.
     """
 
     name: str
@@ -58,7 +58,8 @@ class Section:
         return self.module or f"benchmarks.gpu.{self.name}"
 
 
-# Keys of two_ranks.PARTS. This process imports no section, so that a section that cannot be imported stops no other.
+# These are the keys of two_ranks.PARTS. This process imports no section, so that one that cannot be imported stops no
+# other.
 _PIPELINES = (
     "exact",
     "bound device",
@@ -68,7 +69,7 @@ _PIPELINES = (
     "PipeFusion, failed call",
     "reduce-overhead",
 )
-# Sections that find wrong results come first, measurements later.
+# Sections that find wrong results come first, and measurements later.
 SECTIONS = (
     Section("device", 120),
     Section("local", 125, ("flash", "efficient", "math", "cudnn"), module="benchmarks.gpu.local_attention"),
@@ -106,11 +107,11 @@ def run_section(section: Section, output: Path, *, device: str, tiny: bool, seco
             for running_part in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     running_part.process.wait(max(0.0, began + seconds + _PATIENCE - time.monotonic()))
-                # It ends itself at its limit, unless it cannot.
+                # A part ends itself at its limit, if it can.
                 running_part.timed_out = time.monotonic() - began >= seconds
         finally:
             for running_part in running:
-                # The process and the ranks that it started, dead or alive.
+                # Kill the process and the ranks that it started, dead or alive.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(running_part.process.pid, signal.SIGKILL)
                 running_part.process.wait()
@@ -164,7 +165,7 @@ def run_all(
     A section that needs more time than is left is skipped, and a shorter one after it may still run.
 
     Args:
-        resume: keep the results in ``output`` of sections that are finished.
+        resume: whether to keep the results of finished sections in ``output``.
     """
     end = time.monotonic() + seconds
     results = {}
@@ -188,7 +189,7 @@ def run_all(
 
 
 def finished(section: Section, output: Path) -> dict[str, Any] | None:
-    """Return the results of ``section`` if it ended, on this device and these versions, without lack of time."""
+    """Return the results of ``section`` if it ended on this device and with these versions, without lack of time."""
     try:
         content = _read(output, section)
     except (OSError, ValueError):
@@ -200,7 +201,7 @@ def finished(section: Section, output: Path) -> dict[str, Any] | None:
 
 
 def summary(content: dict[str, Any]) -> list[str]:
-    """Return the lines to print for a section: its status, what is wrong, and what was skipped with the reason."""
+    """Return the lines to print for a section: its status, wrong results, and skipped parts with the reason."""
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in content["verdicts"].items())
     lines = [
         f"{content['section']}: {content['status']}, {content['seconds']} s" + (f" ({verdicts})" if verdicts else "")
@@ -226,7 +227,7 @@ def exit_code(results: dict[str, dict[str, Any]]) -> int:
 
 
 def run_here() -> None:
-    """Run one section, or one part of it, in this process; its outcome is in the file."""
+    """Run one section, or one part of it, in this process. The outcome is in the file."""
     import torch
 
     from benchmarks.gpu.processes import use_no_network
@@ -240,7 +241,7 @@ def run_here() -> None:
     parser.add_argument("--file", type=Path, required=True)
     parser.add_argument("--end", type=float, required=True, help="time.monotonic() at which this process ends itself")
     args = parser.parse_args()
-    # Print the stacks of a process that hangs; the runner stores the end of the output.
+    # Print the stacks of a process that hangs. The runner stores the end of the output.
     faulthandler.dump_traceback_later(max(0.1, args.end - time.monotonic()), exit=True)
     use_no_network()
     device = torch.device(args.device)

@@ -1,7 +1,8 @@
-"""One rank's share of an attention call on 8: pack, attention, merge and unpack apart, the exchange itself left out.
+"""One rank's share of an attention call on 8 ranks: pack, attention, merge and unpack separately, without the exchange
+itself.
 
-Rank 0 of PyTorch's fake backend: collectives move nothing and return at once, everything else runs as on the real
-group, on memory that nobody filled.
+The process is rank 0 of PyTorch's fake backend: collectives move nothing and return at once. All else runs as on the
+real group, on uninitialized memory.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from para_core import UnifiedAttnMode
 
 RANKS = 8
 MESHES = {"Ulysses 8": (1, 8), "ring 8": (8, 1), "ring 2 × Ulysses 4": (2, 4)}
-# Seconds of each size on each mesh: 24 heads of 118,800 tokens are 87 TFLOP, an eighth of them 20 ms on an H100; and
-# profiling.
+# These are the seconds of each size on each mesh, with profiling. 24 heads of 118,800 tokens are 87 TFLOP, and an
+# eighth of them takes 20 ms on an H100.
 SECONDS = 8.0
-NEEDS = {"sizes": 3 * 4 * SECONDS}  # sizes × meshes
-MANY = 10_000  # tokens, from which on a call takes long enough to be timed three times only
+NEEDS = {"sizes": 3 * 4 * SECONDS}  # There are sizes × meshes.
+MANY = 10_000  # From this number of tokens on, a call takes so long that it is timed only three times.
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The size of a call. ``padded``: whether a mask hides the last keys, as for HunyuanVideo's text."""
+    """The size of a call. ``padded`` says whether a mask hides the last keys, as for HunyuanVideo's text."""
 
     name: str
     tokens: int
@@ -41,7 +42,7 @@ class ModelSize:
 
 REAL = (
     ModelSize("FLUX.1, 1024 × 1024", 4096 + 512, 24, 128),
-    # 33 latent frames of 45 × 80 tokens, and 256 of text.
+    # There are 33 latent frames of 45 × 80 tokens, and 256 tokens of text.
     ModelSize("HunyuanVideo, 1280 × 720 × 129", 33 * 45 * 80 + 256, 24, 128),
     ModelSize("HunyuanVideo, 1280 × 720 × 129, key padding", 33 * 45 * 80 + 256, 24, 128, padded=True),
 )
@@ -69,17 +70,17 @@ def run(job: SectionJob) -> None:
 
 
 def _measure(device: torch.device, size: ModelSize, mesh: DeviceMesh | None) -> dict[str, Any]:
-    """Return the times of one call; without a mesh, of SDPA over all tokens of an eighth of the heads."""
+    """Return the times of one call, or without a mesh those of SDPA over all tokens of an eighth of the heads."""
     if size.tokens % RANKS or size.heads % RANKS:
         raise ValueError(
             f"{size.tokens} tokens, {size.heads} heads; expected multiples of {RANKS}: all shares are equal."
         )
     heads, tokens = (size.heads // RANKS, size.tokens) if mesh is None else (size.heads, size.tokens // RANKS)
-    # Memory as models have it: [B, S, H, D].
+    # Models have [B, S, H, D] in memory.
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     qkv = [torch.randn(1, tokens, heads, size.head_dim, **options).transpose(1, 2) for _ in range(3)]
     mask = None
-    if size.padded:  # hides the last keys, at most 100
+    if size.padded:  # The mask hides the last keys, at most 100.
         visible = size.tokens - min(100, size.tokens // 8)
         mask = (torch.arange(size.tokens, device=device) < visible)[None, None, None]
 

@@ -1,6 +1,7 @@
-"""The kernels around attention: right, and how near to the bandwidth of a copy of as many bytes on the same device.
+"""The kernels around attention: their errors, and their bandwidth relative to a copy of as many bytes on the same
+device.
 
-A CPU runs the operators' plain PyTorch, and no figure of it says anything of the kernels.
+A CPU runs the operators' plain PyTorch, so its figures say nothing about the kernels.
 """
 
 from __future__ import annotations
@@ -25,23 +26,25 @@ from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegio
 from para_core.triton_support import load_kernel
 
 RANKS = 8
-# Tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with a head more, HunyuanVideo at 1280 × 720 ×
-# 129.
+# These are tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with one head more, and HunyuanVideo at
+# 1280 × 720 × 129.
 REAL = ((576, 24, 128), (576, 25, 128), (14882, 24, 128))
 TINY = ((9, 8, 16), (9, 9, 16))
-# Seconds of a case, most of them Triton's compilation of a kernel at its first size, and of all cases.
+# These are the seconds of a case, and of all cases. Most of them go to Triton's compilation of a kernel at its first
+# size.
 SECONDS = 3.0
-NEEDS = {"cases": 3 * 11 * SECONDS}  # sizes × kernels
+NEEDS = {"cases": 3 * 11 * SECONDS}  # There are sizes × kernels.
 
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """One launch of a kernel, or two.
+    """One launch of a kernel, or two launches.
 
     Args:
-        call: what is timed.
-        num_bytes: that it reads and writes.
-        error: of what a fresh call gives, against float64 or, of copies, against indexing; at most ``bound``.
+        call: the call that is timed.
+        num_bytes: bytes that it reads and writes.
+        error: the error of a fresh call relative to float64, or for copies relative to indexing. It must be at most
+            ``bound``.
     """
 
     kernel: str
@@ -79,15 +82,15 @@ def _measure(job: SectionJob, case: TimedKernel) -> dict[str, Any]:
         **taken,
         "GB/s": float(
             f"{case.num_bytes / max(taken['ms'], 1e-6) / 1e6:.4g}"
-        ),  # tiny ones on a loaded CPU are below 0.05
+        ),  # Tiny times on a loaded CPU are below 0.05.
         "ms of a copy": copied,
         "of a copy's bandwidth": round(copied / max(taken["ms"], 1e-6), 3),
     }
 
 
 def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[TimedKernel]:
-    """Yield all kernels at one size, one after the other, so that only one kernel's tensors are in memory."""
-    # Triton takes differences, and merges, in float32; plain PyTorch takes differences in the dtype of the residuals.
+    """Yield all kernels at one size, one after the other, so that only the tensors of one kernel are in memory."""
+    # Triton subtracts and merges in float32. Plain PyTorch subtracts in the dtype of the residuals.
     exact, bfloat16 = 1e-5, 2 * torch.finfo(torch.bfloat16).eps
     operators = torch.ops.para_core
     yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), torch.bfloat16, exact)
@@ -143,9 +146,9 @@ def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, b
 def _exchange(
     device: torch.device, tokens: int, heads: int, head_dim: int, eight_bits: torch.dtype | None
 ) -> Iterator[TimedKernel]:
-    """Yield packing query, key and value for 8 ranks, and unpacking the output.
+    """Yield packing of query, key and value for 8 ranks, and unpacking of the output.
 
-    With ``eight_bits`` compared with the rounding of plain PyTorch on the same device.
+    With ``eight_bits`` they are compared with the rounding of plain PyTorch on the same device.
     """
     tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
     operators, shape = torch.ops.para_core, list(tensors[0].shape)

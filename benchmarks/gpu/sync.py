@@ -1,7 +1,8 @@
 """Attention calls that must not make the host wait for the device, under ``torch.cuda.set_sync_debug_mode("error")``.
 
-As rank 0 of 8 with PyTorch's fake backend, whose collectives move nothing: whatever waits there is our own. Then two
-ranks over gloo, which copies through the host and so may wait itself: reported without a verdict.
+The process is first rank 0 of 8 with PyTorch's fake backend, whose collectives move nothing, so each wait is
+para_core's own. Then two ranks run over gloo, which copies through the host and so may wait itself. That is reported
+without a verdict.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from benchmarks.gpu.ranks import Case
 from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode
 
-WARM_UP = 2  # calls: the first makes what is looked up later
+WARM_UP = 2  # The first calls compute what later calls look up.
 NEEDS = {"fake groups": 28.0, "two ranks over gloo": 22.0}  # seconds
 
 
 def cases(tokens: int) -> list[Case]:
-    """Return the cases; ``tokens`` is one less than a multiple of 8."""
+    """Return the cases. ``tokens`` is one less than a multiple of 8."""
     return [
         Case("even", tokens + 1),
         Case("uneven tokens and heads", tokens, heads=6),
@@ -48,14 +49,14 @@ def run(job: SectionJob) -> None:
             for row in rows_of_meshes(job.device, shapes, tokens, head_dim):
                 job.add(group=f"fake, {num_ranks} rank(s)", **row)
     if job.tiny:
-        return  # the section ranks starts processes in the tests
+        return  # In the tests, the section ranks starts processes.
     if not job.has_time("two ranks over gloo", NEEDS["two ranks over gloo"]):
         return
     rows, errors = run_ranks(
         over_gloo, 2, tokens, head_dim, device=job.device, backend="gloo", seconds=job.seconds_left
     )
     for row in rows[0]:
-        # gloo's own waits are not ours to judge.
+        # gloo's own waits are not judged here.
         waits = row.pop("verdict") == FAILED
         job.add(group="gloo, 2 ranks", **row, waits=waits)
     for rank, error in errors.items():
@@ -63,7 +64,7 @@ def run(job: SectionJob) -> None:
 
 
 def over_gloo(device: torch.device, tokens: int, head_dim: int) -> Iterator[dict[str, Any]]:
-    """Yield the first case on both meshes. Once a rank has raised in the middle of a call, its peer waits for it."""
+    """Yield the first case on both meshes. If a rank raises during a call, its peer waits for it."""
     for shape in ((1, 2), (2, 1)):
         for row in rows_of_meshes(device, [shape], tokens, head_dim, num_cases=1):
             yield row
@@ -112,7 +113,7 @@ def _calls(inputs: Inputs, cp: UnifiedAttnMode, *, gradients: bool) -> dict[str,
 
 
 def checked(call: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    """Warm up, then once with synchronising forbidden."""
+    """Warm up, then call once with synchronising forbidden. Return the verdict."""
     for _ in range(WARM_UP):
         call()
     try:

@@ -34,7 +34,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def milliseconds(call: Callable[[], Any], device: torch.device, *, repeats: int) -> dict[str, float]:
-    """Return the medians of a call until the device is done, and until it returns. ``call`` has run before."""
+    """Return the median times of a call until the device is done, and until the call returns. ``call`` has run
+    before.
+    """
     on_device, on_host = [], []
     for _ in range(repeats):
         start, end = _event(device), _event(device)
@@ -51,7 +53,7 @@ def milliseconds(call: Callable[[], Any], device: torch.device, *, repeats: int)
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel as the profiler saw it; microseconds."""
+    """A kernel as the profiler saw it, with times in microseconds."""
 
     name: str
     start: float
@@ -59,7 +61,9 @@ class Kernel:
 
 
 def kernels_of(call: Callable[[], Any], device: torch.device) -> list[Kernel]:
-    """Return the kernels that one call ran on the device, in order of time; on a CPU the outermost aten operators."""
+    """Return the kernels that one call ran on the device, in order of time. On a CPU return the outermost aten
+    operators.
+    """
     cpu = device.type == "cpu"
     activities = [ProfilerActivity.CPU] if cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     synchronize(device)
@@ -81,11 +85,11 @@ _COPY = ("copy", "memcpy", "memset", "cat", "fill", "empty", "pack", "exchange")
 
 
 def phases(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Return the milliseconds of the phases of one attention call over a mesh, told apart by the names of kernels and
-    by order.
+    """Return the milliseconds of the phases of one attention call over a mesh, distinguished by the names and the order
+    of kernels.
 
-    ``pack``: all before the first attention kernel. After it began, ``merge``: arithmetic; ``copies between`` attention
-    kernels (blocks, casts); ``unpack``: copies after the last one.
+    ``pack`` is all before the first attention kernel. After that, ``merge`` is arithmetic, ``copies between`` are
+    copies between attention kernels (blocks, casts), and ``unpack`` is copies after the last one.
     """
     ordered = list(kernels)
     attention = [index for index, kernel in enumerate(ordered) if _matches(kernel.name, _ATTENTION)]

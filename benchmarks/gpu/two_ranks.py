@@ -1,6 +1,6 @@
-"""Pipelines on two ranks that share one device, over gloo with CUDA tensors; on NCCL see the section ``nccl_ranks``.
+"""Pipelines on two ranks that share one device, over gloo with CUDA tensors. The section ``nccl_ranks`` uses NCCL.
 
-Each part runs in rank processes of its own, so one that hangs leaves the others' results. Nothing needs diffusers.
+Each part runs in its own rank processes, so one that hangs leaves the results of the others. Nothing needs diffusers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.distributed.mesh import find_or_make_group
 from para_core.spatial.mode import SpatialShardMode
 
-# Bound for float32 without TF32 over a few blocks and steps. PipeFusion is compared with itself in one process.
+# This is the bound for float32 without TF32 over a few blocks and steps. PipeFusion is compared with itself in one
+# process.
 BOUND = 1e-4
-# Seconds of a part; parts run at the same time. Two Inductor processes compile the small model in up to 80 s on two
-# cores.
+# These are the seconds of a part. Parts run at the same time. Two Inductor processes compile the small model in up to
+# 80 s on two cores.
 NEEDS = {"a part": 115.0}
-# How long a rank waits for one that has failed. It makes an error of a hang.
+# A rank waits this long for a failed one, so that a hang becomes an error.
 TIMEOUT = 25.0  # seconds
 STEPS = 8
 
 
 class PlannedFailure(Exception):
-    """Raised on all ranks in the middle of a generation."""
+    """The error that all ranks raise during a generation."""
 
 
 def run(job: SectionJob) -> None:
@@ -53,7 +54,7 @@ def run(job: SectionJob) -> None:
 
 
 def add_rows(job: SectionJob, rows: list[list[dict[str, Any]]], errors: dict[int, str], **common: Any) -> None:
-    """Add a row per step, with the worst result of its ranks, and a failed row for each rank that did not end."""
+    """Add a row per step with the worst result of its ranks, and a failed row for each rank that did not end."""
     for step in dict.fromkeys(row["step"] for of_rank in rows for row in of_rank):
         of_step = [row for of_rank in rows for row in of_rank if row["step"] == step]
         verdicts = {row["verdict"] for row in of_step}
@@ -69,7 +70,7 @@ def add_rows(job: SectionJob, rows: list[list[dict[str, Any]]], errors: dict[int
 
 
 def rows_of_part(device: torch.device, part: str) -> Iterator[dict[str, Any]]:
-    """Yield a row per step of ``part``. After a step that raised, ranks may no longer agree, so its row is the last."""
+    """Yield a row per step of ``part``. After a step that raised, ranks may disagree, so its row is the last."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     for name, step in PARTS[part].items():
         try:
@@ -120,7 +121,7 @@ def _alone(device: torch.device, **options: Any) -> SmallFluxPipeline:
 
 
 def group_of_some(device: torch.device) -> float:
-    """Make a group of the first rank alone, on that rank only, and reduce over it."""
+    """Create a group of the first rank alone, on that rank only, and reduce over it."""
     x = torch.ones(3, device=device)
     if dist.get_rank() == 0:
         dist.all_reduce(x, group=find_or_make_group("gpu-check: the first rank", [0]))
@@ -143,7 +144,9 @@ def rows_of_an_image(device: torch.device) -> float:
 
 
 def _after(device: torch.device, fail: Callable[[SmallFluxPipeline], Tensor], **options: Any) -> float:
-    """Generate, fail on all ranks alike, generate again with other latents; return the error of the last generation."""
+    """Generate, fail on all ranks in the same way, and generate again with other latents. Return the error of the last
+    generation.
+    """
     from para_core.adapters import unparallelize_pipe
 
     pipe = _parallel(device, stages=True, **options)
@@ -154,7 +157,7 @@ def _after(device: torch.device, fail: Callable[[SmallFluxPipeline], Tensor], **
         pass
     else:
         raise RuntimeError("the generation that should have failed did not")
-    # Latents that differ from those of the failed generation: a message of that one would give another result.
+    # The latents differ from those of the failed generation, so that one of its messages would give another result.
     other = {"latents": small_call(device, seed=1)["latents"]}
     out = _generate(pipe, device, **other)
     unparallelize_pipe(pipe)

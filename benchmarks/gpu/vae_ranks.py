@@ -1,8 +1,8 @@
-"""FLUX's and Wan's autoencoders with random weights on 2 and 4 ranks of one device, over gloo: against one rank,
-seconds, memory.
+"""FLUX's and Wan's autoencoders with random weights on 2 and 4 ranks of one device, over gloo: error relative to one
+rank, seconds, memory.
 
-Needs diffusers. All ranks compute on the same device, so seconds say what the exchange and the host cost, not what
-several devices gain.
+It needs diffusers. All ranks compute on the same device, so seconds show the cost of the exchange and the host, not the
+gain of several devices.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from benchmarks.gpu.processes import run_worlds
 from benchmarks.gpu.timing import synchronize
 from benchmarks.harness import relative_error
 
-# Seconds of all decoders, by the number of ranks; starting Python and importing diffusers on each rank included.
+# These are the seconds of all decoders by the number of ranks, including the start of Python and the import of
+# diffusers on each rank.
 NEEDS = {"2 ranks": 42.0, "4 ranks": 48.0}
-# Without a halo, or with statistics of one rank's rows, it is above 0.1. cuDNN takes other algorithms for other
+# Without a halo, or with statistics of one rank's rows, the error is above 0.1. cuDNN takes other algorithms for other
 # heights.
 FLOAT32_BOUND = 1e-4
-# Bound relative to the error of the model itself in 16 bits.
+# This bound is relative to the error of the model itself in 16 bits.
 SHARE_OF_16_BITS = 1.3
 
 
@@ -40,7 +41,9 @@ class Decoder:
     latents: tuple[int, ...]
 
     def make(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """Return it with the same weights on every rank, made on ``device``: on a CPU they take half a minute."""
+        """Return the autoencoder with the same weights on every rank. It is made on ``device``, because on a CPU that
+        takes half a minute.
+        """
         import diffusers
 
         with torch.device(device):
@@ -60,7 +63,7 @@ def _kl(channels: tuple[int, ...], latent_channels: int, groups: int) -> dict[st
     }
 
 
-# 1024 × 1024; 480 × 832, 5 frames.
+# The sizes are 1024 × 1024, and 480 × 832 with 5 frames.
 REAL = {
     "FLUX": Decoder("AutoencoderKL", _kl((128, 256, 512, 512), 16, 32), (1, 16, 128, 128)),
     "Wan 2.1": Decoder("AutoencoderKLWan", {}, (1, 16, 2, 60, 104)),
@@ -81,7 +84,7 @@ def run(job: SectionJob) -> None:
 
 
 def decode_on_ranks(device: torch.device, _: float, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Yield two rows per autoencoder, on rank 0: float32, and bfloat16 with the error of one rank in bfloat16."""
+    """Yield two rows per autoencoder on rank 0: float32, and bfloat16 with the error of one rank in bfloat16."""
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     for name, decoder in (TINY if tiny else REAL).items():
         z = torch.randn(decoder.latents, generator=torch.Generator().manual_seed(1))
@@ -105,7 +108,7 @@ def decode_on_ranks(device: torch.device, _: float, tiny: bool) -> Iterator[dict
 
 
 def _both(vae: Any, z: Tensor, device: torch.device) -> tuple[Tensor | None, Tensor, dict[str, Any]]:
-    """Decode on rank 0 alone, then on all ranks; measure the second call of either, and its peak memory."""
+    """Decode on rank 0 alone, then on all ranks. Measure the second call of each, and its peak memory."""
     from para_core.adapters import parallelize_vae
 
     row: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """Autoencoders on several ranks: error, bfloat16, and memory.
 
-A check of `benchmarks.pipelines.exactness`: random weights, as small as each class can be.
+A check of `benchmarks.pipelines.exactness`. Weights are random, and each model is as small as its class can be.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from para_core.adapters import parallelize_vae, unparallelize_vae
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, rows_per_latent
 from zoo.tiny.vaes import BY_TILES, NO_TILES_ENCODED, NOT_TILED, TINY_VAES, TinyVae, random_image
 
-# Rows of pixels of the image for which memory is measured; it is half as wide. Halo rows are then a small part.
+# Memory is measured for an image with this many rows of pixels and half as many columns. Halo rows are then a small
+# part.
 HEIGHT = 256
-# Published VAEs attend at an eighth of the resolution, the tiny ones at a half, where attention would need the most
-# memory.
+# Published VAEs attend at an eighth of the resolution. The tiny ones attend at a half, where attention would need the
+# most memory.
 _FOUR_LEVELS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "block_out_channels": (8, 8, 16, 16)}
 _MORE_CHANNELS = {"block_out_channels": (16, 32, 64, 64), "decoder_block_out_channels": (64, 128, 256)}
 MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
@@ -27,7 +28,7 @@ MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
     "Flux2": {**_FOUR_LEVELS, "up_block_types": ("UpDecoderBlock2D",) * 4},
     "TemporalDecoder": {**_FOUR_LEVELS, "block_out_channels": (32,) * 4},
     "HunyuanImage": {"block_out_channels": (32, 32, 64, 64), "spatial_compression_ratio": 8},
-    # With the few channels of the tiny VAEs the image itself, which one rank gets, would need the most memory.
+    # With the few channels of the tiny VAEs, the image itself, which one rank gets, would need the most memory.
     "LTXVideo": {"block_out_channels": (64, 64, 128, 128), "decoder_block_out_channels": (64, 64, 128, 128)},
     "LTXVideo 0.9.5": _MORE_CHANNELS,
     "LTX2Video": _MORE_CHANNELS,
@@ -36,7 +37,7 @@ MORE_LEVELS: Mapping[str, Mapping[str, Any]] = {
 
 @torch.no_grad()
 def of_this_rank(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
-    """Return one row for each method and way: the largest error of any rank."""
+    """Return one row for each method and way, with the largest error of any rank."""
     rows = []
     for method in ("exact", "tiled"):
         adapter = VAES[tiny.cls]
@@ -66,14 +67,14 @@ def in_16_bits(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
     """Return the errors of bfloat16 relative to float32, on one device and on the ranks."""
     rows = []
     for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels)):
-        if name in BY_TILES:  # bit-equal
+        if name in BY_TILES:  # The results have equal bits.
             continue
         x, run = random_image(shape), getattr(tiny, way)
         exact = run(tiny.make(), x)
         vae = tiny.make().bfloat16()
         try:
             alone = relative_error(run(vae, x.bfloat16()), exact)
-        except NotImplementedError:  # CPUs pool no volumes of bfloat16
+        except NotImplementedError:  # CPUs pool no volumes of bfloat16.
             continue
         parallelize_vae(vae)
         parallel = relative_error(run(vae, x.bfloat16()), exact)
@@ -83,7 +84,9 @@ def in_16_bits(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
-    """Return the most bytes of activations, of any rank beside one device; the result stays with the first rank."""
+    """Return the largest bytes of activations of any rank, next to those of one device. The result stays with the first
+    rank.
+    """
     options = MORE_LEVELS.get(name, {})
     rows = []
     for way, shape in large(tiny, options).items():
@@ -103,7 +106,7 @@ def memory(name: str, tiny: TinyVae) -> list[dict[str, Any]]:
 
 def large(tiny: TinyVae, options: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return shapes of latents and pixels of which an edge row is a small part."""
-    if len(tiny.latents) == 3:  # a waveform
+    if len(tiny.latents) == 3:  # The latents are those of a waveform.
         return {
             way: (*shape[:-1], 64 * shape[-1]) for way, shape in (("decode", tiny.latents), ("encode", tiny.pixels))
         }

@@ -1,14 +1,15 @@
-"""para_core beside diffusers' own context parallelism, on each model that both take: is it exact, and how long is a
-step?
+"""para_core next to diffusers' own context parallelism, on each model that both accept: exactness, and the time of a
+step.
 
     python -m benchmarks.pipelines.beside_diffusers
 
-Two ranks of one thread. First the models of `zoo.tiny.transformers.registry` with four heads, once with tokens and text
-of even numbers, which diffusers asks for, and once with odd ones (there with its `ulysses_anything`): who takes what,
-and with which error. Then, where both are exact, models of the same classes with 2 layers (of each kind) of 4 heads ×
-128 and a few thousand tokens, so that a step takes about a second: in each round one rank alone with the unmodified
-model, then every way in turns, the first one later in the next round. Quoted are medians of the rounds and of their
-ratios. Writes benchmarks/results/beside_diffusers.json (docs/measured/peers.md, README.md).
+Two ranks have one thread each. First each model of `zoo.tiny.transformers.registry` with four heads runs with even
+numbers of tokens and text, which diffusers requires, and with odd ones (there with diffusers' `ulysses_anything`). The
+table shows which of them accept a model, and the error. Where both are exact, a model of the same class with 2 layers
+(of each kind) of 4 heads × 128 and a few thousand tokens is timed, so that a step takes about a second. In each round
+one rank first runs the unmodified model alone, then every way runs in turn, and the first one comes later in the next
+round. Figures are medians of the rounds and of their ratios. Writes benchmarks/results/beside_diffusers.json
+(docs/measured/peers.md, README.md).
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ NAMES = [
     "helios",
     "minimax-h3",
 ]
-# (frames, height, width) in tokens, and tokens of text.
+# Each size has (frames, height, width) in tokens, and a number of text tokens.
 TINY = {"even": (4, 8, 8), "odd": (3, 9, 11)}
 LARGE = {"even": (4, 20, 32), "odd": (3, 21, 41)}
 LARGE_TEXT = {"even": 256, "odd": 255}
-# Changes in addition to 4 heads × 128.
+# These change the configuration in addition to 4 heads × 128.
 LARGE_CONFIG: dict[str, dict[str, Any]] = {
     "flux": {"axes_dims_rope": (16, 56, 56)},
     "flux2": {"axes_dims_rope": (32, 32, 32, 32)},
@@ -68,7 +69,7 @@ LARGE_CONFIG: dict[str, dict[str, Any]] = {
 }
 ROUNDS = 7
 Build = Callable[[], nn.Module]
-# Largest relative error of what counts as exact.
+# Results up to this relative error count as exact.
 EXACT = 1e-5
 
 
@@ -92,7 +93,7 @@ def tiny(name: str, size: str) -> tuple[Build, dict[str, Any]]:
 
 
 def large(name: str, size: str) -> tuple[Build, dict[str, Any]]:
-    """Return a function that builds a model of which a step takes about a second, and inputs of one sample."""
+    """Return a function that builds a model whose step takes about a second, and the inputs of one sample."""
     model = MODELS[name]
     config = {"num_attention_heads": 4, "attention_head_dim": 128, **LARGE_CONFIG[name]}
     # MiniMax-H3 has seven tokens of sound in the same sequence.
@@ -100,7 +101,7 @@ def large(name: str, size: str) -> tuple[Build, dict[str, Any]]:
     # The last 512 tokens of a context with an image are text.
     make = model.inputs if "image context" in name else partial(model.inputs, text=text)
     inputs = make(*latent_pixels(name, LARGE[size]))
-    # MiniMax-H3's is one, with two time steps.
+    # MiniMax-H3 has one sample with two time steps.
     if name != "minimax-h3":
         inputs = {key: first_sample(value) for key, value in inputs.items()}
     return partial(model.build, **config), {**inputs, "return_dict": False}
@@ -124,8 +125,8 @@ def with_para_core(transformer: nn.Module, *, ring: int = 1, uneven: bool) -> nn
 
 
 def with_diffusers(transformer: Any, *, ring: int = 1, uneven: bool) -> nn.Module:
-    """Return the transformer on two ranks, by diffusers' own context parallelism."""
-    # It asks how many accelerators there are; on a CPU that is none.
+    """Return the transformer on two ranks, with diffusers' own context parallelism."""
+    # diffusers reads the number of accelerators, which is 0 on a CPU.
     torch.accelerator.device_count = dist.get_world_size
     config = ContextParallelConfig(ring_degree=2, ring_anything=uneven)
     if ring == 1:
@@ -153,7 +154,7 @@ def applied(
             out = transformer(**inputs)[0]
             outcomes[way] = {"error": relative_error(out, expected)}
             transformers[way] = transformer
-        except Exception as error:  # whatever it is: the table says it
+        except Exception as error:  # The table shows any error.
             outcomes[way] = {"refused": str(error).strip().split("\n")[0][:160]}
         if not true_on_all_ranks(way in transformers):
             transformers.pop(way, None)
@@ -165,7 +166,7 @@ def is_exact(outcome: dict[str, Any]) -> bool:
 
 
 def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, Any]:
-    """Return the error of each way on the large model, and its seconds in each round; also of one rank alone."""
+    """Return the error of each way on the large model, and its seconds in each round, also for one rank alone."""
     build, inputs = large(name, size)
     alone = build()
     transformers, outcomes = applied(build, inputs, alone(**inputs)[0], ways, uneven=size == "odd")
@@ -185,7 +186,7 @@ def seconds_of(name: str, size: str, ways: list[str], rounds: int) -> dict[str, 
 
 
 def timed(transformer: nn.Module, inputs: dict[str, Any]) -> tuple[float, float]:
-    """Return seconds of one call, and those that this process was on a core."""
+    """Return the seconds of one call, and those that this process spent on a core."""
     start = time.perf_counter(), time.process_time()
     transformer(**inputs)
     return time.perf_counter() - start[0], time.process_time() - start[1]
@@ -201,7 +202,7 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} – {max(values):.2f})"
 
 
-# Whose limit a message tells of, where it is not that of diffusers' own code. Each is explained on the page.
+# These messages come from a limit that is not in diffusers' own code. The page explains each.
 LIMITS = {
     "ProcessGroupGloo::allgather": "gloo",
     "Native attention does not support return_lse": "a CPU",
@@ -291,7 +292,7 @@ def measure(names: list[str], rounds: int) -> dict[str, Any]:
                 outcomes = applied(build, inputs, build()(**inputs)[0], list(WAYS), uneven=size == "odd")[1]
                 tiny_rows.append({"model": name, "tokens": size, **outcomes})
         for row in tiny_rows:
-            # A way may have failed on one rank alone.
+            # A way may have failed on one rank only.
             ways = [way for way in WAYS if true_on_all_ranks(is_exact(row[way]))]
             if not {"para_core", "para_core, ring", "diffusers"} <= {*ways}:
                 continue
@@ -303,7 +304,7 @@ def measure(names: list[str], rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure on two ranks and write."""
     parser_of(__doc__).parse_args()
-    # Short, because a way may fail on one rank alone.
+    # The time-out is short, because a way may fail on one rank only.
     results = measure_on_ranks(measure, 2, NAMES, ROUNDS, timeout=60.0)
     for row in results["large"]:
         print(speed_row(row))

@@ -3,8 +3,8 @@
     python -m benchmarks.pipelines.exactness                      # every check, every row: hours on two cores
     python -m benchmarks.pipelines.exactness models --only flux   # some rows of one check; the others stay as they are
 
-All models are tiny, have random weights and compute in float32 unless a check says otherwise. Each number is the worst
-rank's.
+All models are tiny, have random weights, and compute in float32 unless a check says otherwise. Each number is that of
+the worst rank.
 
 - pipelines: relative error of the latents after three steps with an odd number of tokens, against the unmodified
   pipeline in the same process, on every kind of mesh; and the bytes that each rank sends, which must equal the formula
@@ -35,12 +35,13 @@ class Check:
     """One JSON of rows.
 
     Args:
-        results: name of the JSON. ``key``: where its rows are.
+        results: name of the JSON. ``key`` says where its rows are.
         names: all rows, in the order of the tables.
-        measure: on ranks, from names to rows.
+        measure: a function that ranks call, from names to rows.
         ranks: numbers of ranks to measure on.
-        by_ranks: rows lie under their number of ranks; otherwise the cells of all numbers of ranks are in one row.
-        problems: what is not as exact as the pages say, one line each.
+        by_ranks: whether rows are grouped by their number of ranks. Otherwise the cells of all numbers of ranks are in
+            one row.
+        problems: a function that returns the results that are not as exact as the pages say, one line each.
     """
 
     results: str
@@ -52,11 +53,11 @@ class Check:
     problems: Callable[[Any], list[str]] = lambda _: []
 
     def run(self, names: list[str], ranks: tuple[int, ...]) -> list[str]:
-        """Measure these rows, write each as soon as it is measured, and return the problems of all rows."""
+        """Measure these rows, write each when it is measured, and return the problems of all rows."""
         for count in ranks:
             for name in names:
                 row = measure_on_ranks(self.measure, count, [name])[name]
-                # Read again each time: another process may have written other rows meanwhile.
+                # Read the file again each time, because another process may have written other rows.
                 results = read_results(self.results)
                 rows = results[self.key].setdefault(str(count), {}) if self.by_ranks else results[self.key]
                 rows[name] = row if self.by_ranks else {**rows.get(name, {}), **row}
@@ -92,7 +93,7 @@ CHECKS = {
 
 
 def main() -> None:
-    """Run the checks that are named."""
+    """Run the named checks."""
     parser = parser_of(__doc__)
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}; default: all")
     parser.add_argument("--only", nargs="+", metavar="ROW", help="measure these rows; the others stay as they are")

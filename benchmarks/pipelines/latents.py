@@ -1,7 +1,7 @@
-"""Pipelines on several ranks: the latents of each, what each rank sends, and the same in bfloat16.
+"""Pipelines on several ranks: the latents of each, the bytes that each rank sends, and the same in bfloat16.
 
-Checks of `benchmarks.pipelines.exactness`: the tiny pipelines with random weights, and the FLUX.1 that was trained
-here.
+Checks of `benchmarks.pipelines.exactness`, with the tiny pipelines with random weights and the trained FLUX.1 of the
+zoo.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from para_core.planner.traffic import MeshShape, ModelCall, sent_in_rounds
 from zoo.tiny.pipelines import PIPELINES as OTHERS
 from zoo.tiny.pipelines import TinyPipeline
 
-# -- bfloat16, with the random numbers of float32
+# -- bfloat16, with the random numbers of float32.
 
 
-# Tiny pipelines that are not tried, and why.
+# These tiny pipelines are not tried. The values give the reason.
 NOT_IN_BFLOAT16 = {
     "lucy": "the unmodified pipeline gives its VAE float32",
     "visual cloze": "two pipelines, and casting reaches one of them",
@@ -86,7 +86,9 @@ def cast(options: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def noise_of_float32() -> Iterator[None]:
-    """Let ``torch.randn`` draw in float32 and round. With the same seed it draws other numbers in 16 bits."""
+    """Make ``torch.randn`` draw in float32 and round in this context, because it draws other numbers in 16 bits with
+    the same seed.
+    """
     randn = torch.randn
 
     def rounded(*size: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
@@ -97,7 +99,7 @@ def noise_of_float32() -> Iterator[None]:
         yield
 
 
-# -- what each rank sends, predicted from one run of the unmodified pipeline on one device
+# -- The bytes that each rank sends, predicted from one run of the unmodified pipeline on one device.
 
 
 @contextmanager
@@ -111,9 +113,11 @@ def observed(model: nn.Module, batch: int = 1) -> Iterator[list[ModelCall]]:
 
 
 def takes_turns(pipe: Any) -> bool:
-    """Whether ranks along ``batch`` take turns in the calls of a step; or they share the samples of each."""
+    """Return whether ranks along ``batch`` take turns in the calls of a step. Otherwise they share the samples of each
+    call.
+    """
     plan = plan_for(pipe.transformer)
-    # Perturbed attention guidance takes a batch apart inside of the model.
+    # Perturbed attention guidance separates a batch inside the model.
     return plan is not None and (not plan.batched or hasattr(pipe, "pag_applied_layers"))
 
 
@@ -122,7 +126,7 @@ def observe_pipeline(pipe: Any, generate: Callable[[], Any], batch: int = 1) -> 
     models = list(transformers_of(pipe).values())
     batch = 1 if takes_turns(pipe) else batch
     rounds: list[list[ModelCall]] = []
-    # The class is patched, because LTX-2 makes a copy of its scheduler for sound.
+    # Patch the class, because LTX-2 copies its scheduler for sound.
     scheduler = type(pipe.scheduler)
     step = scheduler.step
     with ExitStack() as stack:
@@ -144,10 +148,10 @@ def observe_pipeline(pipe: Any, generate: Callable[[], Any], batch: int = 1) -> 
     return rounds
 
 
-# -- the checks
+# -- The checks.
 
 
-# (batch, ring, ulysses) by the heading of the table's column.
+# Each column of the table has a mesh (batch, ring, ulysses).
 MESHES = {"2 Ulysses": (1, 1, 2), "2 ring": (1, 2, 1), "2 batch": (2, 1, 1), "3 Ulysses": (1, 1, 3), "2 × 2": (1, 2, 2)}
 TWO_RANKS = ("2 Ulysses", "2 ring", "2 batch")
 MESHES_OF_16_BITS = TWO_RANKS[:2]
@@ -181,14 +185,16 @@ def _generate(pipe: Any, call: dict[str, Any]) -> Tensor:
         # Some ControlNets encode their images with noise of the default generator.
         torch.manual_seed(7)
         images = pipe(**call, return_dict=False)[0]
-    # FramePack gives the latents of each section.
+    # FramePack returns the latents of each section.
     return torch.cat(images, dim=2) if isinstance(images, list) else torch.as_tensor(images)
 
 
 def measure_mesh(
     pipe: Any, name: str, mesh: DeviceMesh, expected: Tensor, rounds: Sequence[Sequence[ModelCall]]
 ) -> dict[str, Any]:
-    """Return the error of the worst rank for one pipeline on one mesh, and what each rank sends in all steps."""
+    """Return the error of the worst rank for one pipeline on one mesh, and the bytes that each rank sends in all
+    steps.
+    """
     parallelize_pipe(pipe, mesh=mesh)
     with counted_traffic() as traffic:
         out = generate(pipe, name)
@@ -206,7 +212,7 @@ def measure_mesh(
 
 
 def measure(names: list[str]) -> dict[str, Any]:
-    """Return the cells of pipelines on all meshes that have as many ranks as there are."""
+    """Return the cells of pipelines on all meshes with this number of ranks."""
     meshes = device_meshes(label for label, shape in MESHES.items() if prod(shape) == dist.get_world_size())
     rows = {}
     for name in names:

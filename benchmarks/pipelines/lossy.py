@@ -1,10 +1,10 @@
 """Quality of the features that are not exact:  python -m benchmarks.pipelines.lossy
 
-Generates held-out captions with the trained FLUX and Wan of zoo/, from the same noise with the unmodified pipeline and
+Generates held-out captions with the trained FLUX and Wan of zoo/, from the same noise, with the unmodified pipeline and
 with each feature: quantized weights (docs/weights.md), attention in 8 bits in the middle steps
-(docs/measured/cache_quality.md), PipeFusion beside First Block Cache (docs/stages.md), First Block Cache on videos
-(zoo/video/README.md). PSNR and SSIM are those relative to the unmodified pipeline; a checker finds the share of
-captions of which everything is right. Writes lossy.json. It may be stopped at any time: finished settings stay in
+(docs/measured/cache_quality.md), PipeFusion next to First Block Cache (docs/stages.md), First Block Cache on videos
+(zoo/video/README.md). PSNR and SSIM are relative to the unmodified pipeline. A checker finds the share of captions that
+are right in everything. Writes lossy.json. It may be stopped at any time, because finished settings stay in
 build/lossy.
 """
 
@@ -36,12 +36,12 @@ from zoo.flux.check import check as check_image
 from zoo.video import scenes as video_scenes
 
 STEPS = {"FLUX": 28, "Wan": 20}
-GUIDANCE = 2.0  # of Wan
+GUIDANCE = 2.0  # This is the guidance scale of Wan.
 CAPTIONS, WORK = 64, ROOT / "build/lossy"
 SCHEMES = ("exact", "int8", "fp8", "int8-dynamic")
-# Exact first and last steps of a schedule.
+# These numbers of first and last steps of a schedule are exact.
 EXACT_STEPS = (0, 2, 4, 8)
-# num_patches, warmup_steps, cooldown_steps; Wan has five frames of latents.
+# Each entry has num_patches, warmup_steps and cooldown_steps. Wan has five frames of latents.
 PATCHES = {
     "FLUX": [(2, 1, 0), (4, 1, 0), (8, 1, 0), (4, 4, 0), (4, 1, 2), (4, 1, 4)],
     "Wan": [(2, 1, 0), (4, 1, 0), (5, 1, 0), (4, 4, 0), (4, 1, 2), (4, 1, 4)],
@@ -49,11 +49,13 @@ PATCHES = {
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
 
 
-# -- the settings
+# -- The settings.
 
 
 def settings_of(model: str) -> dict[str, Callable[[Any], Any]]:
-    """Return by name what puts each setting on a pipeline of ``model``. The first one is the unmodified pipeline."""
+    """Return, by name, the function that applies each setting to a pipeline of ``model``. The first one is the
+    unmodified pipeline.
+    """
     settings: dict[str, Callable[[Any], Any]] = {"alone, exact": lambda pipe: pipe}
     for scheme in SCHEMES:
         settings[f"alone, {scheme}"] = partial(_quantize, scheme=scheme)
@@ -92,7 +94,9 @@ def _attend_by_reference(backend: str, call: LocalAttentionCall, **options: Any)
 
 @contextmanager
 def int8_by_reference() -> Iterator[None]:
-    """Compute ``backend="triton-int8"`` by the reference of its kernel, since a CPU runs no Triton kernel."""
+    """Compute ``backend="triton-int8"`` by the reference of its kernel in this context, since a CPU runs no Triton
+    kernel.
+    """
     with (
         mock.patch.object(local, "_triton", _attend_by_reference),
         mock.patch.object(backend_selection, "_require_triton", lambda *_: None),
@@ -100,7 +104,7 @@ def int8_by_reference() -> Iterator[None]:
         yield
 
 
-# -- generations
+# -- Generations.
 
 
 def path_of(model: str, name: str) -> Path:
@@ -121,7 +125,8 @@ def generate_setting(model: str, name: str) -> None:
             outputs.append(output)
             if name.startswith("cache, "):
                 report = cache_report(pipe)
-                computed.append(STEPS[model] * report.computed / len(report.rows))  # two branches in each step
+                # There are two branches in each step.
+                computed.append(STEPS[model] * report.computed / len(report.rows))
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         path = path_of(model, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +150,7 @@ def _videos(pipe: Any) -> Iterator[np.ndarray]:
         yield output
 
 
-# -- judgement
+# -- Judgement.
 
 
 def row_of(model: str, name: str) -> dict[str, Any]:
@@ -172,7 +177,7 @@ def _psnr(error: float) -> float:
 
 
 def right(model: str, outputs: np.ndarray) -> float:
-    """Return the share of outputs in which the checker finds all that the caption says."""
+    """Return the share of outputs in which the checker finds everything that the caption says."""
     if model == "FLUX":
         verdicts = [check_image(x, y).all_right for x, y in zip(outputs, scenes_of(len(outputs)), strict=True)]
         return round(float(np.mean(verdicts)), 4)
@@ -180,7 +185,7 @@ def right(model: str, outputs: np.ndarray) -> float:
     return evaluate.tally([video_scenes.check(x, y) for x, y in zip(outputs, scenes, strict=True)])["all"]
 
 
-# -- tables
+# -- Tables.
 
 
 def parts() -> dict[str, list[str]]:
@@ -246,7 +251,7 @@ def _video_caches(rows: dict[tuple[str, str], dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Generate what is missing, judge, write."""
+    """Generate the missing outputs, judge them, and write the results."""
     parser_of(__doc__).parse_args()
     rows = []
     for model in STEPS:

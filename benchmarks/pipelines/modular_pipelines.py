@@ -1,7 +1,7 @@
 """Every modular pipeline of diffusers on two ranks: exact, cached, and undone (docs/pipelines.md).
 
-A check of `benchmarks.pipelines.exactness`: the blocks that denoise, three steps, against the unmodified pipeline in
-the same process.
+A check of `benchmarks.pipelines.exactness`: the blocks that denoise run three steps, and are compared with the
+unmodified pipeline in the same process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def denoisers(pipe: Any) -> list[nn.Module]:
 def _measure(tiny: TinyModular, mesh: DeviceMesh) -> dict[str, Any]:
     """Return the error, the share of the computation, and whether the cached and the undone pipeline give equal bits.
 
-    ``cached`` is the reason if the pipeline cannot be cached. The share of a UNet is None: layers see global shapes.
+    ``cached`` is the reason if the pipeline cannot be cached. The share of a UNet is None, because its layers see
+    global shapes.
     """
     pipe = tiny.build()
     before, total = counted(pipe, tiny.generate)
@@ -69,7 +70,9 @@ def _measure(tiny: TinyModular, mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def counted(pipe: Any, generate: Callable[[Any], Tensor]) -> tuple[Tensor, int]:
-    """Return the result of ``generate(pipe)``, and the elements that this rank put into the layers of its denoisers."""
+    """Return the result of ``generate(pipe)``, and the number of elements that this rank passed to the layers of its
+    denoisers.
+    """
     elements = [0]
 
     def count(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -88,7 +91,7 @@ def counted(pipe: Any, generate: Callable[[Any], Tensor]) -> tuple[Tensor, int]:
 
 
 def problems(rows: dict[str, Any]) -> list[str]:
-    """Return what is not as exact as the page says, one line each."""
+    """Return the results that are not as exact as the page says, one line each."""
     return [
         f"{name} on {mesh}: {cells}"
         for name, row in rows.items()
@@ -97,7 +100,7 @@ def problems(rows: dict[str, Any]) -> list[str]:
     ]
 
 
-# -- the table
+# -- The table.
 
 
 def row(names: list[str], pipelines: dict[str, Any]) -> list[str]:
@@ -111,7 +114,7 @@ def row(names: list[str], pipelines: dict[str, Any]) -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/pipelines.md on modular pipelines: a row for each set of transformers."""
+    """Return the table of docs/pipelines.md on modular pipelines, with a row for each set of transformers."""
     pipelines = read_results("modular")["pipelines"]
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, cells in pipelines.items():

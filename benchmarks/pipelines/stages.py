@@ -3,8 +3,8 @@
     python -m benchmarks.pipelines.exactness stages  # tiny transformers, bit by bit, without stages too
     python -m benchmarks.pipelines.stages             # times of the FLUX that was trained here, on 2 stages
 
-Both write benchmarks/results/stages.json (docs/stages.md). How PipeFusion changes images is in
-`benchmarks.pipelines.lossy`.
+Both write benchmarks/results/stages.json (docs/stages.md). `benchmarks.pipelines.lossy` measures how PipeFusion changes
+images.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from para_core.weights.stages import stages_of
 from zoo.tiny.transformers.registry import MODELS
 
 DIMS = ("pipe", "batch", "ring", "ulysses")
-# Mesh shapes by number of ranks and heading.
+# Each heading has mesh shapes by number of ranks.
 CELLS = {
     2: {"alone": (2, 1, 1, 1), "cache": (2, 1, 1, 1), "blocks compiled": (2, 1, 1, 1)},
     4: {
@@ -50,9 +50,9 @@ CELLS = {
 }
 HEADINGS = ("alone", "Ulysses", "ring", "batch", "cache", "blocks compiled")
 TIMED_STEPS = 10
-# Pixels along a side, for times: 1,024 tokens of the image.
+# For times, an image has this many pixels along a side, which gives 1,024 tokens.
 LARGE = 512
-# Sizes of FLUX.1 [dev] at 1024 × 1024, for calculated bytes.
+# These are the sizes of FLUX.1 [dev] at 1024 × 1024, for calculated bytes.
 BLOCKS, WIDTH, TOKENS = 57, 3072, 4096 + 512
 
 
@@ -62,11 +62,11 @@ def deep(name: str) -> nn.Module:
     return build(name, **dict.fromkeys(counts or ["num_layers"], 4))
 
 
-# -- exact stages, on ranks
+# -- Exact stages, on ranks.
 
 
 def exact_cell(name: str, heading: str, shape: tuple[int, ...]) -> bool:
-    """Whether all ranks have the bits of the same mesh without stages."""
+    """Return whether all ranks have the bits of the same mesh without stages."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=DIMS)
     whole, staged = deep(name), deep(name)
@@ -76,14 +76,14 @@ def exact_cell(name: str, heading: str, shape: tuple[int, ...]) -> bool:
     parallelize_transformer(staged, mesh=mesh)
     if heading == "blocks compiled":
         for block in (*blocks_of(whole), *blocks_of(staged)):
-            # This is compile_repeated_blocks, which CogVideoX and Mochi do not have.
+            # compile_repeated_blocks does this, but CogVideoX and Mochi do not have it.
             block.compile(backend="aot_eager", fullgraph=True)
     expected, out = (result(each, name, heading) for each in (whole, staged))
     return true_on_all_ranks(torch.equal(expected, out))
 
 
 def measure(titles: list[str]) -> dict[str, Any]:
-    """Return the rows of models on as many stages and other ranks as there are."""
+    """Return the rows of models on meshes with this number of ranks."""
     cells = CELLS[dist.get_world_size()]
     return {
         title: {"same bits": {heading: exact_cell(NAMES[title], heading, shape) for heading, shape in cells.items()}}
@@ -101,7 +101,7 @@ def problems(by_ranks: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-# -- PipeFusion, on ranks
+# -- PipeFusion, on ranks.
 
 
 def large(pipe: Any) -> None:
@@ -117,7 +117,9 @@ def gathered(value: Any) -> list[Any]:
 
 
 def timed(run: Any, seconds: list[float]) -> Any:
-    """Return ``run`` with the CPU seconds of each call added to ``seconds``. Waiting for other ranks takes none."""
+    """Return ``run`` with the CPU seconds of each call added to ``seconds``. Waiting for other ranks takes no CPU
+    seconds.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         start = time.thread_time()
@@ -130,11 +132,11 @@ def timed(run: Any, seconds: list[float]) -> Any:
 
 
 def exact_time() -> dict[str, Any]:
-    """Return the CPU seconds of a call on each exact stage, and the seconds of all calls, those waited too."""
+    """Return the CPU seconds of a call on each exact stage, and the seconds of all calls with waiting."""
     pipe = parallelize_pipe(load(), mesh=init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pipe",)))
     stages, seconds = stages_of(pipe.transformer), []
     assert stages is not None
-    # Bound before it is wrapped: what runs around the model is looked up on its class.
+    # Bind it before it is wrapped, because code around the model is looked up on its class.
     pipe.transformer.forward = timed(pipe.transformer.forward, seconds)
     start = time.perf_counter()
     large(pipe)
@@ -171,7 +173,7 @@ def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list
     no time.
 
     Args:
-        patches: of each stage, seconds of each patch.
+        patches: the seconds of each patch, for each stage.
     """
     stages = len(patches)
     free, back = [0.0] * stages, [0.0] * len(patches[0])
@@ -185,11 +187,11 @@ def scheduled(patches: list[list[float]], steps: int = 100) -> tuple[float, list
     return step, [1 - sum(own) / step for own in patches]
 
 
-# -- the page
+# -- The page.
 
 
 def time_table(fused: dict[str, Any]) -> list[str]:
-    """Return a row for each number of patches: seconds of a step as scheduled, and shares that ranks wait."""
+    """Return a row for each number of patches: the seconds of a scheduled step, and the shares that ranks wait."""
     rows = []
     for name in ("exact", "2", "4", "8"):
         run, exact = fused[name], name == "exact"
@@ -205,7 +207,7 @@ def time_table(fused: dict[str, Any]) -> list[str]:
 
 
 def paper_table() -> list[str]:
-    """Return megabytes that a rank sends per step, FLUX.1 [dev] at 1024 × 1024, bfloat16."""
+    """Return the megabytes that a rank sends per step, for FLUX.1 [dev] at 1024 × 1024 in bfloat16."""
     rows = []
     for ranks in (2, 4, 8):
         stages = TOKENS * WIDTH * 2
@@ -216,7 +218,7 @@ def paper_table() -> list[str]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the parts of docs/stages.md, without that of `benchmarks.pipelines.lossy`."""
+    """Return the parts of docs/stages.md, except that of `benchmarks.pipelines.lossy`."""
     results = read_results("stages")
     by_ranks = results["by ranks"].values()
     cells = [cell for rows in by_ranks for row in rows.values() for cell in row["same bits"].values()]
@@ -228,7 +230,7 @@ def parts() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Measure the times on two ranks and write them next to what `benchmarks.pipelines.exactness stages` wrote."""
+    """Measure the times on two ranks, and write them next to the results of `benchmarks.pipelines.exactness stages`."""
     parser_of(__doc__).parse_args()
     results = read_results("stages")
     fused = measure_on_ranks(measure_fused, 2)

@@ -1,6 +1,6 @@
-"""The transformers of the installed diffusers: which ones run in parallel, and how, or why not (docs/pipelines.md).
+"""The transformers of the installed diffusers: which ones run in parallel and how, or why not (docs/pipelines.md).
 
-From diffusers' classes, what `para_core.adapters` knows of them, and the errors that `python -m
+The table comes from diffusers' classes, their adapters in `para_core.adapters`, and the errors that `python -m
 benchmarks.pipelines.exactness models` measured (benchmarks/results/model_errors.json). No model is run.
 """
 
@@ -35,22 +35,22 @@ from para_core.cache.branches import conditions_of
 from para_core.plans.plan import Split
 from zoo.tiny.transformers.registry import MODELS, NO_WHOLE_GRAPH
 
-# -- errors, a check of `benchmarks.pipelines.exactness`
+# -- Errors, a check of `benchmarks.pipelines.exactness`.
 
 
-# Factor of the floating-point inputs of the second call, which makes it another step.
+# The floating-point inputs of the second call are multiplied by this factor, which makes it another step.
 OTHER_STEP = 1.01
 SKIP_ALWAYS = 1e9
 
 
 def inputs_of(name: str) -> dict[str, Any]:
-    """Return inputs with odd numbers of tokens if the model takes them."""
+    """Return inputs with odd numbers of tokens if the model accepts them."""
     return MODELS[name].inputs(6 if name == "cogvideox 1.5" else 3, 6, 10)
 
 
 def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Return all that the model returns, as one tensor."""
-    # HunyuanDiT takes residuals of a ControlNet out of the list that it is given.
+    """Return all outputs of the model as one tensor."""
+    # HunyuanDiT removes residuals of a ControlNet from the list that it receives.
     kwargs = {name: list(value) if isinstance(value, list) else value for name, value in inputs.items()}
     with torch.no_grad(), warnings.catch_warnings():
         # Mochi asks for an autocast that the CPU does not have.
@@ -106,15 +106,15 @@ def _measure(name: str) -> dict[str, Any]:
     return {"class": MODELS[name].cls, "errors": errors, "cached": cached, "hits": hits}
 
 
-# -- the table
+# -- The table.
 
 
 # A longer cell makes the other columns narrow.
 _MOST_CHARACTERS = 80
-# Their samples are lists, or named by their places in the batch.
+# Their samples are lists, or are named by their index in the batch.
 _LISTS = ("OmniGenTransformer2DModel", "JoyImageEditPlusTransformer3DModel")
 
-# Models of which a pipeline has one for each CFG branch.
+# A pipeline has one of these models for each CFG branch.
 _ONE_A_BRANCH = ("Ideogram4Transformer2DModel",)
 
 
@@ -143,7 +143,7 @@ def _constructors() -> dict[str, str]:
 
 
 def pipelines_of(transformer: str) -> list[str]:
-    """Return names of the pipelines that take such a transformer, without their common ending."""
+    """Return the names of the pipelines that take such a transformer, without their common ending."""
     names = [name for name, taken in _constructors().items() if re.search(rf"\b{transformer}\b", taken)]
     return sorted(name.removesuffix("Pipeline") for name in names)
 
@@ -159,7 +159,9 @@ def _listed(names: list[str]) -> str:
 
 
 def row(transformer: str) -> list[str]:
-    """Return class, pipelines, sharded segments, guidance, errors, and whether it is one graph; or why not."""
+    """Return class, pipelines, sharded segments, guidance, errors, and whether it is one graph. For a refused class
+    return the reason.
+    """
     listed = _listed(pipelines_of(transformer))
     entry = next((adapter for adapter in ADAPTERS if adapter.transformer == transformer), None)
     if entry is None:

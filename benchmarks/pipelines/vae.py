@@ -1,11 +1,10 @@
-"""A decode on two ranks beside diffusers' tiling and DistVAE, all in turns in one run: error, seams, seconds, bytes.
+"""A decode on two ranks next to diffusers' tiling and DistVAE, all in turns in one run: error, seams, seconds, bytes.
 
     pip install --no-deps --target FOLDER distvae
     python -m benchmarks.pipelines.vae --distvae FOLDER
 
-The autoencoder of the small FLUX that was trained here decodes 16 of its images as one of 512 × 512. Seconds are
-medians of rounds, the slowest rank's. Writes benchmarks/results/vae_beside.json (docs/vae.md) and
-docs/images/vae_seams.png.
+The autoencoder of the small trained FLUX decodes 16 of its images as one of 512 × 512. Seconds are medians of rounds,
+and those of the slowest rank. Writes benchmarks/results/vae_beside.json (docs/vae.md) and docs/images/vae_seams.png.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from zoo.flux.scenes import crowded_scene, draw
 FIGURE = ROOT / "docs/images/vae_seams.png"
 AMPLIFIED, ROUNDS = 4, 5
 ALONE = "one device"
-SHOWN = 256  # pixels of the image that are shown, from its middle
+SHOWN = 256  # This many pixels from the middle of the image are shown.
 
 
 class AllTraffic(TrafficCounter):
@@ -74,7 +73,7 @@ def image() -> Tensor:
 
 
 def ways(vae: Any, distvae: str | None) -> tuple[dict[str, Callable[[Tensor], Any]], str | None]:
-    """Return the ways to decode by name, and the reason if DistVAE is not among them."""
+    """Return the ways to decode by name, and the reason if DistVAE is not one of them."""
     tiled = copy.deepcopy(vae)
     tiled.enable_tiling()
     decoders = {
@@ -91,7 +90,7 @@ def ways(vae: Any, distvae: str | None) -> tuple[dict[str, Callable[[Tensor], An
         theirs = copy.deepcopy(vae)
         parallelize_decoder(theirs, dist.group.WORLD)
         theirs.decode(torch.zeros(1, vae.config.latent_channels, 16, 16))
-    except Exception as error:  # whatever it is, it is what its user would be told
+    except Exception as error:  # A user of DistVAE would see any such error.
         return decoders, f"{type(error).__name__}: {error}"
     return {**decoders, "DistVAE": theirs.decode}, None
 
@@ -103,7 +102,7 @@ def measure(rounds: int, distvae: str | None) -> dict[str, Any]:
     decoders, missing = ways(vae, distvae)
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     images, sent = {}, {}
-    for number in range(rounds + 1):  # the first one warms up, and is counted
+    for number in range(rounds + 1):  # The first round warms up, and its bytes are counted.
         for name, decode in decoders.items():
             one_device = "one device" in name
             dist.barrier()
@@ -136,7 +135,7 @@ def show(images: Mapping[str, Tensor]) -> None:
     """Save the middle of the image, and the amplified differences from one device."""
     panels = []
     for name, x in images.items():
-        if name == "para_core, tiled":  # bit by bit that of diffusers
+        if name == "para_core, tiled":  # Its bits are those of diffusers' tiling.
             continue
         values = x[0] / 2 + 0.5 if name == ALONE else AMPLIFIED * (x - images[ALONE])[0].abs() / 2
         array = (values.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()

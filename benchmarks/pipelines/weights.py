@@ -1,9 +1,9 @@
-"""Sharded weights against one device, by model, mesh and method.
+"""Sharded weights compared with one device, by model, mesh and method.
 
-A check of `benchmarks.pipelines.exactness`: one call of tiny transformers with four heads. fsdp is compared with the
-same mesh on replicated weights, bit by bit; tensor with one device. Cached: a second, similar call, the blocks of which
-are skipped. Compiled: `aot_eager`, each block (fsdp; tensor if the model alone has no whole graph) or the whole
-transformer (tensor) in one graph.
+A check of `benchmarks.pipelines.exactness`: one call of tiny transformers with four heads. fsdp is compared bit by bit
+with the same mesh on replicated weights, and tensor with one device. *Cached* is a second, similar call whose blocks
+are skipped. *Compiled* is `aot_eager` with a graph for each block (fsdp, and tensor if the unmodified model has no
+whole graph) or for the whole transformer (tensor).
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ NAMES = {
     "Z-Image": "z-image",
     "Mochi": "mochi",
 }
-# So that four ranks can share heads and hidden units.
+# With these sizes, four ranks can share heads and hidden units.
 CONFIGS = {
     "ltx": {"num_attention_heads": 4, "cross_attention_dim": 32},
     "z-image": {"n_heads": 4, "n_kv_heads": 4, "dim": 96, "axes_dims": (8, 8, 8)},
     "mochi": {"num_attention_heads": 12, "attention_head_dim": 8, "pooled_projection_dim": 24},
 }
 SIZE = (3, 6, 10)
-# (batch, ring, ulysses, tensor) by method and heading, for so many ranks. Of fsdp's "alone" each rank computes
+# Each method and heading has (batch, ring, ulysses, tensor) by number of ranks. With fsdp's "alone", each rank computes
 # everything.
 CELLS = {
     2: {
@@ -88,7 +88,7 @@ def call(transformer: Any, name: str, change: float = 0.0) -> Tensor:
     latents = "hidden_states" if "hidden_states" in inputs else "x"
     inputs[latents] = tree_map(lambda x: x * (1 + change), inputs[latents])
     if change:
-        # It is another step, so the timestep is another one.
+        # It is another step, so the timestep differs.
         clock = "timestep" if "timestep" in inputs else "t"
         inputs[clock] = inputs[clock] - inputs[clock].new_ones(())
     with torch.no_grad(), warnings.catch_warnings():
@@ -107,7 +107,7 @@ def result(transformer: Any, name: str, heading: str) -> Tensor:
 
 
 def is_whole(transformer: nn.Module, method: str) -> bool:
-    """Whether it is compiled as one graph, not block by block."""
+    """Return whether the model is compiled as one graph, not by blocks."""
     return method == "tensor" and original_class(transformer).__name__ not in NO_WHOLE_GRAPH
 
 
@@ -115,7 +115,7 @@ def compiled(transformer: Any, method: str) -> Any:
     if is_whole(transformer, method):
         return torch.compile(transformer, backend="aot_eager", fullgraph=True)
     for block in blocks_of(transformer):
-        # This is compile_repeated_blocks, which CogVideoX and Mochi do not have.
+        # compile_repeated_blocks does this, but CogVideoX and Mochi do not have it.
         block.compile(backend="aot_eager", fullgraph=True)
     return transformer
 
@@ -131,7 +131,7 @@ def shard(transformer: nn.Module, method: str, mesh: DeviceMesh) -> None:
 
 
 def measure(titles: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the errors of models on as many ranks as there are."""
+    """Return the errors of models on meshes with this number of ranks."""
     rows: dict[str, dict[str, Any]] = {}
     for title in titles:
         name, row = NAMES[title], rows.setdefault(title, {})
@@ -158,7 +158,7 @@ def measure_cell(name: str, method: str, heading: str, mesh: DeviceMesh) -> dict
 
 
 def problems(by_ranks: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """Return a line for each cell with an error: fsdp must have the same bits, tensor 1e-5."""
+    """Return a line for each wrong cell: fsdp must have the same bits, and tensor an error below 1e-5."""
     return [
         f"sharded weights of {title} on {ranks} ranks, {cell}: error {x['error']:.1e}"
         for ranks, rows in by_ranks.items()

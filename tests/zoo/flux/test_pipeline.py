@@ -14,7 +14,7 @@ from zoo.flux.scenes import ImageScene, Thing, caption
 
 pytestmark = pytest.mark.slow
 
-LIMIT = 25 * 2**20  # The limit is in bytes.
+LIMIT = 25 * 2**20  # bytes
 
 SCENES = [
     ImageScene((Thing("red", "square", "large", "centre"),), "white"),
