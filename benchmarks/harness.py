@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-# -- results
+# -- Results.
 
 
 def environment(*packages: str) -> dict[str, Any]:
@@ -46,7 +46,9 @@ def environment(*packages: str) -> dict[str, Any]:
 
 
 def write_results(name: str, results: Mapping[str, Any], *packages: str) -> Path:
-    """Write ``results`` with its environment, in place of any in ``results``, to ``benchmarks/results/<name>.json``."""
+    """Write ``results`` with its environment, in place of an earlier one in ``results``, to
+    ``benchmarks/results/<name>.json``.
+    """
     path = RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     now = {"environment": environment(*packages)}
@@ -55,12 +57,12 @@ def write_results(name: str, results: Mapping[str, Any], *packages: str) -> Path
 
 
 def read_results(name: str) -> dict[str, Any]:
-    """Return what ``benchmarks/results/<name>.json`` holds."""
+    """Return the content of ``benchmarks/results/<name>.json``."""
     results: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return results
 
 
-# -- rank processes
+# -- Rank processes.
 
 
 def launch(module: str, num_ranks: int, *arguments: str) -> None:
@@ -73,11 +75,11 @@ def launch(module: str, num_ranks: int, *arguments: str) -> None:
 def measure_on_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 1800.0) -> Any:
     """Call a top-level function in ``num_ranks`` new processes, and return the result of the first rank.
 
-    Several processes have a gloo group, one has none.
+    Several processes have a gloo group, and one has none.
 
     Args:
-        args: Values that JSON holds. The result is anything that pickle holds.
-        timeout: Seconds that a collective waits.
+        args: values that JSON can hold. The result is anything that pickle can hold.
+        timeout: seconds that a collective waits.
     """
     module = function.__module__
     if module == "__main__":
@@ -112,11 +114,11 @@ def fake_group(ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-# -- measuring
+# -- Measuring.
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """Return ‖out − expected‖ / ‖expected‖; infinite if the shapes differ or a number is NaN."""
+    """Return ‖out − expected‖ / ‖expected‖, or infinity if the shapes differ or a number is NaN."""
     if out.shape != expected.shape:
         return math.inf
     error = (out.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30)
@@ -158,7 +160,7 @@ def in_turns(
 
 
 def calls_in_python(way: Callable[[], Any]) -> int:
-    """Return how many functions Python calls during ``way()``, those of C included. Exact on every machine."""
+    """Return how many functions Python calls during ``way()``, including those of C. Exact on every machine."""
     calls = 0
 
     def count(_: Any, event: str, __: Any) -> None:
@@ -173,7 +175,7 @@ def calls_in_python(way: Callable[[], Any]) -> int:
     return calls
 
 
-# -- meters of one rank
+# -- Meters of one rank.
 
 
 class TrafficCounter(TorchDispatchMode):
@@ -195,7 +197,7 @@ class TrafficCounter(TorchDispatchMode):
 
 
 def _sent(func: Any, args: Sequence[Any]) -> int | None:
-    """Return the bytes that a collective sends to other ranks; None if ``func`` is no collective."""
+    """Return the bytes that a collective sends to other ranks, or None if ``func`` is no collective."""
     if func in (torch.ops.c10d.alltoall_base_.default, torch.ops.para_core.all_to_all.default):
         if func is torch.ops.para_core.all_to_all.default:
             x, sizes, _, name, *_ = args
@@ -205,7 +207,7 @@ def _sent(func: Any, args: Sequence[Any]) -> int | None:
             group = dist.ProcessGroup.unbox(boxed)
             sizes = sizes or [len(x) // group.size()] * group.size()
         return (sum(sizes) - sizes[group.rank()]) * x.element_size() * (x.numel() // max(1, len(x)))
-    # Records by which ranks agree are bytes; what is gathered of an image's statistics is not.
+    # Records by which ranks agree are bytes. The gathered statistics of an image are not.
     if func is torch.ops.c10d._allgather_base_.default and args[1].dtype != torch.uint8:
         return args[1].nbytes * (dist.ProcessGroup.unbox(args[2]).size() - 1)
     if func is torch.ops.para_core.all_gather.default:
@@ -217,13 +219,13 @@ def _sent(func: Any, args: Sequence[Any]) -> int | None:
 @contextmanager
 def counted_traffic() -> Iterator[TrafficCounter]:
     """Yield a :class:`TrafficCounter` that also counts the exchange of guidance branches."""
-    # Not at the top: gpu-check lists its sections without importing para_core.
+    # The import is not at the top, because gpu-check lists its sections without importing para_core.
     from para_core.distributed.collectives import all_gather
 
     traffic = TrafficCounter()
 
     def gather_branches(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: Any) -> Tensor:
-        # Often asked for inside a tensor's own dispatch, where a dispatch mode sees nothing.
+        # It is often called inside a tensor's own dispatch, where a dispatch mode sees nothing.
         collectives, sent = traffic.collectives, traffic.bytes
         gathered = all_gather(x, sizes, tensor_dim, dim)
         traffic.collectives = collectives + 1
@@ -235,7 +237,7 @@ def counted_traffic() -> Iterator[TrafficCounter]:
 
 
 class PeakMemory(TorchDispatchMode):
-    """A meter of the most bytes that tensors made inside the mode held at once."""
+    """A meter of the most bytes that tensors created inside the mode occupied at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,11 +261,13 @@ class PeakMemory(TorchDispatchMode):
         self.now -= size
 
 
-# -- tables
+# -- Tables.
 
 
 def markdown_table(heads: Sequence[str], rows: Iterable[Iterable[object]], right: Sequence[int] = ()) -> list[str]:
-    """Return the lines of a table of Markdown. ``right``: indices of the columns that are aligned to the right."""
+    """Return the lines of a table of Markdown. ``right`` has the indices of the columns that are aligned to the
+    right.
+    """
     rule = ["---:" if index in right else "---" for index in range(len(heads))]
     return ["| " + " | ".join(map(str, cells)) + " |" for cells in (heads, rule, *rows)]
 

@@ -1,9 +1,9 @@
-"""Writes the tables of all pages between their markers, from the JSON of benchmarks/results and from setup.py.
+"""Write the tables of all pages between their markers, from the JSON of benchmarks/results and from setup.py.
 
     python -m benchmarks.pages [PAGE ...]
 
-Measures nothing. A part of a page stands between ``<!-- name -->`` and ``<!-- end of name -->``; tests/test_pages.py
-compares each page with what this program writes.
+Measures nothing. A part of a page is between ``<!-- name -->`` and ``<!-- end of name -->``. tests/test_pages.py
+compares each page with the output of this program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from benchmarks.planner import memory, propose, published, sizes, traffic
 from benchmarks.serving import load, trials
 from para_core.adapters.compatibility.phases import PHASES
 
-# Fields of messages that are the same in all cases; every other field is an ellipsis on the page.
+# These fields of messages are the same in all cases. Every other field is an ellipsis on the page.
 _WORDS = {
     "name": "pipe.transformer",
     "original_class(owner).__name__": "the pipeline",
@@ -54,7 +54,7 @@ def checks_of(phase: Callable[..., None]) -> list[Callable[..., None]]:
 
 
 def errors_of(check: Callable[..., None]) -> tuple[str, str]:
-    """Return the class of the errors that ``check`` raises, and what to do instead, without what differs by case."""
+    """Return the class of the errors that ``check`` raises, and the advice, without the parts that differ by case."""
     tree = ast.parse(inspect.getsource(check))
     raised: list[Any] = [node.exc for node in ast.walk(tree) if _is_new_error(node)]
     raised.sort(key=lambda error: error.lineno)
@@ -71,7 +71,7 @@ def _is_new_error(node: ast.AST) -> bool:
 
 
 def _text(message: Any) -> str:
-    """Return the text of a string or an f-string, with an ellipsis for what differs from case to case."""
+    """Return the text of a string or an f-string, with an ellipsis for parts that differ from case to case."""
     parts = getattr(message, "values", [message])
     return "".join(
         part.value if isinstance(part, ast.Constant) else _WORDS.get(ast.unparse(part.value), "…") for part in parts
@@ -84,7 +84,7 @@ def _cell(text: str) -> str:
 
 
 def refused_rows() -> list[list[str]]:
-    """Return a row for each check: what it refuses, in which phases, the error's class, and what to do instead."""
+    """Return a row for each check: what it refuses, in which phases, the error's class, and the advice."""
     phases: dict[Callable[..., None], list[str]] = {}
     for name, phase in PHASES.items():
         for check in checks_of(phase):
@@ -99,7 +99,7 @@ def refused_rows() -> list[list[str]]:
 
 
 def way_out(message: str) -> str:
-    """Return the sentences of a message after the first, which says why; the others say what to do.
+    """Return the sentences of a message after the first. The first one gives the reason, and the others say what to do.
 
     >>> way_out("pipe runs in stages. Use a mesh without 'pipe'.")
     "Use a mesh without 'pipe'."
@@ -159,7 +159,7 @@ def _requirement(text: str) -> str:
     return f"all of `{own[1]}`" if own else re.sub(r"\[.*\]", "", text).replace(">=", " ≥ ")
 
 
-# The programs whose parts a page has; a program may have parts of several pages.
+# A page has the parts of these programs. A program may have parts of several pages.
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "README.md": (peers.parts, beside_diffusers.parts),
     "docs/cache.md": (forecasts.parts,),

@@ -1,8 +1,8 @@
-"""Runs the tests that put this package into situations of public reports, and writes docs/measured/reports.md.
+"""Run the tests that recreate the situations of public reports, and write docs/measured/reports.md.
 
     python -m benchmarks.reports [--only REFERENCE]
 
-A row is a report about another library, or about a pipeline on several GPUs; its test recreates the situation on a tiny
+A row is a report about another library, or about a pipeline on several GPUs. Its test recreates the situation on a tiny
 model, on CPU ranks with gloo.
 """
 
@@ -18,19 +18,19 @@ from xml.etree import ElementTree
 
 from benchmarks.harness import ROOT, markdown_table, parser_of, read_results, write_results
 
-# "exact": equal to one device. "raises", "warns": on every rank, before or in the first call, with what to do. "works":
-# it runs, and what it promises is checked. "not here": another tool, or not done.
+# "exact": equal to one device. "raises", "warns": on every rank, before or in the first call, with advice. "works": it
+# runs, and its promise is checked. "not here": another tool, or not done.
 Verdict = Literal["exact", "raises", "warns", "works", "not here"]
 
 
 class Report(NamedTuple):
-    """One public report, and the test that recreates its situation."""
+    """A public report, and the test that recreates its situation."""
 
     kind: str
     reference: str  # owner/repository#number
     situation: str  # in our words
     verdict: Verdict
-    test: str  # file::function; empty if there is nothing to run
+    test: str  # The test is file::function, or empty if there is nothing to run.
 
 
 PICTURE, SIZE, WAIT, CACHE, CODE, PARTS, DECODE, OWN = (

@@ -1,9 +1,9 @@
 """Forecasts, rules and few steps, at equal computed steps:  python -m benchmarks.cache.forecasts
 
-The tiny trained FLUX generates held-out captions, each alone. Of each caption a plain cache chooses the steps; then
-every forecast computes these very steps (``compute_steps=``), so that nothing but the forecast differs. PSNR is against
-the image without a cache, from the same noise. Differences are of pairs: mean over captions ± standard error. Writes
-benchmarks/results/cache_forecasts.json (docs/cache.md).
+The tiny trained FLUX generates held-out captions, each alone. For each caption a plain cache chooses the steps. Then
+every forecast computes exactly these steps (``compute_steps=``), so that only the forecast differs. PSNR is relative to
+the image without a cache, from the same noise. Differences are those of pairs: mean over captions ± standard error.
+Writes benchmarks/results/cache_forecasts.json (docs/cache.md).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Generator:
     def generate(
         self, steps: int, options: Callable[[int], dict[str, Any]] | None
     ) -> tuple[np.ndarray, list[list[int]]]:
-        """Return images and the computed steps of each caption. ``options``: the cache of a caption, or None."""
+        """Return images and the computed steps of each caption. ``options`` are those of a caption's cache, or None."""
         latents, computed = [], []
         for i, caption in enumerate(self.captions):
             if options is not None:
@@ -105,7 +105,7 @@ def forecasts(generator: Generator) -> list[dict[str, Any]]:
     return rows
 
 
-# Thresholds of each rule that compute about 5 to 16 of 28 steps.
+# The thresholds of each rule compute about 5 to 16 of 28 steps.
 RULES = {
     "first_block": (0.08, 0.11, 0.14, 0.17, 0.21, 0.26, 0.33, 0.4),
     "modulated_input": (0.045, 0.06, 0.075, 0.09, 0.11, 0.135, 0.16, 0.2),
@@ -135,7 +135,7 @@ def rules(generator: Generator) -> list[dict[str, Any]]:
         for threshold in thresholds:
             judged = generator.judged(28, lambda i, t=threshold, n=name: {"residual_diff_threshold": t, "rule": n})
             computed = round(statistics.mean(map(len, judged["steps"])), 2)
-            # Relative to the costs of all 28 steps.
+            # The costs are relative to those of all 28 steps.
             blocks = 1 / 57 if name == "first_block" else 0.0
             shares = [round((computed + (28 - computed) * at_a_hit) / 28, 4) for at_a_hit in (costs[name], blocks)]
             row = {"name": name, "threshold": threshold, "computed": computed, "cost of a hit": costs[name]}
@@ -159,7 +159,7 @@ def _at_equal(rows: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]
     return comparisons
 
 
-# The computed steps of generations of 4 and 8 steps.
+# These are the computed steps of generations with 4 and 8 steps.
 FEW = {
     4: ([0, 1, 2], [0, 1, 3], [0, 2, 3], [0, 2]),
     8: ([0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 6, 7], [0, 1, 2, 3, 5, 7], [0, 1, 3, 5, 7], [0, 2, 4, 6], [0, 3, 6]),
@@ -167,7 +167,7 @@ FEW = {
 
 
 def few(generator: Generator) -> list[dict[str, Any]]:
-    """Return rows of skipped steps, compared with as many steps as were computed, without a cache."""
+    """Return rows of skipped steps, compared with the computed number of steps without a cache."""
     rows = []
     for steps, masks in FEW.items():
         for mask in masks:
@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    # Some thresholds skip nothing of some captions.
+    # For some captions, some thresholds skip nothing.
     warnings.filterwarnings("ignore", message="the cache of the .* skipped")
     generator = Generator()
     results = read_results("cache_forecasts")

@@ -1,7 +1,7 @@
 """Images of First Block Cache on the tiny FLUX:  python -m benchmarks.cache.images
 
 Generates one caption with several thresholds, and saves the images of docs/cache.md: the differences from step to step,
-the images beside the one without the cache, and the curve of a calibration over several captions.
+the images next to the one without the cache, and the curve of a calibration over several captions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.cache.ways import SIDE, TEXT_TOKENS, load
 from benchmarks.harness import parser_of
 from para_core.adapters import apply_cache_on_pipe, cache_report, calibrate_cache, remove_cache_from_pipe
 
-SEED = 5  # of eight that were looked at, the roundest circle; the checker takes all eight
+SEED = 5  # Of eight seeds that a person compared, this one gave the roundest circle. The checker accepts all eight.
 PROMPT = "a large red circle on the left and a small blue triangle in the bottom right on a striped background"
 PROMPTS = (
     PROMPT,
@@ -32,7 +32,7 @@ THRESHOLDS = (0.08, 0.2, 0.3, 0.4)
 
 
 def generate(pipe: FluxPipeline) -> np.ndarray:
-    """Return ``[1, H, W, 3]`` in 0 … 1."""
+    """Return an image ``[1, H, W, 3]`` in 0 … 1."""
     generator = torch.Generator().manual_seed(SEED)
     images: np.ndarray = pipe(PROMPT, generator=generator, output_type="np", **CALL).images
     return images
@@ -63,7 +63,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    # A threshold that skips all it can is one of those shown.
+    # One of the shown thresholds skips every step that it may.
     warnings.filterwarnings("ignore", message="the cache of the")
     pipe = load()
     reference = generate(pipe)

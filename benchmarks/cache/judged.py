@@ -1,4 +1,4 @@
-"""The images of a way to cache, against those without a cache, and against what was asked for."""
+"""The images of a way to cache, compared with those without a cache, and with the captions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from zoo.flux import scenes as grammar
 from zoo.flux.check import check
 from zoo.flux.scenes import ImageScene
 
-# The values of zoo/evaluate.py: these are the first of its captions with one thing.
+# These are the values of zoo/evaluate.py, so the captions are the first of its captions with one object.
 SEED, THINGS = 0, 1
 DECODED_AT_ONCE = 16
-MOST_DECIBELS = 100.0  # of two images that are equal
+MOST_DECIBELS = 100.0  # Two equal images have this PSNR.
 
 
 def scenes_of(count: int) -> list[ImageScene]:
-    """Return ``count`` scenes that training never saw."""
+    """Return ``count`` scenes that were not in the training set."""
     return held_out_images(SEED, THINGS, count)
 
 
@@ -36,7 +36,7 @@ class Computed:
 
     def __init__(self, pipe: FluxPipeline) -> None:
         self.steps = 0
-        # Not of a block or of its attention: these are what caches replace.
+        # Do not hook a block or its attention, because caches replace these.
         pipe.transformer.single_transformer_blocks[-1].attn.to_q.register_forward_pre_hook(self._count)
 
     def _count(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
@@ -69,7 +69,9 @@ def decode(pipe: FluxPipeline, tokens: torch.Tensor) -> np.ndarray:
 
 
 def judge(images: np.ndarray, references: np.ndarray) -> dict[str, list[Any]]:
-    """Return for each image: likeness to its reference, whether it shows the caption, and the same as the reference."""
+    """Return, for each image, the likeness to its reference, whether it shows the caption, and whether it shows what
+    the reference does.
+    """
     scenes = scenes_of(len(images))
     verdicts = [check(_to_8_bit(x), scene) for x, scene in zip(images, scenes, strict=True)]
     expected = [check(_to_8_bit(x), scene) for x, scene in zip(references, scenes, strict=True)]
@@ -88,13 +90,13 @@ def ssim(image: np.ndarray, expected: np.ndarray) -> float:
 
 
 def psnr(image: np.ndarray, expected: np.ndarray) -> float:
-    """Return the PSNR in dB of values in 0 … 1; infinite if they are equal."""
+    """Return the PSNR in dB of values in 0 … 1, or infinity if they are equal."""
     with np.errstate(divide="ignore"):
         return float(peak_signal_noise_ratio(expected, image, data_range=1.0))
 
 
 def mean_and_error(differences: Sequence[float]) -> list[float]:
-    """Return the mean, and its standard error."""
+    """Return the mean and its standard error."""
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     return [round(statistics.mean(differences), 2), round(error, 2)]
 

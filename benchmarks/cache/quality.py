@@ -3,9 +3,9 @@
     python -m benchmarks.cache.quality
     python -m benchmarks.cache.quality --parts eager compiled --rounds 25  # the seconds only, on a quiet machine
 
-Generates held-out captions with the tiny trained FLUX, each alone, because a cache decides for a call as a whole.
-Writes benchmarks/results/cache_quality.json (docs/measured/cache_quality.md). cache-dit is measured if it is installed:
-``pip install --no-deps cache-dit==1.5.3``, into an environment that is not para_core's.
+Generates held-out captions with the tiny trained FLUX, each alone, because a cache decides for a whole call. Writes
+benchmarks/results/cache_quality.json (docs/measured/cache_quality.md). cache-dit is measured if it is installed: ``pip
+install --no-deps cache-dit==1.5.3``, into an environment that is not para_core's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def sweep(count: int) -> list[Row]:
-    """Return a row for each way that is installed, with a value for each of ``count`` captions."""
+    """Return a row for each installed way, with a value for each of ``count`` captions."""
     expected, cost = images_of(NO_CACHE, STEPS, count)
     rows: list[Row] = [{"cache": NO_CACHE.name, "setting": "", "steps": STEPS, **cost, **judge(expected, expected)}]
     for way in QUALITY:
@@ -43,9 +43,9 @@ def sweep(count: int) -> list[Row]:
     return rows
 
 
-# -- tables
+# -- Tables.
 
-# The caches with which all others are compared at equal computed steps.
+# All other caches are compared with these at equal computed steps.
 BASELINES = {"first_block": "para_core first_block", "forecast": "para_core first_block, forecast_order=1"}
 
 
@@ -74,7 +74,7 @@ def psnr_difference(row: Row, baseline: Sequence[Row]) -> list[float] | None:
     """Return the mean difference in PSNR from the baseline at as many computed steps, and its standard error. Captions
     are pairs.
 
-    The baseline between two of its thresholds is their mean, weighed so that it computes as many steps.
+    Between two of its thresholds the baseline is their mean, weighted so that it computes the same number of steps.
 
     >>> row = {"computed": [4, 6], "psnr": [30.0, 34.0]}
     >>> psnr_difference(row, [{"computed": [3, 3], "psnr": [20.0, 20.0]}, {"computed": [7, 7], "psnr": [30.0, 32.0]}])
@@ -84,7 +84,7 @@ def psnr_difference(row: Row, baseline: Sequence[Row]) -> list[float] | None:
     ordered = sorted(baseline, key=lambda x: fmean(x["computed"]))
     for lower, upper in itertools.pairwise(ordered):
         low, high = fmean(lower["computed"]), fmean(upper["computed"])
-        # Half a step beyond the curve's ends is still called as many.
+        # Half a step beyond the ends of the curve counts as the same number.
         if low - 0.5 <= wanted <= high + 0.5:
             weight = (wanted - low) / (high - low)
             differences = [
@@ -109,7 +109,7 @@ def quality(summaries: Sequence[Row]) -> list[str]:
 
 
 def speed(results: dict[str, Any]) -> list[str]:
-    """Return the speed-ups of eager and compiled calls, each against no cache measured likewise."""
+    """Return the speed-ups of eager and compiled calls, each relative to no cache measured in the same way."""
     compiled = {row["name"]: row for row in results.get("compiled", ())}
     rows = []
     for row in results.get("eager", ()):

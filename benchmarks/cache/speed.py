@@ -1,7 +1,8 @@
-"""Seconds of whole generations, all ways in turns: each in a process of its own, with one thread, generating one
+"""Seconds of whole generations, with all ways in turns. Each way is a process with one thread that generates one
 caption.
 
-CPU time, because one thread that never waits is all there is, and what else runs on the machine hardly shows in it.
+The time is CPU time, because a single thread that never waits does all the work, and other programs of the machine
+hardly change it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ STEPS = 28
 
 
 def measure(rounds: int, *, compiled: bool) -> list[dict[str, Any]]:
-    """Return a row per way. The first is no cache; the other ways are compared with it round by round."""
+    """Return a row per way. The first is no cache, with which the other ways are compared in each round."""
     number = NUM_COMPILED if compiled else len(SPEED)
     chosen = [i for i, way in enumerate(SPEED[:number]) if way.installed]
     rows = []
@@ -46,7 +47,7 @@ def measure(rounds: int, *, compiled: bool) -> list[dict[str, Any]]:
 
 
 def compared(own: Sequence[float], uncached: Sequence[float]) -> dict[str, Any]:
-    """Return the median of the seconds, and the median and quartiles of the ratios round by round.
+    """Return the median of the seconds, and the median and quartiles of the ratios of each round.
 
     >>> compared([1.0, 4.0, 2.0], [2.0, 4.0, 6.0])
     {'cpu_seconds': 2.0, 'speed_up': 2.0, 'range': [1.5, 2.5]}
@@ -57,7 +58,7 @@ def compared(own: Sequence[float], uncached: Sequence[float]) -> dict[str, Any]:
 
 
 class _Worker:
-    """A process that generates in one way when it is asked to."""
+    """A process that generates in one way when it is told to."""
 
     def __init__(self, index: int, compiled: bool) -> None:
         context = multiprocessing.get_context("spawn")
@@ -68,7 +69,7 @@ class _Worker:
         return self
 
     def ready(self) -> dict[str, Any]:
-        """Start the process, and return its row without times. Started here, so that one process compiles at a time."""
+        """Start the process, and return its row without times. Only one process compiles at a time."""
         self._process.start()
         row: dict[str, Any] = self._connection.recv()
         return row
@@ -94,7 +95,7 @@ def _serve(index: int, compiled: bool, connection: Connection) -> None:
         counters.clear()
         pipe = load()
         again = way.put(pipe, STEPS)
-        # The hook that counts steps would be part of the graph; in eager code it takes no measurable time.
+        # The hook that counts steps would be part of the graph. In eager code it takes no measurable time.
         counter = None if compiled else Computed(pipe)
         if compiled:
             pipe.transformer = torch.compile(pipe.transformer, fullgraph=fullgraph)

@@ -1,4 +1,4 @@
-"""Ways to cache: para_core's, diffusers', cache-dit's, and EasyCache. Each is put on a pipeline of its own."""
+"""Ways to cache: para_core's, diffusers', cache-dit's, and EasyCache. Each has its own pipeline."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from zoo import video
 from zoo.flux import PIPELINE
 from zoo.flux import scenes as grammar
 
-# -- a method that neither para_core nor diffusers has
+# -- A method that neither para_core nor diffusers has.
 
 
 class EasyCache:
     """EasyCache (arXiv:2507.02860) in place of ``transformer.forward``, for one prompt at a time, without CFG branches.
 
-    What the model did to its input, v − x, is added to the next inputs while the output is expected to have changed
-    little: the change of the input, times the rate at which outputs changed with inputs when last computed, added up.
-    No block runs on a skipped step.
+    The model's change of its input, v − x, is added to later inputs as long as the output is expected to change little.
+    The expected change is the change of the input times the rate at which outputs changed with inputs when last
+    computed, summed over steps. No block runs on a skipped step.
 
     Args:
-        threshold: of the expected relative change of the output, added up since the last computed step.
-        warmup_steps: so many first steps are computed, at least two.
+        threshold: bound for the expected relative change of the output, summed since the last computed step.
+        warmup_steps: number of first steps that are computed, at least two.
     """
 
     def __init__(self, transformer: FluxTransformer2DModel, *, threshold: float, warmup_steps: int) -> None:
@@ -56,7 +56,7 @@ class EasyCache:
     def reset(self) -> None:
         """Forget the previous generation."""
         self._calls, self._error = 0, 0.0
-        # The last input, then those of computed steps; ``_rate`` needs two of them.
+        # These are the last input, and then values of computed steps. ``_rate`` needs two of them.
         self._input = self._computed_input = self._output = self._rate = None
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor]:
@@ -76,7 +76,7 @@ class EasyCache:
         return (output,)
 
 
-# -- the ways
+# -- The ways.
 
 
 SIDE, TEXT_TOKENS = 128, 64
@@ -101,7 +101,7 @@ def load_wan() -> WanPipeline:
 
 
 def generate(pipe: FluxPipeline, caption: str, *, steps: int, seed: int) -> torch.Tensor:
-    """Return packed latents ``[1, 256, 16]``. Their noise depends on ``seed`` alone, not on the dtype."""
+    """Return packed latents ``[1, 256, 16]``. Their noise depends on ``seed`` only, not on the dtype."""
     channels, noise_of = pipe.transformer.config.in_channels // 4, torch.Generator().manual_seed(seed)
     noise, _ = pipe.prepare_latents(1, channels, SIDE, SIDE, torch.float32, torch.device("cpu"), noise_of)
     return pipe(
@@ -120,11 +120,11 @@ class Way:
     """A cache with its settings.
 
     Args:
-        cache: whose, and which; what the rows of the page are grouped by.
-        setting: the rest, as the page shows it.
-        put: on a pipeline that will generate with so many steps; returns what a new generation needs to be told, if
-            anything.
-        package: what it needs besides diffusers.
+        cache: the library and its cache, by which the rows of the page are grouped.
+        setting: the other settings, as the page shows them.
+        put: a function that applies the cache to a pipeline for a number of steps. It returns a function to call before
+            a new generation, if there is one.
+        package: the package that it needs in addition to diffusers.
     """
 
     cache: str
@@ -142,7 +142,7 @@ class Way:
 
 
 def ours(threshold: float, cache: str = "para_core first_block", **options: Any) -> Way:
-    """Return para_core, without a forecast unless ``options`` (as in ``apply_cache_on_pipe``) ask for one."""
+    """Return para_core's cache, without a forecast unless ``options`` (as in ``apply_cache_on_pipe``) have one."""
     plain = {} if options.keys() & {"forecast", "forecast_order"} else {"forecast_order": 0}
 
     def put(pipe: FluxPipeline, steps: int) -> None:
@@ -157,7 +157,7 @@ def forecast(threshold: float, order: int = 1, warmup: int = 0) -> Way:
 
 
 def by_input(threshold: float) -> Way:
-    """Return para_core with the rule that decides before block 0."""
+    """Return para_core's cache with the rule that decides before block 0."""
     return ours(threshold, "para_core modulated_input", rule="modulated_input", forecast_order=1)
 
 
@@ -179,7 +179,7 @@ def first_block(threshold: float) -> Way:
 
 
 def mag_cache(threshold: float, skips: int = 3) -> Way:
-    """Return MagCache with ratios measured on a caption of the training set, as its documentation asks for."""
+    """Return MagCache with ratios measured on a caption of the training set, as its documentation says."""
 
     def config(pipe: FluxPipeline, steps: int) -> MagCacheConfig:
         ratios = list(_mag_ratios(steps))
@@ -199,7 +199,7 @@ def _mag_ratios(steps: int) -> tuple[float, ...]:
 
 
 def taylor_seer(interval: int) -> Way:
-    """Return TaylorSeer in lite mode, which skips all blocks; the full mode skips attention only."""
+    """Return TaylorSeer in lite mode, which skips all blocks. The full mode skips attention only."""
 
     def config(pipe: FluxPipeline, steps: int) -> TaylorSeerCacheConfig:
         return TaylorSeerCacheConfig(
@@ -210,7 +210,7 @@ def taylor_seer(interval: int) -> Way:
 
 
 def sea_cache(threshold: float, skips: int = 2) -> Way:
-    """Return SeaCache with what FLUX's pipeline does not pass: latents as ``[C, T, H, W]``, and the step."""
+    """Return SeaCache with the inputs that FLUX's pipeline does not pass: latents as ``[C, T, H, W]``, and the step."""
 
     def put(pipe: FluxPipeline, steps: int) -> None:
         config = SeaCacheConfig(
@@ -224,7 +224,7 @@ def sea_cache(threshold: float, skips: int = 2) -> Way:
 
 
 def _latents(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    tokens = kwargs["hidden_states"]  # [1, 256, 16]: 2 × 2 latent pixels of 4 channels
+    tokens = kwargs["hidden_states"]  # They are [1, 256, 16]: 2 × 2 latent pixels of 4 channels.
     side = int(tokens.shape[1] ** 0.5)
     pixels = tokens.reshape(side, side, -1, 2, 2).permute(2, 0, 3, 1, 4).reshape(-1, 1, 2 * side, 2 * side)
     return [pixels]
@@ -249,7 +249,7 @@ def cache_dit(threshold: float, warmup: int = 0, taylor: int = 0) -> Way:
     """Return DBCache of cache-dit with one block that always runs. ``taylor`` is the order of TaylorSeer."""
 
     def put(pipe: FluxPipeline, steps: int) -> None:
-        # An optional peer.
+        # This peer is optional.
         import cache_dit as peer
 
         config = peer.DBCacheConfig(
@@ -274,10 +274,10 @@ def _to_bfloat16(pipe: FluxPipeline, steps: int) -> None:
     pipe.vae.to(torch.float32)
 
 
-# The effect of rounding alone on an image, for comparison.
+# This shows the effect of rounding alone on an image, for comparison.
 IN_BFLOAT16 = Way("no cache, text encoders and transformer in bfloat16", "", _to_bfloat16)
 
-# In the order in which they are measured: para_core's, with which the others are compared, come first.
+# They are measured in this order. para_core's come first, because the others are compared with them.
 QUALITY: tuple[Way, ...] = (
     IN_BFLOAT16,
     *(ours(x) for x in (0.08, 0.12, 0.2, 0.3)),
@@ -296,7 +296,7 @@ QUALITY: tuple[Way, ...] = (
     sea_cache(0.5, skips=0),
 )
 
-# At about half of 28 steps. What is compiled as well comes first.
+# They compute about half of 28 steps. Ways that are also compiled come first.
 SPEED: tuple[Way, ...] = (
     NO_CACHE,
     ours(0.12),

@@ -1,9 +1,9 @@
 """The same image from one process and from several, and with fewer blocks:  python -m benchmarks.demo
 
 Generates one caption with the tiny FLUX on 1 rank (the unmodified pipeline), on 2 (Ulysses; ring) and on 4 (2 × 2),
-each rank with one thread; prints how the images differ and what each rank sends, and saves the four images side by
-side. Then once more on 1 rank with First Block Cache: prints what each step did, and how far the image is from the one
-without.
+each rank with one thread. Prints how the images differ and what each rank sends, and saves the four images next to each
+other. Then generates again on 1 rank with First Block Cache, and prints the decision of each step and the difference
+from the image without the cache.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from para_core.adapters.cache.calibration.image_metrics import as_images, load_m
 
 STEPS = 20
 AMPLIFIED = 200_000
-# For the tiny FLUX; which steps a threshold skips depends on the model.
+# This is for the tiny FLUX, because it depends on the model which steps a threshold skips.
 THRESHOLD = 0.2
-# Ring and Ulysses ranks of each run.
+# Each run has ring and Ulysses ranks.
 RUNS = {
     "1 rank, unmodified": (1, 1),
     "2 ranks, ring 1 × ulysses 2": (1, 2),
@@ -56,7 +56,8 @@ def generate(name: str, ring: int, ulysses: int, threshold: float | None = None)
         result["latents"] = tensors["latents"]
         return tensors
 
-    # The first image is not timed: the cache imports some modules at the first computed step after a skipped one.
+    # The first image is not timed, because the cache imports some modules at the first computed step after a skipped
+    # one.
     for _ in range(1 if threshold is None else 2):
         times: list[float] = []
         result["image"] = pipe(
@@ -69,7 +70,7 @@ def generate(name: str, ring: int, ulysses: int, threshold: float | None = None)
             callback_on_step_end=after_step,
             output_type="np",
         ).images
-    # The first step is left out: it also allocates memory that later steps reuse.
+    # The first step is left out, because it also allocates memory that later steps reuse.
     result["seconds"] = (times[-1] - times[0]) / (STEPS - 1)
     return result if threshold is None else {**result, "report": cache_report(pipe)}
 

@@ -37,19 +37,19 @@ CAPTIONS = {
         "a green triangle moving down on a white background",
     ),
 }
-# Name, ranks, mesh, threshold of the cache.
+# Each way has a name, ranks, a mesh, and a threshold of the cache.
 WAYS: tuple[tuple[str, int, dict[str, int], float | None], ...] = (
     ("1 rank", 1, {}, None),
     ("2 ranks", 2, {}, None),
     ("2 ranks, ring", 2, {"max_ring_dim_size": 2}, None),
     ("cached", 1, {}, 0.12),
 )
-# Factor of the shown differences from one rank.
+# The shown differences from one rank are multiplied by these factors.
 AMPLIFIED = {"2 ranks": 1_000_000, "2 ranks, ring": 1_000_000, "cached": 10}
 
 
 def generate(pipe: Any, model: str, caption: str) -> np.ndarray:
-    """Return ``[frames, H, W, 3]`` in 0 … 1; an image is one frame."""
+    """Return ``[frames, H, W, 3]`` in 0 … 1. An image is one frame."""
     generator = torch.Generator().manual_seed(SEED)
     if model == "flux":
         sizes = {"height": 128, "width": 128, "max_sequence_length": 64}
@@ -77,7 +77,7 @@ def generate_all(way: int) -> dict[str, Any]:
             generated.append(generate(pipe, model, caption))
             if threshold is not None:
                 report = cache_report(pipe)
-                computed.append(STEPS * report.computed / len(report.rows))  # two branches a step
+                computed.append(STEPS * report.computed / len(report.rows))  # There are two branches in a step.
         outputs |= {model: generated, f"{model}, computed": computed}
     return outputs
 
@@ -156,7 +156,7 @@ def main() -> None:
     outputs = {name: measure_on_ranks(generate_all, ranks, i) for i, (name, ranks, _, _) in enumerate(WAYS)}
     sheet(panels(outputs, "flux"), 0, 1).save(IMAGES, optimize=True)
     rows = panels(outputs, "wan")
-    # Every second frame in few colours: a clip of megabytes would be loaded by every reader.
+    # Keep every second frame in few colours, because every reader would load a clip of megabytes.
     frames = [
         sheet(rows, i, 2).quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
         for i in range(0, len(rows[0][0][1]), 2)

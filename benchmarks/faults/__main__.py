@@ -3,13 +3,13 @@
     --cells TEXT …   only those whose name contains one of these
     --again          those that are in the JSON already, too
 
-Ranks are plain processes without a launcher, which would end the others itself: what ends them is the library. They are
-forked from this process, which has imported everything. Hosts are network namespaces; without them (Linux, root) they
-are loopback addresses, and links are left out. Each cell is written to benchmarks/results/faults.json when it is done
-(docs/measured/faults.md).
+Ranks are plain processes without a launcher, which would end the others itself, so that the library has to end them.
+They are forked from this process, which has imported everything. Hosts are network namespaces. Without them (Linux,
+root) they are loopback addresses, and faults of links are left out. Each cell is written to
+benchmarks/results/faults.json when it is done (docs/measured/faults.md).
 
-A cell is bad if a rank that lives does not end; if a call gives an image that is not that of one process; if no rank
-names the cause, and not all have their image; or if something is left behind.
+A cell is bad if a living rank does not end, if a call gives another image than one process, if no rank names the cause
+and not all have their image, or if something remains after the end.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from benchmarks.harness import parser_of, read_results, write_results
 from para_core import version
 from tests.nodes.hosts import Hosts, open_hosts
 
-# Seconds from the start of a cell. Where the link is slow, each of a VAE's exchanges takes seconds, and none the
-# time-out.
+# These are seconds from the start of a cell. On a slow link, each exchange of a VAE takes seconds, and none takes the
+# whole time-out.
 _LONGEST, _LONGEST_ON_SLOW_LINK = 120.0, 900.0
 _RANKS = NUM_HOSTS * RANKS_PER_HOST
 _fork = multiprocessing.get_context("fork")
 
 
 def run_cell(cell: Cell, hosts: Hosts, expected: Any) -> dict[str, Any]:
-    """Run ``cell`` and return what each rank reported."""
+    """Run ``cell``, and return the report of each rank."""
     with tempfile.TemporaryDirectory() as name:
         folder, work = Path(name), Path(name) / "work"
         work.mkdir()
@@ -89,7 +89,7 @@ def run_cell(cell: Cell, hosts: Hosts, expected: Any) -> dict[str, Any]:
 
 
 def _start_agent(hosts: Hosts) -> tuple[Any, tuple[str, int]]:
-    """Start the process that holds the store on the first host; return it and the address of the store."""
+    """Start the process that holds the store on the first host. Return it and the address of the store."""
     ours, theirs = _fork.Pipe()
     agent = _fork.Process(target=_hold_store, args=(hosts, theirs), daemon=True)
     agent.start()
@@ -136,7 +136,7 @@ def _watch(cell: Cell, ranks: list[Any], hosts: Hosts, folder: Path) -> dict[int
 
 
 def _end(ranks: list[Any], cell: Cell) -> list[int]:
-    """Kill what is left; returns which ranks that was, but for one that was stopped on purpose."""
+    """Kill the remaining processes. Return their ranks, except for one that was stopped on purpose."""
     left = []
     for rank, process in enumerate(ranks):
         if process.is_alive():
@@ -191,7 +191,7 @@ def main() -> None:
     results = {**read_results("faults"), "timeout": TIMEOUT, "sleep": SLEEP}
     cells = [cell for cell in all_cells() if any(text in cell.name for text in args.cells)]
     cells = [cell for cell in cells if args.again or cell.name not in results["cells"]]
-    version.version_and_sources()  # once, for all ranks: sources may be edited while this runs
+    version.version_and_sources()  # Do this once for all ranks, because sources may be edited while this runs.
     expected = {name: expected_image(name) for name in PIPELINES}
     # The garbage collector of each forked rank would walk these objects, and so copy their pages.
     gc.freeze()
@@ -201,7 +201,7 @@ def main() -> None:
             if cell.of_link and not hosts.namespaces:
                 continue
             result = run_cell(cell, hosts, expected[cell.pipeline])
-            if not result["struck"]:  # a forked rank may find torch's thread pool broken before anything began
+            if not result["struck"]:  # A forked rank may find torch's thread pool broken before the cell began.
                 result = run_cell(cell, hosts, expected[cell.pipeline])
             result["verdict"] = verdict(result)
             results["cells"][cell.name] = result

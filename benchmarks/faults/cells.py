@@ -1,4 +1,4 @@
-"""The cells of the table: which fault strikes when, on which pipeline, the verdict, and docs/measured/faults.md."""
+"""The cells of the table: the fault, its moment, the pipeline, the verdict, and docs/measured/faults.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.pipelines.latents import PIPELINES as TINY_PIPELINES
 
 RANKS_PER_HOST = 2
 NUM_HOSTS = 2
-# The rank of all faults, and its host. It is not the first rank of its host, its ring or the world.
+# All faults strike this rank and its host. It is not the first rank of its host, its ring or the world.
 FAULTY_RANK = 3
 FAULTY_HOST = FAULTY_RANK // RANKS_PER_HOST
 
@@ -27,11 +27,11 @@ BEFORE, ATTENTION, STEPS, VAE, END = (
 )
 MOMENTS = (BEFORE, ATTENTION, STEPS, VAE, END)
 
-# Faults of a rank's process, or of the link of its host, at any moment.
+# These are faults of a rank's process, or of the link of its host, at any moment.
 PROCESS_FAULTS = ("killed", "stopped", "raises", "sleeps", "out of memory")
 SLOW_LINK = "link delayed by 2 s"
 LINK_FAULTS = ("link cut", SLOW_LINK, "link drops 5 %")
-# Inputs of the faulty rank that differ from those of the others, and the moments: in the arguments of the call, by a
+# These inputs of the faulty rank differ from those of the others. The moments are: in the arguments of the call, by a
 # callback, before the VAE, or before the next call after a successful one.
 GIVEN_FAULTS = {
     "another prompt": (BEFORE, STEPS, END),
@@ -42,7 +42,7 @@ GIVEN_FAULTS = {
     "another version of para_core": (BEFORE, END),
 }
 PIPELINES = ("flux", "wan")
-# Which run on which mesh, whose sizes are ring × ulysses.
+# Each mesh (ring × ulysses) has the pipelines that run on it.
 MESHES = {"ring 2 × Ulysses 2": PIPELINES, "Ulysses 4": ("flux",)}
 SIZES = {"ring 2 × Ulysses 2": (2, 2), "Ulysses 4": (1, 4)}
 
@@ -66,12 +66,14 @@ class Cell:
 
     @property
     def of_call(self) -> bool:
-        """Whether the call itself is another on the faulty rank."""
+        """Return whether the call itself differs on the faulty rank."""
         return self.fault in GIVEN_FAULTS
 
 
 def all_cells() -> Iterator[Cell]:
-    """Yield the cells: both pipelines on the default mesh, and FLUX also where Ulysses crosses the link."""
+    """Yield the cells: both pipelines on the default mesh, and FLUX also on a mesh whose Ulysses group crosses the
+    link.
+    """
     for mesh, pipelines in MESHES.items():
         for pipeline in pipelines:
             for fault in (*PROCESS_FAULTS, *LINK_FAULTS, *GIVEN_FAULTS):
@@ -88,7 +90,7 @@ LORA = "style"
 
 def build(name: str) -> Any:
     pipe = TINY_PIPELINES[name].build()
-    # Before anything is parallelized, as load_lora_weights would.
+    # The LoRA is added before anything is parallelized, as load_lora_weights would.
     from peft import LoraConfig
 
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]), LORA)
@@ -97,7 +99,7 @@ def build(name: str) -> Any:
 
 
 def fill_lora(pipe: Any, seed: int) -> None:
-    """Give the LoRA other weights, by their seed."""
+    """Give the LoRA other weights, drawn with this seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in pipe.transformer.named_parameters():
@@ -111,11 +113,11 @@ def call_of(name: str, **options: Any) -> dict[str, Any]:
     return {**call, "num_inference_steps": 2, "output_type": "pt", "return_dict": False, **options}
 
 
-# -- the verdict
+# -- The verdict.
 
-# Relative norm of an image's error against one process.
+# This bounds the relative norm of an image's error, compared with one process.
 EXACT = 1e-4
-# Parts of messages that name the cause.
+# These parts of messages name the cause.
 SIGNS = {
     "killed": ["rank 3 (process"],
     "stopped": ["rank 3 (process"],
@@ -135,7 +137,7 @@ SIGNS = {
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """Return "good", or the reasons for which a cell is bad."""
+    """Return "good", or the reasons why a cell is bad."""
     bad = []
     survivors = _survivors(result)
     if not result["struck"]:
@@ -159,7 +161,7 @@ def _survivors(result: dict[str, Any]) -> list[dict[str, Any]]:
     return [rank for index, rank in enumerate(result["ranks"]) if not (gone and index == FAULTY_RANK)]
 
 
-# -- the page
+# -- The page.
 
 
 def parts() -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""One rank of one cell: what a user's program does, and when and how the fault strikes the faulty rank."""
+"""One rank of one cell: the steps of a user's program, and when and how the fault strikes the faulty rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from para_core.adapters import parallelize_pipe
 
 OTHER_PROMPT = "a small blue square"
 CALLBACK_INPUTS = {"callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
-TIMEOUT = 8.0  # seconds that a collective waits
+TIMEOUT = 8.0  # A collective waits for these seconds.
 SLEEP = TIMEOUT + 6.0
 
 
@@ -91,7 +91,7 @@ def _once(strike: Callable[[], None]) -> Callable[..., None]:
 
 
 def process_fault(fault: str, note: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that strikes this process with ``fault``; it calls ``note`` right before."""
+    """Return a function that strikes this process with ``fault``. It calls ``note`` directly before."""
 
     def strike() -> None:
         note()
@@ -101,14 +101,14 @@ def process_fault(fault: str, note: Callable[[], None]) -> Callable[[], None]:
             raise ValueError("something that only this rank found")
         elif fault == "sleeps":
             time.sleep(SLEEP)
-        else:  # out of memory
+        else:  # The fault is out of memory.
             torch.empty(1 << 50)
 
     return strike
 
 
 def link_fault(folder: Path, note: Callable[[], None]) -> Callable[[], None]:
-    """Ask the program that made the hosts to disturb the link, and wait until it has."""
+    """Ask the program that created the hosts to disturb the link, and wait until it has."""
 
     def strike() -> None:
         (folder / "strike").touch()
@@ -119,11 +119,11 @@ def link_fault(folder: Path, note: Callable[[], None]) -> Callable[[], None]:
     return strike
 
 
-# -- given something else
+# -- Other inputs.
 
 
 def given(cell: Cell, pipe: Any, note: Callable[[], None]) -> dict[str, Any]:
-    """Give the faulty rank's call, or its pipe, what the fault says; returns more arguments."""
+    """Change the faulty rank's call or pipeline as the fault says. Return further arguments."""
     if cell.moment == STEPS:
         return _given_by_callback(cell, note)
     note()
@@ -166,12 +166,12 @@ def _given_by_callback(cell: Cell, note: Callable[[], None]) -> dict[str, Any]:
 
 
 def unchanging_callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Change nothing: the callback of the other ranks if the faulty rank's callback changes something."""
+    """Change nothing, as callback of the other ranks if the faulty rank's callback changes something."""
     return tensors
 
 
 def run_rank(cell: Cell, rank: int, folder: Path, store: tuple[str, int], expected: Any) -> None:
-    """Generate as a user's program would, and write what came of it; ends as that program would end."""
+    """Generate as a user's program would, and write the outcome. End as that program would end."""
     report: dict[str, Any] = {}
     try:
         _connect(rank, store)
@@ -207,7 +207,7 @@ def _generate(cell: Cell, rank: int, folder: Path) -> Any:
         if cell.of_call:
             return _generate_otherwise(cell, pipe, note if rank == FAULTY_RANK else None)
         if rank != FAULTY_RANK:
-            # All have a callback, or none: they would be told of it.
+            # Either all ranks have a callback or none, because a difference would be reported.
             more = {"callback_on_step_end": unchanging_callback} if cell.moment == STEPS else {}
             return pipe(**call_of(cell.pipeline, **more))[0]
         struck = link_fault(folder, note) if cell.of_link else process_fault(cell.fault, note)

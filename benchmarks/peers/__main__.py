@@ -1,9 +1,9 @@
-"""Inputs of attention on several ranks: which ones para_core and its peers compute exactly, refuse, or get wrong.
+"""Inputs of attention on several ranks: which of them para_core and its peers compute exactly, refuse, or get wrong.
 
     python -m benchmarks.peers
 
-Every cell is a run of its own on CPU ranks with gloo, compared with SDPA on one device. Installs the peers once, into
-an environment outside of this repository. Writes benchmarks/results/peers.json (docs/measured/peers.md).
+Every cell is its own run on CPU ranks with gloo, compared with SDPA on one device. The peers are installed once, into
+an environment outside this repository. Writes benchmarks/results/peers.json (docs/measured/peers.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.harness import ROOT, parser_of, read_results, write_results
 from benchmarks.peers.rows import ROWS
 
-# Installed without their own requirements, of which the versions are free: REQUIREMENTS has what they import.
+# These are installed without their requirements, because the versions of those are free. REQUIREMENTS has the packages
+# that they import.
 PEERS = (
     "para-attn==0.3.38",
     "yunchang==0.6.4",
@@ -42,7 +43,7 @@ REQUIREMENTS = (
     "peft",
     "pyyaml",
     "triton",
-    # What SGLang and vLLM-Omni import without their servers.
+    # SGLang and vLLM-Omni import these without their servers.
     "addict",
     "aenum",
     "dill",
@@ -58,13 +59,15 @@ REQUIREMENTS = (
     "scipy",
     "starlette",
 )
-# The first pip that refuses para-attn for a direct URL in an extra that is not asked for is somewhere above.
+# A later pip refuses para-attn because of a direct URL in an extra that is not requested.
 PIP = "pip<24"
-TIMEOUT = 40  # seconds without a result that are called a hang
+TIMEOUT = 40  # After these seconds without a result, a cell counts as a hang.
 
 
 def python_with_peers() -> Path:
-    """Return the interpreter of an environment in the user's cache that has all peers; made once, then reused."""
+    """Return the interpreter of an environment in the user's cache that has all peers. It is created once and then
+    reused.
+    """
     environment = Path.home() / ".cache/para_core/peers" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     python, stamp = environment / "bin" / "python", environment / "installed.txt"
     constraints = (ROOT / "constraints.txt").read_text()
@@ -81,7 +84,7 @@ def python_with_peers() -> Path:
     return python
 
 
-# The module that asks each peer, and what the table calls it.
+# Each column has the module that calls the peer, and the peer's name in the table.
 COLUMNS = {
     "with_para_core": "para_core",
     "with_diffusers": "diffusers' context parallelism",
@@ -108,19 +111,20 @@ def ask(python: Path, peer: str, rows: list[str], *, stand_ins: bool, timeout: f
 
 
 def main() -> None:
-    """Install, run, write."""
+    """Install the peers, run the cells, and write the results."""
     parser = parser_of(__doc__)
     parser.add_argument("--peers", nargs="+", choices=COLUMNS, default=list(COLUMNS), metavar="PEER")
     peers = parser.parse_args().peers
     python, rows = python_with_peers(), [row.name for row in ROWS]
     outcomes = {peer: ask(python, peer, rows, stand_ins=True, timeout=TIMEOUT) for peer in peers}
-    # Longer: DTensor alone takes most of a minute to derive how the CPU's own operator is sharded.
+    # The time-out is longer, because DTensor alone takes most of a minute to derive how the CPU's own operator is
+    # sharded.
     unpatched = {peer: ask(python, peer, rows[:1], stand_ins=False, timeout=5 * TIMEOUT) for peer in peers}
     record(outcomes, unpatched)
 
 
 def record(outcomes: dict[str, Any], unpatched: dict[str, Any]) -> None:
-    """Write the JSON. Columns that were not asked stay, with their date."""
+    """Write the JSON. Columns that were not run stay, with their date."""
     earlier = read_results("peers")
     versions, dates = earlier["versions of the peers"], earlier["dates"]
     cells, bare = earlier["cells"], earlier["unpatched"]

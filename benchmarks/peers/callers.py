@@ -1,4 +1,6 @@
-"""The caller of each peer: its packages, meshes and settings, and one call. Patches are in docs/measured/peers.md."""
+"""The caller of each peer: its packages, meshes and settings, and one call. docs/measured/peers.md describes the
+patches.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,15 @@ from benchmarks.peers.rows import MASKED_TEXT, Call, RankOutput, Row, Setting, m
 
 @dataclass(frozen=True)
 class Caller:
-    """One peer.
+    """A peer, and the functions that call it.
 
     Args:
-        packages: whose versions are recorded, beside torch.
-        prepare: import it, before ranks are forked; ``stand_ins``: with kernels for the CPU.
-        settings: of a row, in the order in which they are tried.
-        attend: one call on one rank.
-        ways: of "Ulysses", "ring" and "2 × 2".
-        own_rows: what this peer is asked besides the rows of the table, on 2 ranks.
+        packages: the packages whose versions are recorded in addition to torch.
+        prepare: a function that imports the peer before ranks are forked. ``stand_ins`` adds kernels for the CPU.
+        settings: a function that returns the settings of a row, in the order in which they are tried.
+        attend: a function that makes one call on one rank.
+        ways: the ways of "Ulysses", "ring" and "2 × 2" that the peer has.
+        own_rows: further rows for this peer, on 2 ranks.
         facts: results without attention, for the JSON.
     """
 
@@ -42,7 +44,7 @@ class Caller:
     facts: Callable[[], dict[str, Any]] = dict
 
 
-# -- para_core, as docs/own_model.md says. It needs no stand-ins, and a mask is passed whole.
+# -- para_core, called as docs/own_model.md says. It needs no stand-ins, and takes whole masks.
 
 
 def _attend_para_core(call: Call) -> RankOutput:
@@ -66,7 +68,7 @@ def _attend_para_core(call: Call) -> RankOutput:
 
 
 def _prepare_diffusers(*, stand_ins: bool) -> None:
-    """Import it, before ranks are forked."""
+    """Import diffusers before ranks are forked."""
     import diffusers.models.attention_dispatch  # noqa: F401
 
     if stand_ins:
@@ -74,10 +76,11 @@ def _prepare_diffusers(*, stand_ins: bool) -> None:
 
 
 def _settings_diffusers(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return masks as its plans shard them, then all other forms; then both with ``…_anything``."""
+    """Return the forms in which its plans shard masks, then all others. Both also come with ``…_anything``."""
     backend = "_native_cudnn" if ring > 1 and stand_ins else "native"
     if ring > 1 and ulysses > 1:
-        return _settings_of_dispatch(row, ring, ulysses, backend, None)  # "cannot be enabled when" both are
+        # diffusers says "cannot be enabled when" both are given.
+        return _settings_of_dispatch(row, ring, ulysses, backend, None)
     return _settings_of_dispatch(row, ring, ulysses, backend, "ring_anything" if ring > 1 else "ulysses_anything")
 
 
@@ -86,7 +89,7 @@ def _settings_of_dispatch(row: Row, ring: int, ulysses: int, backend: str, anyth
     forms = mask_forms(row, ulysses, first="columns" if row.mask == "padding" else "whole")
     plain = [{**form, "backend": backend} for form in forms]
     anyhow = [{**setting, anything: True} for setting in plain if anything is not None]
-    # Their documentation says which of the two an uneven row is for.
+    # Its documentation says which of the two is meant for an uneven row.
     return anyhow + plain if row.S % (ring * ulysses) or row.H % ulysses else plain + anyhow
 
 
@@ -103,17 +106,17 @@ def _attend_diffusers(call: Call) -> RankOutput:
 
 
 def _prepare_cache_dit(*, stand_ins: bool) -> None:
-    """Import it, before ranks are forked."""
+    """Import cache-dit before ranks are forked."""
     import cache_dit.attention.backends.register  # noqa: F401
     from cache_dit.distributed.core import _templated_ring
 
     if stand_ins:
         kernels.for_aten()
-        _templated_ring.fused_merge_attn_states = None  # then it merges in PyTorch, by code of its own
+        _templated_ring.fused_merge_attn_states = None  # It then merges in PyTorch, with its own code.
 
 
 def _settings_cache_dit(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return its native backend, with ``ulysses_anything`` where that may be."""
+    """Return its native backend, with ``ulysses_anything`` where that is allowed."""
     return _settings_of_dispatch(row, ring, ulysses, "native", "ulysses_anything" if ring == 1 else None)
 
 
@@ -134,7 +137,9 @@ def _dispatch(
     shards: tuple[Callable[..., Tensor], Callable[..., Tensor]],
     attend: Callable[..., Any],
 ) -> RankOutput:
-    """Run one call of ``dispatch_attention_fn``; layout ``[B, S, H, D]``. ``shards``: into equal parts, and any."""
+    """Run one call of ``dispatch_attention_fn`` with layout ``[B, S, H, D]``. ``shards`` has functions for equal parts
+    and for any parts.
+    """
     row = call.row
     anything = {name: True for name in call.setting if name.endswith("_anything")}
     config = make(ring_degree=call.ring, ulysses_degree=call.ulysses, **anything)
@@ -163,7 +168,7 @@ def _dispatch(
 
 
 def _prepare_para_attn(*, stand_ins: bool) -> None:
-    """Import it, before ranks are forked."""
+    """Import ParaAttention before ranks are forked."""
     import para_attn
     import para_attn.context_parallel
 
@@ -189,30 +194,31 @@ def _attend_para_attn(call: Call) -> RankOutput:
     return call.finish(out, leaves, *positions)
 
 
-# -- yunchang (USP): ``LongContextAttention``, as its README says; for Ulysses alone ``UlyssesAttention``.
+# -- yunchang (USP): ``LongContextAttention``, as its README says, and ``UlyssesAttention`` for Ulysses alone.
 
 
 def _prepare_yunchang(*, stand_ins: bool) -> None:
-    """Import it, before ranks are forked."""
+    """Import yunchang before ranks are forked."""
     if stand_ins:
         kernels.for_aten()
-        kernels.for_flash_attn()  # before: it looks for flash_attn once, when imported
+        kernels.for_flash_attn()  # Do this first, because it looks for flash_attn once, when it is imported.
     import yunchang  # noqa: F401
 
 
 def _settings_yunchang(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return its default kernel, then what its README names for devices without FlashAttention."""
-    # Its backward for FlashAttention counts on `.to(float32)` being a copy, so it wants what FlashAttention takes.
+    """Return its default kernel, then the one that its README names for devices without FlashAttention."""
+    # Its backward for FlashAttention relies on `.to(float32)` being a copy, so it needs dtypes that FlashAttention
+    # accepts.
     half = {"dtype": "bfloat16"} if row.backward else {}
     settings: list[Setting] = [{"attn_type": "FA", **half}, {"attn_type": "TORCH_EFFICIENT"}]
     if ring == 1:
-        # LongContextAttention's backward sends to itself where the ring has one rank, and gloo cannot.
+        # LongContextAttention's backward sends to itself if the ring has one rank, which gloo cannot do.
         settings.insert(0, {"attn_type": "FA", "module": "UlyssesAttention"})
     return settings
 
 
 def _attend_yunchang(call: Call) -> RankOutput:
-    """Run one call of the module; layout ``[B, S, H, D]``, every rank's part by ``EXTRACT_FUNC_DICT``."""
+    """Run one call of the module with layout ``[B, S, H, D]``. ``EXTRACT_FUNC_DICT`` gives the part of each rank."""
     from yunchang import EXTRACT_FUNC_DICT, LongContextAttention, UlyssesAttention, set_seq_parallel_pg
     from yunchang.globals import PROCESS_GROUP
     from yunchang.kernels import AttnType
@@ -242,7 +248,7 @@ def _attend_yunchang(call: Call) -> RankOutput:
 
 
 def _prepare_torch(*, stand_ins: bool) -> None:
-    """Import it, before ranks are forked."""
+    """Import it before ranks are forked."""
     import torch.distributed.tensor.experimental  # noqa: F401
 
     if stand_ins:
@@ -255,7 +261,8 @@ def _settings_torch(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> li
         return [{**form, "operator": None} for form in mask_forms(row, ulysses)]
     operators = ("efficient", "flash", "math")
     settings = [{**form, "operator": operator} for operator in operators for form in mask_forms(row, ulysses)]
-    # First what a GPU would do, then what most often is exact: an attempt takes seconds here.
+    # Try the setting that a GPU would use first, then those that are exact most often, because an attempt takes seconds
+    # here.
     likely = [setting for setting in settings if setting == {"mask": "rows", "by hand": True, "operator": "math"}]
     return [settings[0], *likely, *(setting for setting in settings[1:] if setting not in likely)]
 
@@ -269,7 +276,7 @@ def _attend_torch(call: Call) -> RankOutput:
     _attention._cp_options.enable_load_balance = row.is_causal
     if call.setting["operator"] not in (None, "math"):
         F.scaled_dot_product_attention = _as_on_a_gpu(call.setting["operator"])
-    # It shards its buffers in place and restores them at the end, so it gets copies, one each for the callbacks below.
+    # It shards its buffers in place and restores them at the end, so it gets a copy for each of the callbacks below.
     whole = [*row.qkv(), *(torch.arange(n).view(1, 1, n, 1) for n in (row.S, row.S_k or row.S))]
     parts = [part for x in whole for part in x.split([row.text, x.shape[2] - row.text] if row.text else x.shape[2], 2)]
     parts = [part.clone() for part in parts]
@@ -312,7 +319,7 @@ CALLERS = {
     "with_para_core": Caller((), lambda **_: None, lambda *_, **__: [{}], _attend_para_core),
     "with_diffusers": Caller(("diffusers",), _prepare_diffusers, _settings_diffusers, _attend_diffusers),
     "with_para_attn": Caller(
-        # Its README says nothing of masks.
+        # Its README does not mention masks.
         ("para-attn",),
         _prepare_para_attn,
         lambda row, ring, ulysses, **_: mask_forms(row, ulysses),

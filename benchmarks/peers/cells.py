@@ -1,7 +1,7 @@
 """One peer's cells, in a Python that has the peer:  python -m benchmarks.peers.cells REQUEST RESULT
 
-Reads a request (JSON: peer, names of rows, stand_ins, timeout), writes the outcome of every cell. The peer is imported
-once; each attempt then forks one process per rank, so that whatever one of them breaks is gone with it.
+It reads a request (JSON: peer, names of rows, stand_ins, timeout), and writes the outcome of every cell. The peer is
+imported once. Each attempt then forks one process per rank, so that anything that an attempt breaks ends with it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from benchmarks.harness import relative_error
 from benchmarks.peers.callers import CALLERS, Caller
 from benchmarks.peers.rows import ROWS, Call, RankOutput, Row
 
-# -- from what the ranks of one attempt left behind to a word
+# -- From the results of the ranks of one attempt to a verdict.
 
 
-# Float32 sums in another order differ by about 1e-7; a wrong weight anywhere by far more than this.
+# Float32 sums in another order differ by about 1e-7. A wrong weight anywhere differs by far more than this.
 EXACT = 1e-5
-# Bound in half precision: this multiple of the error of one device in that precision, both against float64.
+# In half precision the bound is this multiple of the error of one device in that precision. Both errors are relative to
+# float64.
 HALF_PRECISION = 2
-# Errors of a rank because another one has ended. The other rank has the reason.
+# A rank raises these because another one has ended. The other rank has the reason.
 LOST_CONNECTION = re.compile(r"Connection (reset|closed|refused)|Socket closed", re.IGNORECASE)
-# Only what names a device or a package for one: everything else that is raised is a refusal.
+# Only messages that name a device, or a package for one, demand CUDA. All other errors are refusals.
 DEMANDS_CUDA = re.compile(r"cuda|flash_?attn is not|FlashAttention is not available|\bGPU", re.IGNORECASE)
 
 
@@ -46,12 +47,12 @@ def verdict(ranks: list[dict[str, Any] | None], tokens: int) -> dict[str, Any]:
     """Return the outcome of one attempt.
 
     Args:
-        ranks: of each rank what it wrote: ``{"errors": {...}, "bounds": {...}, "positions": [...]}``, or ``{"raised":
-            first line, "at": seconds}``, or ``{"died": exit code}``; None if it had written nothing when time was up.
-        tokens: of the whole sequence.
+        ranks: what each rank wrote: ``{"errors": {...}, "bounds": {...}, "positions": [...]}``, or ``{"raised": first
+            line, "at": seconds}``, or ``{"died": exit code}``; None if it had written nothing when time was up.
+        tokens: number of tokens of the whole sequence.
 
     Returns:
-        ``verdict``, and what it rests on: ``error`` (the worst relative error of all ranks), or ``message``.
+        ``verdict``, and its basis: ``error`` (the worst relative error of all ranks), or ``message``.
     """
     raised = sorted((rank["at"], rank["raised"]) for rank in ranks if rank and "raised" in rank)
     own = [message for _, message in raised if not LOST_CONNECTION.search(message)]
@@ -76,16 +77,16 @@ def verdict(ranks: list[dict[str, Any] | None], tokens: int) -> dict[str, Any]:
 
 
 def best(attempts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first attempt that is exact, otherwise the first: what the peer's documentation leads to."""
+    """Return the first attempt that is exact, otherwise the first one, to which the peer's documentation leads."""
     return next((attempt for attempt in attempts if attempt["verdict"] == "exact"), attempts[0])
 
 
-# -- running
+# -- Running.
 
 
-# (ring, ulysses)
+# Each way has (ring, ulysses).
 SHAPES = {"Ulysses": (1, 2), "ring": (2, 1), "2 × 2": (2, 2)}
-# When one rank has raised, the others may be waiting for it for ever.
+# After one rank has raised, the others may be waiting for it for ever.
 GRACE = 3
 
 
@@ -119,11 +120,11 @@ def be_rank(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, A
     parent = os.getppid()
     world = shape[0] * shape[1]
     try:
-        # The kernels of some peers take half precision only.
+        # The kernels of some peers accept half precision only.
         row = replace(row, dtype=getattr(torch, setting["dtype"])) if "dtype" in setting else row
         expected, bounds = reference(row)
         store = f"file://{folder}/store"
-        patience = datetime.timedelta(seconds=3600)  # it is the parent that ends a hang
+        patience = datetime.timedelta(seconds=3600)  # The parent ends a hang, not this time-out.
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=patience)
         report = judge(peer.attend(Call(row, *shape, setting)), expected, bounds)
     except BaseException as error:
@@ -134,21 +135,22 @@ def be_rank(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, A
     unfinished = Path(folder) / f"unfinished-{rank}"
     unfinished.write_text(json.dumps(report))
     unfinished.rename(Path(folder) / f"rank-{rank}.json")
-    # A rank that left would close its connections, and the others might still be reading: the parent ends them all.
+    # A rank that left would close its connections while the others might still be reading, so the parent ends all of
+    # them.
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def silence() -> None:
-    """Discard what peers and gloo print. What they raise is recorded."""
+    """Discard the output of peers and gloo. Their exceptions are recorded."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
 
 
 def attempt(peer: Caller, row: Row, shape: tuple[int, int], setting: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """Return one row, one way, one setting, on as many ranks as the way has."""
+    """Return the outcome of one row, one way and one setting, on the ranks of the way."""
     world = shape[0] * shape[1]
     start = time.monotonic()
     fork = multiprocessing.get_context("fork")
@@ -188,7 +190,7 @@ def read(folder: str, ranks: list[Any]) -> list[dict[str, Any] | None]:
 
 
 def cell(peer: Caller, row: Row, way: str, *, stand_ins: bool, timeout: float) -> dict[str, Any]:
-    """Try settings in turn until one is exact."""
+    """Try settings in turn until one is exact, and return the outcome."""
     shape, attempts = SHAPES[way], []
     for setting in peer.settings(row, *shape, stand_ins=stand_ins):
         attempts.append(attempt(peer, row, shape, setting, timeout))

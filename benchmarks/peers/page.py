@@ -9,11 +9,11 @@ from benchmarks.harness import markdown_table, read_results
 
 Ways = dict[str, dict[str, Any]]
 
-# An input that only para_core has a word for: a peer takes each rank's copy for more text.
+# Only para_core has this input: a peer takes each rank's copy for more text.
 NO_NOTION = "text replicated + image sharded"
-# A kernel of a GPU would have to run: README.md calls it "not run".
+# A kernel of a GPU would have to run. README.md calls it "not run".
 STAND_IN = "refused by our stand-in"
-# Columns of the table in README.md: the attention that each one's pipelines call.
+# The table in README.md has these columns, with the attention that the library's pipelines call.
 SUMMARY = {
     "para_core": "para_core",
     "diffusers' context parallelism": "diffusers",
@@ -30,8 +30,8 @@ SUMMARY_ROWS = {
 
 
 def cell(ways: Ways, row: str = "", peer: str = "", *, brief: bool = False) -> str:
-    """Return one word where all ways agree, otherwise which way does what; ``brief``: what is not offered without its
-    distance.
+    """Return one word if all ways agree, otherwise the outcome of each way. ``brief`` omits errors of inputs that are
+    not offered.
 
     >>> cell({"Ulysses": {"verdict": "exact"}, "ring": {"verdict": "refused"}, "2 × 2": {"verdict": "refused"}})
     'Ulysses: exact; ring, 2 × 2: *refused*'
@@ -46,7 +46,7 @@ def cell(ways: Ways, row: str = "", peer: str = "", *, brief: bool = False) -> s
 
 
 def kind(outcome: dict[str, Any], row: str = "", peer: str = "") -> str:
-    """Return the verdict, told apart further: whether the input is one that the peer offers, and who refused it.
+    """Return the verdict in more detail: whether the peer offers this input, and who refused it.
 
     >>> kind({"verdict": "refused", "message": "TypeError: f() got an unexpected keyword argument 'attn_mask'"})
     'not offered'
@@ -79,7 +79,7 @@ def _word(outcome: dict[str, Any], row: str, peer: str) -> str:
 
 
 def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
-    """Return a column per peer, and a row for the inputs with equal results."""
+    """Return a column per peer, and one row for all inputs with equal results."""
     inputs: dict[tuple[str, ...], list[str]] = {}
     for row in dict.fromkeys(row for column in cells.values() for row in column):
         results = tuple(cell(column[row], row, peer, brief=True) for peer, column in cells.items())
@@ -88,7 +88,7 @@ def table(cells: dict[str, dict[str, Ways]]) -> list[str]:
 
 
 def own(results: dict[str, Any]) -> list[str]:
-    """Return what some libraries were asked alone, and how they compute the uneven row by default."""
+    """Return the outcomes of the rows that only some libraries ran, and how they compute the uneven row by default."""
     rows = []
     uneven = SUMMARY_ROWS["any length (101 tokens)"]
     for peer in ("xDiT", "SGLang", "vLLM-Omni"):
@@ -105,7 +105,7 @@ def own(results: dict[str, Any]) -> list[str]:
 
 
 def summary(results: dict[str, Any]) -> list[str]:
-    """Return the table of README.md: how many cells of each peer end how, and the inputs that tell most."""
+    """Return the table of README.md: how many cells of each peer have each outcome, and the most telling inputs."""
     cells, versions = results["cells"], results["versions of the peers"]
     numbers = {
         "diffusers": versions["diffusers"],

@@ -1,4 +1,4 @@
-"""The inputs of the table, and one rank's part of each; shared by the callers of all peers."""
+"""The inputs of the table, and one rank's part of each. The callers of all peers share them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-# -- the inputs
+# -- The inputs.
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Row:
     S_k: int | None = None
     H_kv: int | None = None
     D_v: int | None = None
-    mask: str | None = None  # a key of MASKS
+    mask: str | None = None  # The name is a key of MASKS.
     is_causal: bool = False
-    text: int = 0  # of the S tokens, in front; a segment of its own
-    text_whole: bool = False  # every rank holds all of the text
+    text: int = 0  # These are the first of the S tokens, with their own segment.
+    text_whole: bool = False  # Every rank has all of the text.
     dtype: torch.dtype = torch.float32
     backward: bool = False
     compiled: bool = False
 
     def qkv(self) -> list[Tensor]:
-        """Return query, key and value, the same on all ranks."""
+        """Return query, key and value, which are the same on all ranks."""
         generator = torch.Generator().manual_seed(0)
         keys, heads = self.S_k or self.S, self.H_kv or self.H
         shapes = [(self.H, self.S, self.D), (heads, keys, self.D), (heads, keys, self.D_v or self.D)]
@@ -51,12 +51,12 @@ class Row:
         return torch.randn(self.B, self.H, self.S, self.D_v or self.D, generator=generator).to(self.dtype)
 
     def sdpa(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Run SDPA as this row asks for it. What replaces SDPA gets ``enable_gqa`` only if heads are shared."""
+        """Run SDPA with the options of this row. A replacement of SDPA gets ``enable_gqa`` only if heads are shared."""
         options = {"enable_gqa": True} if self.H_kv is not None else {}
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=self.is_causal, **options)
 
     def on_one_device(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return out, then the gradients of query, key and value if they are compared."""
+        """Return out, and the gradients of query, key and value if they are compared."""
         q, k, v = (x.to(dtype or self.dtype).requires_grad_(self.backward) for x in self.qkv())
         out = self.sdpa(q, k, v, self.whole_mask())
         if not self.backward:
@@ -66,31 +66,31 @@ class Row:
 
 
 def _padding(row: Row) -> Tensor:
-    """Return ``[B, 1, 1, S]``: the second sequence of the batch is shorter."""
+    """Return ``[B, 1, 1, S]``. The second sequence of the batch is shorter."""
     lengths = torch.tensor([row.S, 5 * row.S // 8])
     return torch.arange(row.S) < lengths.view(row.B, 1, 1, 1)
 
 
 def _full(row: Row) -> Tensor:
-    """Return ``[S, S]``; every query sees something."""
+    """Return ``[S, S]``. Every query sees a key."""
     mask = torch.rand(row.S, row.S, generator=torch.Generator().manual_seed(2)) < 0.7
     return mask | torch.eye(row.S, dtype=torch.bool)
 
 
 def _hidden(row: Row) -> Tensor:
-    """Return ``[S, S]``; some queries see nothing: SDPA gives zeros."""
+    """Return ``[S, S]``. Some queries see no key, for which SDPA gives zeros."""
     mask = _full(row)
     mask[3::7] = False
     return mask
 
 
 def _additive(row: Row) -> Tensor:
-    """Return ``[B, H, S, S]``, a different one for each head."""
+    """Return ``[B, H, S, S]``, which differs between heads."""
     return torch.randn(row.B, row.H, row.S, row.S, generator=torch.Generator().manual_seed(3)).to(row.dtype)
 
 
 def _text_padding(row: Row) -> Tensor:
-    """Return ``[B, 1, 1, S]``: the second sequence of the batch has less text."""
+    """Return ``[B, 1, 1, S]``. The second sequence of the batch has less text."""
     mask = torch.ones(row.B, 1, 1, row.S, dtype=torch.bool)
     mask[1:, ..., 5 * row.text // 8 : row.text] = False
     return mask
@@ -125,26 +125,27 @@ ROWS = [
 ]
 
 
-# Asked of some libraries, see ``Caller.own_rows``.
+# Only some libraries run this row, see ``Caller.own_rows``.
 MASKED_TEXT = Row("text replicated, a mask of its keys", text=32, text_whole=True, mask="text padding")
 
 
-# -- one rank's part of an input
+# -- One rank's part of an input.
 
 
-# One thing that a peer can be asked: its own options, and in which form it gets a mask.
+# A setting is one way to call a peer: the peer's own options, and the form in which it gets a mask.
 Setting = dict[str, Any]
 Cut = Callable[[Tensor], Tensor]
 
 
 @dataclass
 class RankOutput:
-    """Output of one rank, and the positions of its tokens in the whole sequence."""
+    """The output of one rank, and the positions of its tokens in the whole sequence."""
 
     out: Tensor
     positions: Tensor
     key_positions: Tensor
-    gradients: list[Tensor]  # of this rank's query, key, value; empty where they are not compared
+    # The gradients are those of this rank's query, key and value. The list is empty if they are not compared.
+    gradients: list[Tensor]
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Call:
     setting: Setting
 
     def tokens(self, cut: Cut) -> list[Tensor]:
-        """Return this rank's query, key and value; ``cut`` is the peer's own function for dim 2."""
+        """Return this rank's query, key and value. ``cut`` is the peer's own function for dim 2."""
         parts = [self.cut_segments(x, cut).detach().clone() for x in self.row.qkv()]
         return [x.requires_grad_(self.row.backward) for x in parts]
 
@@ -169,7 +170,7 @@ class Call:
         return q, k
 
     def cut_segments(self, x: Tensor, cut: Cut) -> Tensor:
-        """Return this rank's part of dim 2 of ``x``: text that every rank holds is not cut."""
+        """Return this rank's part of dim 2 of ``x``. Replicated text is not split."""
         if not self.row.text:
             return cut(x)
         text, image = x.split([self.row.text, x.shape[2] - self.row.text], dim=2)
@@ -180,12 +181,13 @@ class Call:
         mask, form = self.row.whole_mask(), self.setting.get("mask", "whole")
         if mask is None or form == "whole":
             return mask
-        if form == "rows":  # of a mask with four dims and a row for every query
+        if form == "rows":  # The mask has four dims and a row for every query.
             mask = mask[(None,) * (4 - mask.ndim)]
             return mask.expand(*mask.shape[:-2], self.row.S, -1).index_select(-2, positions)
         if form == "columns":
             return mask.index_select(-1, key_positions)
-        return mask.chunk(self.ulysses, dim=1)[dist.get_rank() % self.ulysses]  # this Ulysses rank's heads
+        # These are the heads of this Ulysses rank.
+        return mask.chunk(self.ulysses, dim=1)[dist.get_rank() % self.ulysses]
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function``, compiled if the row says so."""
@@ -197,7 +199,7 @@ class Call:
         return self.finish(self.compiled(attend)(*leaves, self.mask(*positions)), leaves, *positions)
 
     def finish(self, out: Tensor, leaves: list[Tensor], positions: Tensor, key_positions: Tensor) -> RankOutput:
-        """Run the backward if the row has one; inside the peer's context, if that is open for it."""
+        """Run the backward if the row has one, inside the peer's context if that is open for it."""
         gradients = []
         if self.row.backward:
             (out * self.row.weight().index_select(2, positions)).sum().backward()
@@ -206,9 +208,9 @@ class Call:
 
 
 def mask_forms(row: Row, ulysses: int, first: str = "whole") -> list[Setting]:
-    """Return every form in which a mask could be meant, the documented one first: the cell takes the best of them.
+    """Return every form in which a mask could be meant, the documented one first. The cell takes the best of them.
 
-    Without documentation that is the whole mask, as on one device; a user who passes another shards it ``by hand``.
+    Without documentation that is the whole mask, as on one device. A user who passes another one shards it ``by hand``.
     """
     if row.mask is None:
         return [{}]

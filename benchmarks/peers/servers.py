@@ -1,6 +1,8 @@
-"""The callers of two servers of diffusion models, SGLang and vLLM-Omni: their attention layers, without the server.
+"""The callers of two servers of diffusion models, SGLang and vLLM-Omni. They call the attention layers without the
+server.
 
-What they import of servers and GPUs is not installed; ``stand_ins.for_packages`` has placeholders for it.
+The packages for servers and GPUs that they import are not installed. ``stand_ins.for_packages`` has placeholders for
+them.
 """
 
 from __future__ import annotations
@@ -20,26 +22,26 @@ from benchmarks.peers.rows import Call, Cut, RankOutput, Row, Setting, mask_form
 
 
 def _tokens(call: Call, cut: Cut) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Return query, key and value, the positions of queries and keys, and which queries are not padding."""
-    if "skip_sequence_parallel" in call.setting:  # each rank holds all keys of the text
+    """Return query, key and value, the positions of queries and keys, and the queries that are not padding."""
+    if "skip_sequence_parallel" in call.setting:  # Each rank has all keys of the text.
         shard, cut = cut, lambda x: x if x.shape[2] == call.row.S_k else shard(x)
     leaves, (positions, key_positions) = call.tokens(cut), call.positions(lambda x: cut(x + 1) - 1)
     return leaves, positions, key_positions[key_positions >= 0], positions >= 0
 
 
 def _cross_first(row: Row, settings: list[Setting]) -> list[Setting]:
-    """Return ``settings`` after that of cross-attention, in which both servers keep the text whole."""
+    """Return ``settings`` after that of cross-attention, in which both servers replicate the text."""
     return [{"skip_sequence_parallel": True}, *settings] if row.S_k is not None else settings
 
 
-# -- SGLang: ``USPAttention``, tokens sharded and padded by ``sp_shard_utils``, as its Wan does inline.
+# -- SGLang: ``USPAttention``, with tokens sharded and padded by ``sp_shard_utils``, as its Wan does inline.
 
 
 def prepare_sglang(*, stand_ins: bool) -> None:
-    """Import it, before ranks are forked."""
+    """Import SGLang before ranks are forked."""
     from transformers.utils import is_compressed_tensors_available, is_torchvision_available
 
-    # Asked before there are placeholders: transformers remembers the answers.
+    # Ask before there are placeholders, because transformers remembers the answers.
     is_torchvision_available()
     is_compressed_tensors_available()
     kernels.for_packages("sglang", ("IPython", "compressed_tensors", "torchvision", "tvm_ffi"))
@@ -51,7 +53,7 @@ def prepare_sglang(*, stand_ins: bool) -> None:
 
 
 def settings_sglang(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return the call as its Wan makes it, then with the options that other models of it use."""
+    """Return the call as its Wan makes it, then with the options of its other models."""
     backend = {"backend": "FA"} if ring > 1 and stand_ins else {}
     settings: list[Setting] = [{**backend}]
     if row.S % (ring * ulysses) and row.mask is None:
@@ -62,7 +64,7 @@ def settings_sglang(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> li
 
 
 def attend_sglang(call: Call) -> RankOutput:
-    """Run one call; layout ``[B, S, H, D]``."""
+    """Run one call with layout ``[B, S, H, D]``."""
     from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import build_shard_plan, shard_seq, tail_attn_meta
     from sglang.multimodal_gen.runtime.layers.attention.layer import USPAttention
     from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
@@ -82,8 +84,8 @@ def attend_sglang(call: Call) -> RankOutput:
         options["attn_mask_meta"] = tail_attn_meta(build_shard_plan(row.S), row.B, torch.device("cpu"))
     mask = row.whole_mask()
     if row.mask in ("full", "hidden"):
-        mask = mask[None, None]  # it reads two dims as [B, S_local]
-    elif row.mask in ("padding", "text padding"):  # [B, S_local]; padded with False
+        mask = mask[None, None]  # SGLang reads a mask of two dims as [B, S_local].
+    elif row.mask in ("padding", "text padding"):  # The mask is [B, S_local], padded with False.
         mask = call.cut_segments(mask.mT, lambda x: shard_seq(x, dim=2)[0])[:, 0, :, 0]
 
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -95,7 +97,7 @@ def attend_sglang(call: Call) -> RankOutput:
 
 
 def _set_up_sglang(call: Call) -> None:
-    """Set the arguments of its server and its process groups."""
+    """Set the arguments of its server, and its process groups."""
     from sglang.multimodal_gen.runtime import server_args
     from sglang.multimodal_gen.runtime.distributed import parallel_state
     from sglang.multimodal_gen.runtime.platforms import current_platform
@@ -111,13 +113,13 @@ def _set_up_sglang(call: Call) -> None:
     parallel_state.init_distributed_environment(world, rank, local_rank=rank, backend="gloo")
     degrees = {"sequence_parallel_degree": world, "ulysses_degree": call.ulysses, "ring_degree": call.ring}
     parallel_state.initialize_model_parallel(**degrees, backend="gloo")
-    if "backend" in call.setting:  # what it selects for CUDA; on CPUs it knows PyTorch's SDPA alone
+    if "backend" in call.setting:  # SGLang selects this for CUDA. On CPUs it has only PyTorch's SDPA.
         path = "sglang.multimodal_gen.runtime.layers.attention.backends.flash_attn.FlashAttentionBackend"
         type(current_platform).get_attn_backend_cls_str = lambda *args, **options: path
 
 
 def frames() -> dict[str, Any]:
-    """Return how many of 81 frames SGLang makes, for a family that shards frames and one that shards tokens."""
+    """Return how many of 81 frames SGLang computes, for a family that shards frames and one that shards tokens."""
     from sglang.multimodal_gen.configs.pipeline_configs.hunyuan import HunyuanConfig
     from sglang.multimodal_gen.configs.pipeline_configs.wan import WanT2V480PConfig
     from sglang.multimodal_gen.configs.sample.sampling_params import SamplingParams
@@ -133,18 +135,18 @@ def frames() -> dict[str, Any]:
     return facts
 
 
-# -- vLLM-Omni: its layer ``Attention``, tokens sharded by the hook of its sequence-parallel plans.
+# -- vLLM-Omni: its layer ``Attention``, with tokens sharded by the hook of its sequence-parallel plans.
 
 
 def prepare_vllm_omni(*, stand_ins: bool) -> None:
-    """Import it, before ranks are forked."""
+    """Import vLLM-Omni before ranks are forked."""
     kernels.for_packages("vllm_omni", ("vllm",))
-    import_module("vllm.model_executor.layers.quantization").QUANTIZATION_METHODS = []  # a list in vLLM
+    import_module("vllm.model_executor.layers.quantization").QUANTIZATION_METHODS = []  # It is a list in vLLM.
     from vllm_omni import platforms
     from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
 
     class CpuPlatform(OmniPlatform):
-        """A GPU with PyTorch's SDPA alone: on CPUs it has no attention at all."""
+        """A platform like a GPU with PyTorch's SDPA alone, because vLLM-Omni has no attention on CPUs."""
 
         _omni_enum = OmniPlatformEnum.CUDA
         device_type = device_name = "cpu"
@@ -170,7 +172,7 @@ def prepare_vllm_omni(*, stand_ins: bool) -> None:
 
 
 def settings_vllm_omni(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return the defaults with all forms of a mask, then the options for what does not divide."""
+    """Return the defaults with all forms of a mask, then the options for sizes that do not divide."""
     settings = mask_forms(row, ulysses)
     first = settings[0]
     if row.S % (ring * ulysses) and row.mask is None:
@@ -183,7 +185,7 @@ def settings_vllm_omni(row: Row, ring: int, ulysses: int, *, stand_ins: bool) ->
 
 
 def attend_vllm_omni(call: Call) -> RankOutput:
-    """Run one call; layout ``[B, S, H, D]``."""
+    """Run one call with layout ``[B, S, H, D]``."""
     from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata
     from vllm_omni.diffusion.attention.layer import Attention
     from vllm_omni.diffusion.config import set_current_diffusion_config
@@ -196,7 +198,8 @@ def attend_vllm_omni(call: Call) -> RankOutput:
     context = create_forward_context(omni_diffusion_config=config)
     with set_current_diffusion_config(config), override_forward_context(context):
         hook = SequenceParallelSplitHook({}, config.parallel_config)
-        plan = SequenceParallelInput(split_dim=2, auto_pad="ulysses_mode" not in setting)  # its Wan's, Flux.2's, Qwen's
+        # This is the plan of its Wan, Flux.2 and Qwen.
+        plan = SequenceParallelInput(split_dim=2, auto_pad="ulysses_mode" not in setting)
         leaves, positions, key_positions, valid = _tokens(call, lambda x: hook._prepare_sp_input(x, plan))
         attention = Attention(
             num_heads=row.H,
@@ -221,7 +224,9 @@ def attend_vllm_omni(call: Call) -> RankOutput:
 
 
 def _mask_vllm_omni(call: Call, positions: Tensor, key_positions: Tensor) -> Tensor | None:
-    """Return a mask of keys as ``[B, S]`` with the padding, the mask of the padding alone, or another in its form."""
+    """Return a mask of keys as ``[B, S]`` with the padding, the mask of the padding alone, or another mask in its
+    form.
+    """
     row, world = call.row, dist.get_world_size()
     if "mask_sp_padding" in call.setting:
         return F.pad(torch.ones(row.B, row.S, dtype=torch.bool), (0, -row.S % world))

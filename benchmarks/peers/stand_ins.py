@@ -1,8 +1,9 @@
-"""The CUDA-only operators that peers compute one device's attention with, for the CPU, in plain PyTorch.
+"""The CUDA-only operators with which peers compute attention on one device, for the CPU, in plain PyTorch.
 
-The peers' own code, what they shard, send and merge, runs as it is. Contracts are the operators': what shapes they
-take, what the log-sum-exp looks like, which corner a causal mask starts from. Only the dtype is free: the originals of
-FlashAttention and cuDNN take half precision alone, and float32 shows an error of the parallel part more clearly.
+The peers' own code for sharding, sending and merging runs unchanged. The stand-ins keep the operators' contracts: the
+accepted shapes, the form of the log-sum-exp, and the corner where a causal mask starts. Only the dtype is free, because
+the originals of FlashAttention and cuDNN accept only half precision, and float32 shows an error of the parallel part
+more clearly.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARIES: list[torch.library.Library] = []  # an implementation is gone as soon as its Library is
+_LIBRARIES: list[torch.library.Library] = []  # An implementation ends with its Library, so keep them.
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``out`` like the query, and ``lse`` ``[B, H, S_q]`` in float32. Key heads may be shared."""
+    """Return ``out`` in the dtype of the query, and ``lse`` ``[B, H, S_q]`` in float32. Key heads may be shared."""
     lse = _scores(q, k, bias, causal, scale).logsumexp(-1)
     out = _weights(q, k, bias, causal, scale, lse) @ _for_all_heads(v, q).float()
     return _lie_like(out.to(q.dtype), q), lse
@@ -47,7 +48,7 @@ def attention_backward(
     grad_scores = weights * (grad @ _for_all_heads(v, q).float().mT - rowsum)
     grad_scores = grad_scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     grad_q = grad_scores @ _for_all_heads(k, q).float()
-    # Of heads that share a key, the sum.
+    # Heads that share a key add their gradients.
     grad_k, grad_v = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (grad_scores.mT @ q.float(), weights.mT @ grad))
     return tuple(_lie_like(g.to(x.dtype), x) for g, x in ((grad_q, q), (grad_k, k), (grad_v, v)))
 
@@ -64,7 +65,7 @@ def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: Tensor | None, sc
 def _weights(
     q: Tensor, k: Tensor, bias: Tensor | None, causal: Tensor | None, scale: float | None, lse: Tensor
 ) -> Tensor:
-    # -inf minus -inf is NaN, but a row that saw no key weighs nothing.
+    # -inf minus -inf is NaN, but a row that saw no key has no weight.
     return torch.exp(_scores(q, k, bias, causal, scale) - lse.float()[..., None]).nan_to_num(0.0)
 
 
@@ -132,7 +133,9 @@ def _aten_cudnn_backward(
 
 
 def for_aten() -> None:
-    """Give ``torch.ops.aten._scaled_dot_product_{flash,efficient,cudnn}_attention`` and backward a CPU kernel."""
+    """Register CPU kernels for ``torch.ops.aten._scaled_dot_product_{flash,efficient,cudnn}_attention`` and their
+    backward.
+    """
     library = torch.library.Library("aten", "IMPL")
     kernels = {
         "flash": (_aten_flash, _aten_flash_backward),
@@ -165,18 +168,19 @@ def _flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, *
 
 
 def for_flash_attn() -> None:
-    """Put a module named ``flash_attn`` in place, with what yunchang imports of it."""
+    """Install a module named ``flash_attn`` with the names that yunchang imports."""
     package, interface = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.flash_attn_interface")
-    package.__version__ = "2.8.3"  # callers choose by it how many results they expect
+    package.__version__ = "2.8.3"  # Callers choose the number of expected results by it.
     package.flash_attn_func = _flash_attn_func
-    interface._flash_attn_varlen_forward = interface._flash_attn_varlen_backward = None  # imported, not used here
+    # yunchang imports these, but does not call them here.
+    interface._flash_attn_varlen_forward = interface._flash_attn_varlen_backward = None
     interface._flash_attn_forward = _flash_attn_forward
     interface._flash_attn_backward = _flash_attn_backward
     package.flash_attn_interface = interface
     sys.modules["flash_attn"], sys.modules["flash_attn.flash_attn_interface"] = package, interface
 
 
-@torch.no_grad()  # a kernel for inference
+@torch.no_grad()  # This is a kernel for inference.
 def _flash_attn_varlen_func(
     q, k, v, *, cu_seqlens_q=None, softmax_scale=None, causal=False, return_softmax_lse=False, **options
 ) -> Any:
@@ -186,11 +190,11 @@ def _flash_attn_varlen_func(
     return (out, lse) if return_softmax_lse else out
 
 
-# -- packages that a peer imports and that the code in question does not call
+# -- Packages that a peer imports and that the called code does not use.
 
 
 class _Placeholder(type):
-    """The type of whatever is imported from a package that is not installed."""
+    """The type of everything that is imported from a package that is not installed."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -198,7 +202,7 @@ class _Placeholder(type):
         return _Placeholder(name, (), {"is_placeholder": True})
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
-        if "is_placeholder" not in vars(cls):  # a class of the peer that is derived from a placeholder
+        if "is_placeholder" not in vars(cls):  # The class is derived from a placeholder by the peer.
             return super().__call__(*args, **options)
         return _Nothing()(*args, **options)
 
@@ -207,7 +211,7 @@ class _Placeholder(type):
 
 
 class _Nothing:
-    """An instance of a placeholder: false, and without effect as a function, decorator or logger."""
+    """An instance of a placeholder. It is false, and has no effect as a function, decorator or logger."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -236,7 +240,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.names = names
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Return a spec for the named packages and all of their modules."""
+        """Return a spec for the named packages and all their modules."""
         if name.split(".", maxsplit=1)[0] not in self.names:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
@@ -250,10 +254,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def for_packages(peer: str, names: tuple[str, ...]) -> None:
-    """Import placeholders for ``names`` where they are not installed, and ``peer`` without its ``__init__``, which
-    starts a server's parts.
+    """Import placeholders for ``names`` that are not installed, and ``peer`` without its ``__init__``, which starts
+    parts of a server.
     """
-    sys.meta_path.append(_Finder(names))  # last: an installed package is found before
+    sys.meta_path.append(_Finder(names))  # Come last, so that an installed package is found first.
     spec = importlib.util.find_spec(peer)
     package = types.ModuleType(peer)
     package.__path__, package.__spec__ = list(spec.submodule_search_locations), spec

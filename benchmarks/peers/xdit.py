@@ -16,10 +16,10 @@ from benchmarks.peers.rows import Call, RankOutput, Row, Setting, mask_forms
 
 @dataclass(frozen=True)
 class Cosmos3(Row):
-    """Generated tokens in a layer of diffusers' Cosmos 3, random weights. Every rank holds the text."""
+    """Generated tokens in a layer of diffusers' Cosmos 3 with random weights. Every rank has the text."""
 
-    keys: int = 0  # of the text
-    copies: int = 1  # of each key of the text, on one device
+    keys: int = 0  # This is the number of keys of the text.
+    copies: int = 1  # On one device each key of the text occurs this many times.
 
     def parts(self) -> tuple[torch.nn.Module, Tensor, Tensor, Tensor]:
         """Return the layer, the hidden states of text and generated tokens, and the angles of their positions."""
@@ -64,7 +64,7 @@ class _PipelineState:
 
 
 def prepare(*, stand_ins: bool) -> None:
-    """Import xDiT, before ranks are forked."""
+    """Import xDiT before ranks are forked."""
     if stand_ins:
         kernels.for_aten()
     # xDiT raises at import if there is no accelerator. With Apple's it uses gloo.
@@ -73,15 +73,17 @@ def prepare(*, stand_ins: bool) -> None:
     from xfuser.model_executor.models.transformers import transformer_wan  # noqa: F401
     from yunchang.globals import PROCESS_GROUP
 
-    usp.PROCESS_GROUP = PROCESS_GROUP  # xDiT imports the groups only if CUDA is available
+    usp.PROCESS_GROUP = PROCESS_GROUP  # xDiT imports the groups only if CUDA is available.
 
 
 def settings(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Setting]:
-    """Return PyTorch's backends with all forms of a mask, then the same with the number of valid keys if padded."""
+    """Return PyTorch's backends with all forms of a mask, then the same with the number of valid keys if the row is
+    padded.
+    """
     backends = ("SDPA",) if ring == 1 else ("SDPA_FLASH", "SDPA_EFFICIENT", "SDPA_MATH")
     plain = [{**form, "backend": backend} for form in mask_forms(row, ulysses) for backend in backends]
     if row.S_k is not None:
-        # Its Wan keeps all keys of the text on every rank: cross-attention sends nothing.
+        # Its Wan replicates all keys of the text, so cross-attention sends nothing.
         return [{"backend": "SDPA", "function": "attention"}, *plain]
     if row.mask or not row.S % (ring * ulysses):
         return plain
@@ -90,7 +92,7 @@ def settings(row: Row, ring: int, ulysses: int, *, stand_ins: bool) -> list[Sett
 
 
 def attend(call: Call) -> RankOutput:
-    """Run one call; layout ``[B, H, S, D]``. Outputs of padding are cut off, as its transformers do."""
+    """Run one call with layout ``[B, H, S, D]``. Outputs of padding are removed, as its transformers do."""
     from xfuser.model_executor.layers import usp
     from xfuser.model_executor.models.transformers.transformer_wan import xFuserWanTransformer3DWrapper
 
@@ -124,7 +126,7 @@ def attend(call: Call) -> RankOutput:
     positions, key_positions = (x[kept] for x, kept in zip(numbers, valid, strict=True))
     mask = call.mask(positions, key_positions)
     if mask is not None and mask.shape[-1] == (row.S_k or row.S):
-        mask = F.pad(mask, (0, -mask.shape[-1] % world))  # False: padding is not attended to
+        mask = F.pad(mask, (0, -mask.shape[-1] % world))  # With False, padding is not attended to.
     out = call.compiled(run)(*leaves, mask)
     return call.finish(out[:, :, valid[0]], leaves, positions, key_positions)
 

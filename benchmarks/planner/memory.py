@@ -48,7 +48,7 @@ class Stack:
     """A transformer whose call is measured, with the size of a generation.
 
     Args:
-        meshes: dims, and whether fsdp shards the weights over the sequence ranks.
+        meshes: pairs of dims, and whether fsdp shards the weights over the sequence ranks.
     """
 
     cls: str
@@ -89,7 +89,7 @@ NUM_PROMPTS = 50
 
 
 def transformer_of(stack: Stack) -> Any:
-    """Make the transformer with random weights."""
+    """Return the transformer with random weights."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(stack.sizes.dtype)
@@ -109,7 +109,7 @@ def predicted(stack: Stack, dims: dict[str, int], fsdp: bool) -> float:
 
 
 def measured(name: str, dims: dict[str, int], fsdp: bool) -> dict[str, Any]:
-    """Return the bytes of weights on this rank, and the largest that a call has allocated at once."""
+    """Return the bytes of weights on this rank, and the largest sum that a call has allocated at once."""
     stack = STACKS[name]
     transformer = transformer_of(stack)
     is_flux = stack.cls.startswith("Flux")
@@ -123,7 +123,7 @@ def measured(name: str, dims: dict[str, int], fsdp: bool) -> dict[str, Any]:
         mesh = init_context_parallel_mesh("cpu", **{f"max_{dim}_dim_size": size for dim, size in dims.items()})
         weights: Any = "fsdp" if fsdp else "tensor" if "tensor" in dims else None
         parallelize_pipe(pipe, mesh=mesh, weights=weights)
-    # Equal on all ranks.
+    # They are equal on all ranks.
     inputs = tree_map_only(torch.Tensor, torch.zeros_like, INPUTS[stack.cls](transformer.config, stack.sizes))
     with torch.no_grad():
         transformer(**inputs, return_dict=False)
@@ -139,7 +139,7 @@ def measured(name: str, dims: dict[str, int], fsdp: bool) -> dict[str, Any]:
 
 
 def held_by(*modules: torch.nn.Module) -> int:
-    """Return the bytes of memory in which this rank's parameters lie."""
+    """Return the bytes of memory that this rank's parameters occupy."""
     tensors: list[Any] = [part for module in modules for x in module.parameters() for part in plain_tensors(x)]
     local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors if not x.is_meta]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())
@@ -188,7 +188,7 @@ def encode_first_parts() -> dict[str, list[str]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/planner.md: the errors of the prediction, a row for each model."""
+    """Return the table of docs/planner.md: the errors of the prediction, with a row for each model."""
     errors: dict[str, list[str]] = {}
     for row in read_results("memory_check")["rows"]:
         errors.setdefault(row["stack"], []).append(f"{row['mesh']}: {row['error']:+.1%}")

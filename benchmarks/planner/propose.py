@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner.propose
 
-Each tiny model of `zoo.tiny.transformers.registry` is shown two calls, and nothing that `adapters/models/` knows of it.
-What is proposed is then checked once more, at sizes and on meshes that the search has not seen.
+The search sees two calls of each tiny model of `zoo.tiny.transformers.registry`, and no adapter of `adapters/models/`.
+The proposal is then checked again, at sizes and on meshes that the search has not seen.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from para_core.verify.parts import largest_error
 from para_core.verify.virtual_ranks import run_on_virtual_ranks
 from zoo.tiny.transformers.registry import MODELS
 
-# (frames, height, width) in latent pixels.
+# The sizes are (frames, height, width) in latent pixels.
 SHOWN = ((3, 6, 6), (3, 6, 10))
-# More, odd numbers of tokens, and fewer tokens than ranks; ring × ulysses.
+# The sizes have more tokens, odd numbers of tokens, and fewer tokens than ranks. The meshes are ring × ulysses.
 UNSEEN, MESHES = ((3, 10, 10), (1, 6, 6), (1, 2, 2)), ((1, 3), (2, 2))
 EXACT = 1e-5
 

@@ -1,9 +1,9 @@
-"""Seconds that the planner predicts, compared with those that others published:  python -m benchmarks.planner.published
+"""Seconds that the planner predicts, compared with published ones:  python -m benchmarks.planner.published
 
-Each table is fitted on its row of one device alone: one factor, of what its software takes over what the planner's
-table of devices says. All other rows are predicted with it. What their code does around attention (how many
-all-to-alls, whether a ring is overlapped) is written down from their sources, not fitted. Writes
-benchmarks/results/planner_check.json (docs/planner.md).
+Each table is fitted on its row of one device only, with one factor: the time of its software relative to the planner's
+table of devices. All other rows are predicted with this factor. How their code exchanges (the number of all-to-alls,
+whether a ring is overlapped) was read in their sources, not fitted. Writes benchmarks/results/planner_check.json
+(docs/planner.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from para_core.planner.traffic import MeshShape
 
 @dataclass(frozen=True)
 class Checked:
-    """A row: seconds that were published, and predicted with the fit on one device and without it."""
+    """A row with published seconds, and seconds predicted with the fit on one device and without it."""
 
     table: Published
     shape: MeshShape
@@ -51,7 +51,7 @@ def seconds(table: Published, work: Workload, shape: MeshShape, machine: Machine
 
 
 def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
-    """Return the machine with the slowdown for which one device takes as long as was published; if known."""
+    """Return the machine with the slowdown for which one device takes its published time, if that is known."""
     if table.alone is None:
         return machine
     low, high = 0.05, 20.0
@@ -75,7 +75,9 @@ def check(table: Published, work: Workload) -> tuple[float, list[Checked]]:
 
 
 def ratios_of(rows: Sequence[Checked]) -> dict[str, list[float]]:
-    """Return the smallest and largest ratio of published to predicted seconds without a fit, of all rows of a kind."""
+    """Return the smallest and largest ratio of published to predicted seconds without a fit, over all rows of a
+    kind.
+    """
     ratios = {
         kind: [row.published / row.unfitted for row in rows if row.table.runtime.compiled == (kind == "compiled")]
         for kind in ("compiled", "eager")
@@ -89,7 +91,7 @@ def errors_of(rows: Sequence[Checked]) -> dict[str, float]:
 
 
 def summary(checked: Sequence[Checked]) -> list[str]:
-    """Return the errors of all rows, and of those that were published after the constants had been set."""
+    """Return the errors of all rows, and of those published after the constants had been set."""
     lines, later = [], [row for row in checked if row.table.later]
     for rows, which in ((checked, "rows"), (later, "of them added after the planner's constants were set")):
         errors, hit = errors_of(rows), sum(abs(row.error) <= 0.2 for row in rows)
@@ -101,7 +103,7 @@ def summary(checked: Sequence[Checked]) -> list[str]:
 
 
 def name_of(shape: MeshShape) -> str:
-    """Return the sizes above 1 of a mesh, as ``ring 2, ulysses 4``."""
+    """Return the sizes above 1 of a mesh, such as ``ring 2, ulysses 4``."""
     sizes = {name: getattr(shape, name) for name in ("batch", "pipe", "ring", "ulysses", "tensor")}
     named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
     return ", ".join([*named, *(["2d"] if shape.ring_method == "2d" else [])])

@@ -1,4 +1,4 @@
-"""Tables of seconds that others published, with one and with several devices, for benchmarks/planner/published.py."""
+"""Tables of published seconds, with one and with several devices, for benchmarks/planner/published.py."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from para_core.planner.cost import Runtime
 from para_core.planner.hardware import LINKS
 from para_core.planner.traffic import MeshShape
 
-# diffusers and cache-dit: three all-to-alls before a call; a ring that gathers all keys first.
+# diffusers and cache-dit make three all-to-alls before a call. Their ring gathers all keys first.
 DIFFUSERS = Runtime(messages=3, copies=2, overlapped=False, merge_passes=10, ulysses_launches=20, ring_launches=15)
-# yunchang, which xDiT calls: the same, but its ring sends while it attends; a merge is a cast and three operators in
-# float32.
+# xDiT calls yunchang, which does the same, but its ring sends while it attends. A merge is a cast and three operators
+# in float32.
 XDIT = Runtime(messages=3, copies=2, merge_passes=10, ulysses_launches=20, ring_launches=15)
-# TensorRT-LLM's ring sends while it attends; in two dims it gathers, then attends.
+# TensorRT-LLM's ring sends while it attends. In two dims it gathers and then attends.
 TENSORRT = Runtime(compiled=True, messages=1, copies=2, merge_passes=10, gathered_grid=True)
 
 XDIT_FLUX = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/flux.md"
@@ -33,16 +33,16 @@ XDIT_SANA = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/san
 
 @dataclass(frozen=True)
 class Published:
-    """One table.
+    """A published table.
 
     Args:
         source: address of the page, empty if the figure was passed on without one.
-        alone: seconds of one device, on which it is fitted, None if they were not published; ``fitted_on``: where they
-            stand, if not in this table.
+        alone: seconds of one device, on which the table is fitted, or None if they were not published. ``fitted_on``
+            says where they come from, if not from this table.
         rows: seconds by mesh.
-        sizes: what differs from the published generation of the model.
-        denoising_alone: of text encoder and autoencoder only ``vae`` and ``tail`` are in the seconds: what one device
-            takes to decode, which at most 8 ranks share, and all else.
+        sizes: differences from the published generation of the model.
+        denoising_alone: whether the seconds have only ``vae`` and ``tail`` of text encoder and autoencoder: the time of
+            one device to decode, which at most 8 ranks share, and the rest.
     """
 
     name: str
@@ -66,7 +66,7 @@ def ulysses(*rows: tuple[int, float]) -> tuple[tuple[MeshShape, float], ...]:
     return tuple((MeshShape(ulysses=ranks), seconds) for ranks, seconds in rows)
 
 
-# (ring, ulysses)
+# The meshes are (ring, ulysses).
 _FLUX_MESHES = ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
 
 
@@ -83,7 +83,7 @@ def xdit_hunyuan(size: str, device: str, alone: float, *rows: tuple[int, float])
 
 
 def sglang_tests(name: str, model: str, alone: float, shape: MeshShape, seconds: float, **options: Any) -> Published:
-    """Return a row of SGLang's own tests on H100s: the slowest of several runs plus 5 %, in its file of limits."""
+    """Return a row of SGLang's own tests on H100s: the slowest of several runs plus 5 %, from its file of limits."""
     table = f"SGLang 0.5.23, {name}"
     return Published(
         table, SGLANG_TESTS, model, "H100", SGLANG_RUNTIME, alone, ((shape, seconds),), later=True, **options
@@ -189,7 +189,7 @@ TABLES = (
         assumed="eager",
     ),
     sglang_tests("FLUX.2", "FLUX.2-dev", 23.140, MeshShape(tensor=2), 13.216, assumed="eager"),
-    # One second at 24 frames per second, its server's default, of which the autoencoder makes 6 latent frames.
+    # One second at 24 frames per second is the server's default. The autoencoder makes 6 latent frames of it.
     sglang_tests(
         "Wan 2.1 1.3B",
         "Wan 2.1 1.3B",
@@ -237,7 +237,7 @@ TABLES = (
     ),
 )
 
-# Published tables that are not predicted, and why.
+# These published tables are not predicted. The values give the reason.
 NOT_PREDICTED = {
     f"[xDiT 0.7.0, SANA 4096 × 4096, A100]({XDIT_SANA})": "linear attention, which the planner does not count",
     "vLLM-Omni, Cosmos 3 Nano": "size, frames and steps are not published",

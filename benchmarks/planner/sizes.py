@@ -23,7 +23,7 @@ from para_core.planner.traffic import MeshShape
 from para_core.planner.weights import Choices, Placement
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Wan 2.2 TI2V 5B", "CogVideoX-5B")
-# The device, its link (left out: the usual one), and numbers of ranks; as many in one host.
+# Each machine has the device, its link (None for the usual one), and numbers of ranks, all in one host.
 MACHINES: tuple[tuple[str, str | None, tuple[int, ...]], ...] = (
     ("RTX 4090", "pcie4 via host", (2, 4, 8)),
     ("L40S", "pcie4", (2, 4, 8)),
@@ -32,14 +32,14 @@ MACHINES: tuple[tuple[str, str | None, tuple[int, ...]], ...] = (
     ("B200", None, (2, 4, 8)),
 )
 RANKS = (1, 2, 4, 8)
-# The models and numbers of ranks of machines.json that the page shows.
+# The page shows these models and numbers of ranks of machines.json.
 SHOWN_MODELS, SHOWN_RANKS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B"), (2, 4, 8)
-# Bytes of common devices, and what the planner leaves to CUDA, NCCL and fragments.
+# These are the bytes of common devices, and the part that the planner leaves to CUDA, NCCL and fragments.
 DEVICE_BYTES = (24e9, 48e9, 80e9, 141e9, 180e9)
 RESERVED = 6e9
 
 
-# -- the best mesh of each machine
+# -- The best mesh of each machine.
 
 
 def best(work: Workload, machine: Machine, ranks: int) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def best(work: Workload, machine: Machine, ranks: int) -> dict[str, Any]:
 
 
 def held(row: MeshPrediction) -> float | None:
-    """Return bytes of a rank, if the mesh can run."""
+    """Return the bytes of a rank, if the mesh can run."""
     return None if row.problem else row.memory
 
 
@@ -88,7 +88,7 @@ def machine_of(name: str, link: str | None, ranks: int) -> Machine:
 
 
 def machines_table(results: dict[str, Any], kind: str) -> list[str]:
-    """Return a row per model and device, a column per number of ranks.
+    """Return a row per model and device, with a column per number of ranks.
 
     Args:
         kind: ``"exact"`` or ``"int8"``. With int8, a model whose seconds are those of exact weights has no row.
@@ -118,7 +118,7 @@ def _option(cell: dict[str, Any], kind: str) -> str:
 
 
 def memory_table(results: dict[str, Any]) -> list[str]:
-    """Return gigabytes of a rank, and the smallest device that has them, replicated on one and on most ranks."""
+    """Return the gigabytes of a rank, and the smallest device that has them, replicated on one and on most ranks."""
     ends = RANKS[:: len(RANKS) - 1]
     heads = [*(f"{ranks} rank{'s' * (ranks > 1)}" for ranks in ends), *(f"tensor {ranks}" for ranks in RANKS[1:])]
     rows = [
@@ -140,13 +140,13 @@ def _held(memory: float | None) -> str:
     return f"{memory / 1e9:.0f} ({device})"
 
 
-# -- weights by method
+# -- Weights by method.
 
 WEIGHT_RANKS = (2, 4, 8)
 CARDS = (24, 48, 80)
-# Gigabytes of a card that are kept for activations, CUDA and NCCL.
+# These gigabytes of a card are kept for activations, CUDA and NCCL.
 RESERVED_GB = 6
-# Gigabytes per second that a rank receives in a collective: what NCCL reaches of 32, 64 and 450 GB/s.
+# These are the gigabytes per second that a rank receives in a collective: NCCL reaches so much of 32, 64 and 450 GB/s.
 LINKS = {"PCIe 4": 22.0, "PCIe 5": 45.0, "NVLink 4": 350.0}
 SHARDED = ("FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Qwen-Image")
 
@@ -158,7 +158,7 @@ def weights_row(work: Workload) -> dict[str, Any]:
     fsdp, sent = {}, {ranks: predict(MeshShape(tensor=ranks), work, machine).sent for ranks in WEIGHT_RANKS}
     for ranks in WEIGHT_RANKS:
         shape = MeshShape(ring=ranks, fsdp=True)
-        # Either denoises or encodes; the other rests.
+        # A rank either denoises or encodes, so the larger of both counts.
         gathered = max(weights.transformer.at_once, weights.while_encoding(placement))
         fsdp[ranks] = (weights.at_rest(shape, placement) + gathered) / 1e9
     passes = work.branches * len(work.calls[1].parts)
@@ -175,7 +175,7 @@ def fits(held: float) -> str:
 
 
 def held_table(models: dict[str, dict[str, Any]]) -> list[str]:
-    """Return gigabytes of weights on a rank, and the smallest card for them, replicated and by fsdp."""
+    """Return the gigabytes of weights on a rank, and the smallest card for them, replicated and with fsdp."""
     rows = []
     for name, sizes in models.items():
         held = [sizes["one copy"], *(sizes["held"]["fsdp"][str(n)] for n in WEIGHT_RANKS)]

@@ -1,7 +1,7 @@
 """Gigabytes that a rank sends per step for models of real size:  python -m benchmarks.planner.traffic
 
 The planner counts the calls of the models at their published sizes, and applies the formula whose bytes must equal
-those that the tiny pipelines send: where benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness
+those that the tiny pipelines send. If benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness
 pipelines) has other bytes, this program ends in an error. Writes benchmarks/results/real_sizes.json
 (docs/measured/exactness.md).
 """
@@ -17,7 +17,7 @@ from para_core.adapters.planner.plan_mesh import workload
 from para_core.planner.prediction import predict
 from para_core.planner.traffic import MeshShape
 
-# With the number of frames, if it is not the published one.
+# The number of frames is given if it is not the published one.
 REAL: dict[str, dict[str, int]] = {
     "FLUX.1-dev": {},
     "HunyuanVideo": {},
@@ -25,12 +25,14 @@ REAL: dict[str, dict[str, int]] = {
     "Mochi 1": {"frames": 84},
     "Wan 2.1 14B": {},
 }
-# The models and ranks of real_sizes.json that the page shows.
+# The page shows these models and ranks of real_sizes.json.
 SHOWN_MODELS, SHOWN_RANKS = ("FLUX.1", "HunyuanVideo", "Wan"), (2, 8)
 
 
 def rows() -> list[dict[str, Any]]:
-    """Return the gigabytes per step of the first rank, by model and number of ranks. None: nothing can be shared."""
+    """Return the gigabytes per step of the first rank, by model and number of ranks. None means that nothing can be
+    shared.
+    """
     table = []
     for model, sizes in REAL.items():
         work = workload(model, **sizes)
@@ -68,7 +70,7 @@ def parts() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Check what was counted, compute and write."""
+    """Check the counted bytes, compute, and write."""
     parser_of(__doc__).parse_args()
     differing = problems(read_results("pipelines")["pipelines"])
     if differing:

@@ -1,12 +1,13 @@
-"""The server under load, on loopback: throughput and latency at 1, 2 and 4 times what it can do, beside one plain
+"""The server under load, on loopback: throughput and latency at 1, 2 and 4 times its capacity, next to one plain
 pipeline.
 
 python -m benchmarks.serving.load
 
 The same HTTP application answers at two ports: over replicas on Ray, and over one unmodified pipeline of diffusers in
 this process, called from one thread. Rounds ask them in turns, each with a bounded number of requests from threads of
-this process, at a steady rate; what is refused with 429 is counted, not sent again. Overhead is what a request takes
-beside its pipeline's call. What needs Ray is imported where it is used: the page is written without it.
+this process, at a steady rate. Requests that are refused with 429 are counted, and not sent again. Overhead is the time
+of a request minus that of its pipeline's call. Imports of Ray are inside the functions that need it, so that the page
+can be written without it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, call_arguments
 from para_core.fleet.server import Server
 
-# Loads relative to the capacity of a server.
+# The loads are relative to the capacity of a server.
 FACTORS = (1, 2, 4)
 HOST, PATH = "127.0.0.1", "/v1/images/generations"
 BODY = {"prompt": "a large red circle in the centre on a white background", "seed": 0, "steps": 8}
-# ``requests``: of each load in a round. The replicas have the port after that of the plain pipeline.
+# ``requests`` is the number of requests of each load in a round. The replicas have the port after that of the plain
+# pipeline.
 OPTIONS = {"replicas": 2, "ranks": 1, "requests": 12, "rounds": 5, "port": 8124}
 
 
@@ -53,7 +55,7 @@ def response_of(port: int, method: str, path: str, body: dict[str, Any] | None =
 
 
 def ask(port: int) -> tuple[int, float, float]:
-    """Send one request; return ``(status, seconds, seconds in the pipeline)``."""
+    """Send one request. Return ``(status, seconds, seconds in the pipeline)``."""
     start = time.perf_counter()
     with response_of(port, "POST", PATH, BODY) as response:
         answer = json.loads(response.read())
@@ -62,7 +64,7 @@ def ask(port: int) -> tuple[int, float, float]:
 
 
 class PlainBackend:
-    """One pipeline that para_core has not touched, which answers one request after the other."""
+    """An unmodified pipeline that answers one request after the other."""
 
     def __init__(self, model: str) -> None:
         self._pipe = FluxPipeline.from_pretrained(model, dtype=torch.float32)
@@ -84,7 +86,7 @@ class PlainBackend:
         return self._call(request).outputs[0].data
 
     def cancel(self, job: Job) -> None:
-        """Do nothing: no client of this program leaves."""
+        """Do nothing, because no client of this program leaves."""
 
     async def ready(self) -> int:
         return 1
@@ -122,7 +124,7 @@ def replica_server(model: Model, options: ServerOptions, port: int, ranks: int) 
 
 
 def load(port: int, requests: int, interval: float) -> dict[str, Any]:
-    """Send ``requests``, one every ``interval`` seconds; what became of them."""
+    """Send ``requests``, one every ``interval`` seconds. Return their outcomes."""
     start = time.perf_counter()
 
     def send(index: int) -> tuple[int, float, float]:
@@ -139,7 +141,7 @@ def load(port: int, requests: int, interval: float) -> dict[str, Any]:
 
 
 def measure(port: int, requests: int, running: int) -> dict[str, Any]:
-    """Measure one round: requests one at a time, then as many as the server runs at once, then the loads."""
+    """Measure one round: requests one at a time, then as many as the server runs at once, and then the loads."""
     alone = [ask(port) for _ in range(4)][1:]
     with ThreadPoolExecutor(running) as threads:
         start = time.perf_counter()
@@ -181,7 +183,7 @@ def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """Return the table of docs/serving.md: the smallest and the largest load."""
+    """Return the table of docs/serving.md, with the smallest and the largest load."""
     options = results["options"]
     names = {
         "plain": "one plain pipeline",
@@ -217,7 +219,7 @@ def main() -> None:
     replicas, ranks, requests, num_rounds, port = OPTIONS.values()
     model, options = find_model(None), ServerOptions(replicas, waiting=2 * replicas)
     rounds: dict[str, list[dict[str, Any]]] = {"plain": [], "replicas": []}
-    # Both are there all the time, and asked in turns: what else the machine does is then the same for both.
+    # Both servers run all the time and are asked in turns, so that other programs on the machine affect both equally.
     with plain_server(model, ServerOptions(waiting=2), port), replica_server(model, options, port + 1, ranks):
         for number in range(num_rounds):
             for name, of_server, running in (("plain", port, 1), ("replicas", port + 1, replicas)):

@@ -5,9 +5,9 @@ python -m benchmarks.serving.trials first
 python -m benchmarks.serving.trials prompts
 python -m benchmarks.serving.trials server
 
-Small images of the tiny FLUX, so that what is measured is the fleet: starting, spreading, cancelling, restarting.
-Images of some requests are compared with those of one unmodified pipeline of diffusers. What needs Ray is imported
-where it is used: the page is written without it.
+It generates small images with the tiny FLUX, so that the fleet is measured: starting, spreading, cancelling,
+restarting. Images of some requests are compared with those of one unmodified pipeline of diffusers. Imports of Ray are
+inside the functions that need it, so that the page can be written without it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CAPTIONS = ("a large red circle", "a blue square", "a green triangle", "a small 
 SMALL: dict[str, Any] = {"size": "64x48", "steps": 4}
 REPLICAS, RANKS = 2, 2
 PROMPTS, COMPARED = 50, 5
-# Clients at once, those of them that leave, and the steps that these ask for.
+# These are the clients at once, those of them that leave, and the steps that the leaving ones ask for.
 CLIENTS, LEAVING, LONG = 20, 5, 200
 
 
@@ -56,7 +56,7 @@ def rank_processes() -> list[int]:
 
 
 def compare(pairs: list[tuple[bytes, bytes]]) -> dict[str, Any]:
-    """Return how many images have the same bytes of pixels, and the largest difference of a pixel, of 255."""
+    """Return how many images have the same bytes of pixels, and the largest difference of a pixel, out of 255."""
     pixels = [[np.asarray(Image.open(io.BytesIO(data))).astype(int) for data in pair] for pair in pairs]
     return {
         "compared": len(pairs),
@@ -90,7 +90,7 @@ def try_first() -> dict[str, Any]:
 
 
 def try_prompts() -> dict[str, Any]:
-    """Generate a file of prompts on replicas, and kill a rank once half of them are written."""
+    """Generate a file of prompts on replicas, and kill a rank when half of them are written."""
     from para_core.fleet.group import generate_lines
     from para_core.fleet.rank import ReplicaOptions
 
@@ -133,7 +133,7 @@ def try_prompts() -> dict[str, Any]:
 
 
 def ask(body: dict[str, Any]) -> tuple[int, bytes, float]:
-    """Send one request; return ``(status, the image or the error, seconds)``."""
+    """Send one request. Return ``(status, the image or the error, seconds)``."""
     start = time.perf_counter()
     with response_of(PORT, "POST", PATH, body) as response:
         text = response.read()
@@ -142,7 +142,7 @@ def ask(body: dict[str, Any]) -> tuple[int, bytes, float]:
 
 
 def leave_amid(body: dict[str, Any]) -> int:
-    """Disconnect at the first progress event of the stream; return the number of its step."""
+    """Disconnect at the first progress event of the stream. Return the number of its step."""
     with response_of(PORT, "POST", PATH, {**body, "stream": True, "progress": True}) as response:
         while line := response.readline():
             event = json.loads(line[5:]) if line.startswith(b"data:") else {}
@@ -162,7 +162,7 @@ def metric(name: str) -> float:
 
 
 def wait_until(reached: Any, what: str, seconds: float = 300.0) -> float:
-    """Wait until ``reached()``; return the seconds that it took."""
+    """Wait until ``reached()``, and return the seconds that it took."""
     start = time.perf_counter()
     while not reached():
         if time.perf_counter() - start > seconds:
@@ -182,7 +182,7 @@ def try_clients() -> dict[str, Any]:
     steps = metric("para_core_steps_total")
     start = time.perf_counter()
     with ThreadPoolExecutor(CLIENTS) as threads:
-        # Those that leave are sent first, and run for as long as they stay.
+        # The clients that leave are sent first, and run as long as they stay.
         left = [threads.submit(leave_amid, {**body, "steps": LONG}) for _ in range(LEAVING)]
         stay = [{**body, "prompt": CAPTIONS[i % 4], "seed": i} for i in range(CLIENTS - LEAVING)]
         answers = list(threads.map(ask, stay))
@@ -192,7 +192,7 @@ def try_clients() -> dict[str, Any]:
     freed = wait_until(lambda: metric("para_core_requests_accepted") == 0, "requests that were left")
     status, _, after = ask(body)
     served = sum(status == 200 for status, _, _ in answers)
-    # Steps of those that stayed, and of the request after all, are no steps of those that left.
+    # Steps of the clients that stayed, and of the last request, are no steps of those that left.
     done = metric("para_core_steps_total") - steps - (served + (status == 200)) * SMALL["steps"]
     plain, model = PlainBackend(find_model(None).name), find_model(None)
     compared = compare(
@@ -215,7 +215,7 @@ def try_clients() -> dict[str, Any]:
 
 
 def try_death() -> dict[str, Any]:
-    """Kill a rank while three requests for each replica run and wait, each of which may be tried once more."""
+    """Kill a rank while three requests for each replica run and wait. Each of them may be tried once more."""
     requests = 3 * REPLICAS
     body = {"prompt": CAPTIONS[1], **SMALL, "steps": 40}
     before = metric("para_core_steps_total")
@@ -249,7 +249,7 @@ def try_server() -> dict[str, Any]:
 
 
 PARTS = {"first": try_first, "prompts": try_prompts, "server": try_server}
-# By part: the case, and what came of it.
+# Each part has the case and its outcome.
 ROWS = (
     (
         "first",
