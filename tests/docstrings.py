@@ -1,6 +1,6 @@
 """Check how docstrings begin, and draw random samples of text for a reader.
 
-python -m tests.docstrings             # fails if a docstring begins with one of the words below; part of `make lint`
+python -m tests.docstrings             # fails if a docstring begins with one of these words; part of `make lint`
 python -m tests.docstrings --sample 1  # prints 100 docstrings and comments, drawn by this seed, for someone to judge
 """
 
@@ -18,9 +18,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("para_core", "adapters", "kernels", "fleet", "cli", "parallel_examples", "cache_examples", "tests")
+FOLDERS = (
+    *("para_core", "adapters", "kernels", "fleet", "cli", "parallel_examples", "cache_examples"),
+    *("tests", "benchmarks", "zoo"),
+)
 # A docstring that begins so is a fragment: it names a thing or a condition instead of saying what a function does.
 FORBIDDEN_OPENINGS = ("What", "Of", "By", "How", "Before", "Who", "Where", "Which")
+# The docstring of a function begins with a verb, so not with these either. A property may name its value.
+NO_VERBS = (
+    *("A", "An", "The", "This", "These", "It", "All", "Each", "Every", "One", "Two", "Three"),
+    *("For", "From", "In", "On", "At", "To", "With", "Without", "As", "Like"),
+)
 
 
 class Text(NamedTuple):
@@ -28,9 +36,10 @@ class Text(NamedTuple):
 
     path: Path
     line: int
-    kind: str  # The kind is "docstring" or "comment".
+    kind: str  # "docstring" or "comment"
     subject: str
     text: str
+    bad: bool = False  # whether the docstring begins with a word that cannot begin it
 
 
 def docstrings_of(path: Path) -> Iterator[Text]:
@@ -44,7 +53,22 @@ def docstrings_of(path: Path) -> Iterator[Text]:
                 header = (
                     "" if isinstance(node, ast.Module) else "\n".join(lines[node.lineno - 1 : node.body[0].lineno - 1])
                 )
-                yield Text(path, node.body[0].lineno, "docstring", header, text)
+                yield Text(path, node.body[0].lineno, "docstring", header, text, has_bad_opening(node, text))
+
+
+def has_bad_opening(node: ast.AST, text: str) -> bool:
+    """Return whether ``text``, the docstring of ``node``, begins with a word that cannot begin it."""
+    word = text.split(maxsplit=1)[0].strip(",:")
+    if word in FORBIDDEN_OPENINGS:
+        return True
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or is_property(node):
+        return False
+    return word in NO_VERBS or not word[0].isalpha()
+
+
+def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether ``node`` is decorated as a property, also as that of a class or one that is cached."""
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def comments_of(path: Path) -> Iterator[Text]:
@@ -92,9 +116,7 @@ def main() -> int:
         for number, item in enumerate(random.Random(arguments.sample).sample(items, min(100, len(items))), 1):
             print(f"## {number}. {item.kind}, {item.path}:{item.line}\n{item.subject}\n--\n{item.text}\n")
         return 0
-    bad = [
-        text for path in paths for text in docstrings_of(path) if text.text.split()[0].strip(",:") in FORBIDDEN_OPENINGS
-    ]
+    bad = [text for path in paths for text in docstrings_of(path) if text.bad]
     for text in bad:
         print(f"{text.path}:{text.line}: a docstring begins with {text.text.split()[0]!r}: {text.text.splitlines()[0]}")
     return 1 if bad else 0

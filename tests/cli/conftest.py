@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def settings_of_this_process() -> Iterator[None]:
-    """The command quiets libraries for the whole process, which is its own elsewhere."""
+    """Restore warnings and logging after each test, because the command quiets libraries for its whole process."""
     with warnings.catch_warnings():
         yield
     logging.disable(logging.NOTSET)

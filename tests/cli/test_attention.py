@@ -1,4 +1,4 @@
-"""The options of attention, by name and by step, against the same values of ``parallelize_pipe``."""
+"""The options of attention, by name and by step, compared with the same values of ``parallelize_pipe``."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""``para_core bench``: its figures are those of the counters, and its comparison sees a wrong result."""
+"""The figures of ``para_core bench`` are those of the counters, and its comparison detects a wrong result."""
 
 import gzip
 import json
@@ -43,7 +43,7 @@ def not_called(*_):
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that a generation on one rank dispatches, except views and allocations."""
+    """A counter of the operators that a generation on one rank dispatches, except views and allocations."""
 
     def __init__(self):
         super().__init__()
@@ -63,11 +63,11 @@ def test_one_rank_is_measured_and_compared(tmp_path, capsys):
     seconds = figures["seconds"]
     assert len(seconds["per generation"]["each"]) == 2
     assert [len(steps) for steps in seconds["per step"]["steps of first rank"]] == [1, 1]
-    # A generation has two steps, the text and the VAE.
+    # A generation has two steps, and the time of text and VAE.
     assert 0 < seconds["per step"]["median"] < seconds["per generation"]["median"]
     (rank,) = figures["ranks"]
     assert (rank["bytes sent"], rank["collectives"], rank["device memory"]) == (0, 0, None)
-    # At least the weights, in float32.
+    # The rank holds at least the weights, in float32.
     assert rank["host memory"] > sum(path.stat().st_size for path in TINY_FLUX.rglob("*.safetensors"))
     check = figures["check"]
     assert check["relative error"] == 0 and check["bound"] > 0
@@ -75,7 +75,7 @@ def test_one_rank_is_measured_and_compared(tmp_path, capsys):
     assert [path.name for path in traces.iterdir()] == ["rank-0.json.gz"]
     shown = capsys.readouterr().out
     assert re.search(r"\| s per generation \| [0-9.]+ \| [0-9.]+ \| [0-9.]+ \|", shown)
-    # Neither is overwritten.
+    # Neither existing file is overwritten.
     for options in (["--out", str(out)], ["--profile", str(traces)]):
         assert bench(*options) == 1
         assert re.match(r"error: .*figures.json|error: .*rank-0.json.gz", capsys.readouterr().err)
@@ -242,7 +242,7 @@ def test_recipe_that_cannot_be_verified_is_refused(options):
 
 
 def test_reference_of_an_approximation_is_made_beside_a_launcher(monkeypatch):
-    # Ranks of a launcher make the reference before their process group.
+    # Ranks of a launcher compute the reference before their process group exists.
     monkeypatch.setenv("WORLD_SIZE", "2")
     schedule = AttentionSchedule(KeptKeys(0.5), first=1, last=1)
     for options in ({"cache": 0.1}, {"backend": schedule}, {"comm_dtype": "int8"}):
@@ -278,7 +278,7 @@ def test_a_video_is_measured(tmp_path):
 
 @pytest.fixture
 def image_to_image(tmp_path):
-    """Folder of a pipeline that starts from an image, with the weights of the tiny FLUX."""
+    """Return the folder of a pipeline that starts from an image, with the weights of the tiny FLUX."""
     folder = tmp_path / "model"
     folder.mkdir()
     for part in TINY_FLUX.iterdir():

@@ -1,4 +1,4 @@
-"""``para_core calibrate``: what it finds is what the library finds."""
+"""``para_core calibrate`` finds what the library finds."""
 
 import json
 import re

@@ -29,8 +29,8 @@ def journal(folder):
 
 
 def generate_lines(folder, num_stages, pipefusion, failing):
-    """Two lines as each rank of the command runs them. The first ends by an exception on all ranks at call ``failing``
-    of its transformer.
+    """Generate two lines as each rank of the command does. The first one ends by an exception on all ranks at call
+    ``failing`` of its transformer.
     """
     folder.mkdir(exist_ok=True)
     pipe = DiffusionPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
@@ -64,8 +64,8 @@ def test_line_after_a_failed_one_is_exact(rank_pool, tmp_path, pipefusion, faili
 
 
 def encode_lines(folder, failing):
-    """Three lines as each rank of the command runs them. On the ranks ``failing`` the second cannot be encoded. Returns
-    the name of the error of this rank.
+    """Encode three lines as each rank of the command does. On the ranks ``failing`` the second one cannot be encoded.
+    Return the name of this rank's error.
     """
 
     def build_without_memory(recipe, encode_first):
@@ -73,7 +73,7 @@ def encode_lines(folder, failing):
 
         def run_out_of_memory(module, args, kwargs):
             calls.append(0)
-            # Again when the line runs after all others.
+            # It fails again when the line runs after all others.
             if dist.get_rank() in failing and len(calls) in (2, 4):
                 raise torch.OutOfMemoryError("there is no memory left")
 
@@ -110,7 +110,7 @@ def test_a_line_that_no_rank_can_encode_fails_after_the_others(rank_pool, tmp_pa
 
 @pytest.mark.long
 def test_a_line_that_one_rank_cannot_encode_ends_all_ranks(rank_pool, tmp_path):
-    # The first rank waits in the next line until the time-out; the launcher would end it.
+    # The first rank waits in the next line until the time-out. The launcher would end it.
     first, second = rank_pool.run(encode_lines, 2, tmp_path, (1,))
     assert (first, second) == ("Unanswered", "OutOfMemoryError")
     events = events_of(tmp_path)

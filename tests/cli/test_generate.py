@@ -1,5 +1,5 @@
-"""``para_core generate`` in this process and on ranks: results, bad lines, going on, and what is found before the first
-step.
+"""``para_core generate`` in this process and on ranks: results, bad lines, continuing, and errors found before the
+first step.
 """
 
 import json
@@ -160,7 +160,7 @@ def test_line_too_large_for_memory_fails_and_others_run(tmp_path, prompts, monke
     generated = stand_in(monkeypatch)
     path = prompts({"prompt": "a"}, {"prompt": "b", "size": "4096x4096"}, {"prompt": "c", "size": "1040x1040"})
     arguments = ["generate", "--prompts", path, "--out", str(tmp_path / "out"), "--memory"]
-    # Nothing else is limited by a prediction that not even the weights fit.
+    # A prediction that not even the weights fit limits nothing else.
     assert run([*arguments, "1e-3", "--dry-run"]) == 0
     assert run([*arguments, "0.1"]) == 1
     stderr = capsys.readouterr().err
@@ -485,7 +485,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path, prompts, monkeypa
     assert re.search(r"to generate +│ 2, 0 finished, 1 bad", shown)
     assert re.search(r"line 2: .*'\[\]'; .*object", shown)
     assert list(out.iterdir()) == []
-    # The mesh follows from the number of heads, which is 4; there is no guidance.
+    # The mesh follows from the number of heads, which is 4. There is no guidance.
     run(["generate", "--prompt", CAPTION, "--out", str(out), "--ranks", "6", "--dry-run"])
     assert re.search(r"mesh +│ batch 1 × ring 2 × ulysses 3", capsys.readouterr().out)
 

@@ -1,4 +1,4 @@
-"""``--help`` and ``--version``: at once, without the libraries that only a generation needs."""
+"""``--help`` and ``--version`` answer at once, without the libraries that only a generation needs."""
 
 import os
 import resource
@@ -13,7 +13,7 @@ from para_core.cli.app import app, run
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [command.name for command in app.registered_commands]
-# Runs its command lines, and prints what was imported for them.
+# The probe runs its command lines, and prints the modules that were imported for them.
 PROBE = """
 import json, sys
 sys.argv = ["para_core"]

@@ -64,7 +64,7 @@ def test_calibrate_sets_the_guider(folder, tmp_path):
     options = ["--prompt", "a", "--size", "64x48", "--steps", "4", "--set", "guidance_scale=1.0", "--tries", "1"]
     out = tmp_path / "calibration.json"
     assert run(["calibrate", "--model", folder, *options, "--out", str(out)]) == 0
-    assert json.loads(out.read_text())["rows"][0]["steps"] == 4  # without the second branch
+    assert json.loads(out.read_text())["rows"][0]["steps"] == 4  # There is no second branch.
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""``para_core plan`` and ``para_core doctor``: what they print is what the library finds."""
+"""``para_core plan`` and ``para_core doctor`` print what the library finds."""
 
 import json
 import re

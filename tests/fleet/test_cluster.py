@@ -1,4 +1,4 @@
-"""To which Ray cluster a fleet connects, with a stand-in for Ray's own start."""
+"""The Ray cluster to which a fleet connects, with a stand-in for Ray's own start."""
 
 import re
 
@@ -24,8 +24,8 @@ class StandIn:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
     def init(self, address=None, num_cpus=None, **_):
-        # As Ray does it: "auto" would take any cluster; None, the one that ray start or RAY_ADDRESS noted, or a new
-        # one.
+        # Ray treats addresses so: "auto" would take any cluster, and None the one that ray start or RAY_ADDRESS noted,
+        # or a new one.
         assert address in (None, "local")
         if address is None and self.noted:
             if num_cpus is not None:

@@ -1,4 +1,4 @@
-"""Prompts that are encoded before the transformer is on the device give the images that they give one by one."""
+"""Prompts that are encoded before the transformer is on the device give the same images as one by one."""
 
 import json
 

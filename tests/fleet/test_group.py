@@ -22,7 +22,7 @@ async def answer_after(seconds, answer):
 
 
 def wait_for(*answers):
-    """The answers, given as ``(seconds, answer)``, in rank order."""
+    """Return the answers, given as ``(seconds, answer)``, in rank order."""
 
     async def run():
         return await group._answers([answer_after(*pair) for pair in answers])

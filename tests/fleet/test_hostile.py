@@ -45,7 +45,7 @@ def field(name, value):
 
 LONG = "word " * 20_000
 CORPUS = {
-    # bodies
+    # -- Bodies.
     "empty body": (400, request(b"")),
     "no JSON": (400, request(b"prompt=a")),
     "half a JSON": (400, request(b'{"prompt": "a"')),
@@ -75,7 +75,7 @@ CORPUS = {
     "same key twice": (200, request(b'{"prompt": "a", "prompt": "b"}')),
     "body above the limit": (413, request(b" " * 200_001)),
     "length above the limit": (413, request(b" " * 200_001, length=300_000)),
-    # prompts
+    # -- Prompts.
     "no prompt": (400, request({})),
     "null prompt": (400, field("prompt", None)),
     "number as prompt": (400, field("prompt", 5)),
@@ -93,7 +93,7 @@ CORPUS = {
     "combining characters": (400, field("prompt", "e" + "\u0301" * 20_000)),
     "control characters": (200, field("prompt", "a\x00\x1b[31m\r\n")),
     "empty prompt": (200, field("prompt", "")),
-    # numbers
+    # -- Numbers.
     "steps 0": (400, field("steps", 0)),
     "steps -1": (400, field("steps", -1)),
     "steps as a text": (400, field("steps", "5")),
@@ -116,7 +116,7 @@ CORPUS = {
     "sequence length 0": (400, field("max_sequence_length", 0)),
     "sigmas too many": (400, field("sigmas", [1.0] * 201)),
     "sigmas as texts": (400, field("sigmas", ["1"])),
-    # sizes
+    # -- Sizes.
     "size of one number": (400, field("size", "64")),
     "size of three numbers": (400, field("size", "64x64x64")),
     "size 0": (400, field("size", "0x0")),
@@ -128,7 +128,7 @@ CORPUS = {
     "size with a line break": (400, field("size", "64x64\n\n")),
     "size as an array": (400, field("size", [64, 64])),
     "height too large": (400, field("height", 2**31)),
-    # fields
+    # -- Fields.
     "unknown field": (400, field("promt", "b")),
     "generator": (400, field("generator", 1)),
     "latents": (400, field("latents", [1])),
@@ -145,7 +145,7 @@ CORPUS = {
     "compression negative": (400, field("output_compression", -1)),
     "partial images": (400, field("partial_images", 1000)),
     "stream as a text": (400, field("stream", "yes")),
-    # images
+    # -- Images.
     "image as a path": (400, field("image", "/etc/passwd")),
     "image as a file URL": (400, field("image", "file:///etc/passwd")),
     "image as an address": (400, field("image", "http://169.254.169.254/latest")),
@@ -156,7 +156,7 @@ CORPUS = {
     "too many images": (400, field("image", [image_url()] * 17)),
     "no images": (400, field("image", [])),
     "image reference without a URL": (400, field("image", {"file_id": "x"})),
-    # forms
+    # -- Forms.
     "form without a boundary": (400, request(form(("name=prompt", "a")), kind="multipart/form-data")),
     "form with another boundary": (400, form_request(form(("name=prompt", "a")), boundary="y")),
     "empty form": (400, form_request(b"--x--\r\n")),
@@ -173,7 +173,7 @@ CORPUS = {
     "form with nested JSON": (400, form_request(form(('name="prompt"', "a"), ('name="seed"', nested(50_000))))),
     "form with a long prompt": (400, form_request(form(('name="prompt"', LONG)))),
     "form of OpenAI's names": (200, form_request(form(('name="prompt"', "a"), ('name="n"', "1")))),
-    # types, hosts and origins
+    # -- Types, hosts and origins.
     "no content type": (415, request(kind=None)),
     "text/plain": (415, request(kind="text/plain")),
     "a simple form": (415, request(b"prompt=a", kind="application/x-www-form-urlencoded")),
@@ -199,7 +199,7 @@ CORPUS = {
     ),
     "sandboxed page": (403, request(extra=b"Origin: null\r\n")),
     "own page": (200, request(extra=b"Origin: http://127.0.0.1\r\n")),
-    # identifiers and paths
+    # -- Identifiers and paths.
     "id as a path": (409, request(extra=b"X-Request-Id: ../../x\r\n")),
     "id too long": (409, request(extra=b"X-Request-Id: " + b"a" * 65 + b"\r\n")),
     "id in Latin-1": (409, request(extra=b"X-Request-Id: \xe9\r\n")),
@@ -214,7 +214,7 @@ CORPUS = {
     "file of no result": (404, request(b"", method="GET", path="/v1/files/x/0")),
     "model of another name": (404, request(b"", method="GET", path="/v1/models/..%2f..%2fetc")),
     "cancel of no request": (404, request(b"", method="DELETE", path=f"{PATH}/none")),
-    # HTTP
+    # -- HTTP.
     "no HTTP": (400, b"hello\r\n\r\n"),
     "TLS on the plain port": (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 100),
     "length that is no number": (400, request(length="x")),
@@ -236,7 +236,7 @@ def server():
 def send(port, data):
     """Return the status of the answer, which comes within seconds."""
     with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-        with contextlib.suppress(ConnectionError):  # the server may answer and close before it has read everything
+        with contextlib.suppress(ConnectionError):  # The server may answer and close before it has read everything.
             connection.sendall(data)
         answer = b""
         with contextlib.suppress(ConnectionError):
@@ -260,7 +260,7 @@ def test_hostile_request_gets_its_status(server, name):
 
 
 def latencies(port, requests):
-    """Seconds of honest requests."""
+    """Return the seconds of honest requests."""
 
     def one(_):
         start = time.perf_counter()

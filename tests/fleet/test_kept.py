@@ -1,4 +1,4 @@
-"""Data that a rank keeps between requests: encoded prompts and LoRAs; and requests generated as one batch."""
+"""Data that a rank keeps between requests (encoded prompts and LoRAs), and requests generated as one batch."""
 
 import io
 
@@ -80,7 +80,7 @@ def test_request_with_a_lora_changes_no_other(rank, loras):
     images = {name: pixels(generate(rank, name, request(lora=folder.find(name)))) for name in "abc"}
     assert rank._loras.loads == 3
     assert len({image.tobytes() for image in (plain, *images.values())}) == 4
-    # c and b are still loaded; a was used longest ago.
+    # c and b are still loaded, and a was used longest ago.
     assert np.array_equal(pixels(generate(rank, "b", request(lora=folder.find("b")))), images["b"])
     assert rank._loras.loads == 3
     assert np.array_equal(pixels(generate(rank, "a", request(lora=folder.find("a")))), images["a"])

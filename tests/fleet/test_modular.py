@@ -1,4 +1,4 @@
-"""Modular pipelines on the ranks of a group: their inputs, and that the output is that of one process."""
+"""Modular pipelines on the ranks of a group: their inputs, and that the output equals that of one process."""
 
 import io
 import json
@@ -75,7 +75,7 @@ def result_of(recipe, fields, format_):
     return result and result.metadata, run(pipe, fields), run(pipe, {**fields, "guidance_scale": None})
 
 
-# -- one process
+# -- One process.
 
 
 def test_fields_are_inputs_of_blocks(folders):
@@ -153,7 +153,7 @@ def test_prompts_are_encoded_before_denoising(folders):
     batches = order.batches(lines, lambda request: call_pipe(pipe, [request]))
     results = []
     for batch in batches:
-        assert pipe.text_encoder_2.get_input_embeddings().weight.stride() == (0, 0)  # freed
+        assert pipe.text_encoder_2.get_input_embeddings().weight.stride() == (0, 0)  # The weight was freed.
         results += [call_pipe(pipe, [line.request]).images for line in batch]
     assert np.array_equal(pixels(results[0]), expected_pixels(recipe.model, {**SIZE, "guidance_scale": 2.0}))
 
@@ -178,7 +178,7 @@ def test_mesh_and_memory_are_foreseen_without_weights(folders):
     assert predict_memory(pipe, recipe, {"batch": 1, "ring": 1, "ulysses": 1}, 1e9).fixed > weights
 
 
-# -- two ranks
+# -- Two ranks.
 
 
 @pytest.mark.sample(1)
@@ -223,7 +223,7 @@ def test_all_ranks_stop_after_same_step(rank_pool, folders):
     assert rank_pool.run(cancelled_after, 2, folders("flux"), 2) == [(2, True)] * 2
 
 
-# -- what changes weights, in one process
+# -- Changes of weights, in one process.
 
 
 def test_lora_equals_pipeline_alone(folders, tmp_path):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 class Previewer(StandIn):
-    """Sends as many partial images as the request wants."""
+    """A replica that sends as many partial images as the request wants."""
 
     async def generate(self, id_, request, progress):
         for index in range(request.delivery.partial_images):
@@ -28,7 +28,7 @@ class Previewer(StandIn):
 
 
 def strict(model, value):
-    """Validate an answer by the client's own type, which the client itself does not."""
+    """Validate an answer by the client's own type, which the client itself does not do."""
     model.model_validate(value.to_dict(), strict=False)
 
 

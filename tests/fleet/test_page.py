@@ -18,7 +18,7 @@ CHROMIUM = shutil.which("chromium")
 
 
 class Painter(StandIn):
-    """Answers with a red image."""
+    """A replica that answers with a red image."""
 
     async def generate(self, id_, request, progress):
         await super().generate(id_, request, progress)

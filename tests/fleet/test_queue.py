@@ -43,7 +43,7 @@ def test_cancelled_request_leaves_the_queue_at_once():
         with pytest.raises(RequestCancelled):
             await asyncio.wait_for(second, 1)
         assert replicas.cancelled == []
-        jobs.cancel("first")  # runs: its replica is told
+        jobs.cancel("first")  # The request runs, so its replica is told.
         assert replicas.cancelled == ["first"]
         replicas.open.set()
         assert [(await answer).metadata["id"] for answer in (first, third)] == ["first", "third"]

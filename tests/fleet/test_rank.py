@@ -1,4 +1,4 @@
-"""One rank of a replica as a plain object, without Ray: what it answers, and what it keeps of the environment."""
+"""One rank of a replica as a plain object, without Ray: its answers, and the part of the environment that it keeps."""
 
 import contextlib
 import os
@@ -28,8 +28,8 @@ def environment_restored():
 
 
 def make_rank(monkeypatch, outcomes):
-    """A rank whose requests end with these outcomes, one after the other: an exception is raised, anything else
-    returned.
+    """Return a rank whose requests end with these outcomes, one after the other. An exception is raised, and anything
+    else returned.
     """
     remaining = iter(outcomes)
 
@@ -120,7 +120,7 @@ def test_rank_ignores_launcher_local_rank(rank_pool):
 
 
 def local_rank_at_build():
-    # The rank joins a group of its own, as a fresh actor does.
+    # The rank joins its own group, as a fresh actor does.
     index = dist.get_rank()
     ports = [None, None]
     rank = Rank(Recipe("", timeout=30), index, ReplicaOptions(ranks=2))

@@ -1,8 +1,8 @@
 """A minute with real Ray: a file of prompts on two replicas, then a server over two ranks. More of it is in
 test_on_ray.py.
 
-One cluster for the file. Where several processes run tests at once, those that come later wait for it: two cores are
-few for one.
+The file has one cluster. If several processes run tests at once, later ones wait for it, because two cores are few for
+one.
 """
 
 import base64
@@ -44,7 +44,7 @@ PORT = 8129
 PATH = "/v1/images/generations"
 CAPTION = "a large red circle"
 SMALL = {"size": "64x48", "steps": 2}
-# The time limit of each test. Ray starts in about ten seconds, or in minutes on a busy machine.
+# This is the time limit of each test. Ray starts in about ten seconds, or in minutes on a busy machine.
 SECONDS = 540
 
 

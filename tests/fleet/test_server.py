@@ -1,5 +1,5 @@
-"""The HTTP side over replicas that are stand-ins: what is accepted, refused, told and cancelled. On loopback, in
-milliseconds.
+"""The HTTP side over replicas that are stand-ins: requests that are accepted, refused, reported and cancelled. On
+loopback, in milliseconds.
 """
 
 import asyncio

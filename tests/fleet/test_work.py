@@ -98,7 +98,7 @@ def preview(recipe):
 
 
 def test_previews_are_decoded_where_the_vae_is(rank_pool):
-    # A rank that decoded alone would wait for the others, or they would take its preview for the image.
+    # If one rank decoded alone, it would wait for the others, or they would take its preview for the image.
     recipe = Recipe(str(find_tiny_flux()), mesh=(("ring", 2),), vae_placement="first")
     (first, sent), (_, none) = rank_pool.run(preview, 2, recipe)
     assert (sent, none) == (1, 0)
@@ -135,7 +135,7 @@ def test_memory_is_weights_plus_share_of_pixels():
     weights = sum(x.numel() * 4 for module in modules for x in module.parameters())
     empty = without_weights(find_model(None), torch.float32)
     alone, halves = (predict_memory(empty, recipe, {"batch": 1, "ring": ranks, "ulysses": 1}, 1e9) for ranks in (1, 2))
-    # Besides the weights, there are activations of 512 text tokens.
+    # In addition to the weights there are activations of 512 text tokens.
     assert weights < alone.fixed < weights + 512 * 8 * 128 * 4 * 10
     assert halves.per_pixel == pytest.approx(alone.per_pixel / 2, rel=1e-3)
     assert alone.bytes_of(alone.pixels) <= 1e9 < alone.bytes_of(alone.pixels + 1)
@@ -146,7 +146,7 @@ def test_memory_is_weights_plus_share_of_pixels():
         on_host = predict_memory(empty, first, {"batch": 1, "ring": 1, "ulysses": 1}, 1e9)
         waiting = sum(x.numel() * 4 for module in modules for x in module.parameters())
         assert alone.fixed - on_host.fixed == pytest.approx(waiting, rel=0.01)
-    # The weights are loaded although they are predicted not to fit: the prediction is wrong and limits nothing.
+    # The weights are loaded although they are predicted not to fit. The prediction is wrong here, and limits nothing.
     assert predict_memory(empty, recipe, {"batch": 1, "ring": 1, "ulysses": 1}, 1e3) is None
 
 

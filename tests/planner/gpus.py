@@ -8,7 +8,7 @@ from unittest import mock
 
 @contextmanager
 def gpu_named(name: str, memory: float = 85e9) -> Iterator[None]:
-    """``torch.cuda`` reports one GPU of this name and with this memory."""
+    """Make ``torch.cuda`` report one GPU of this name and with this memory."""
     with (
         mock.patch("torch.cuda.current_device", lambda: 0),
         mock.patch("torch.cuda.get_device_name", lambda index: name),

@@ -47,7 +47,7 @@ WEIGHTS = Weights(
 
 
 def model(tokens=4608, blocks=5, heads=24, samples=1):
-    """A transformer of equal blocks, each with one attention call, on sharded tokens."""
+    """Return a transformer of equal blocks, each with one attention call, on sharded tokens."""
     sharded = (Tokens(tokens, sharded=True),)
     attention = CountedAttention(samples, heads, heads, WIDTH // heads, WIDTH // heads, 2, sharded, sharded)
     products = [Product(samples, sharded, WIDTH, 12 * WIDTH, 2)]
@@ -119,7 +119,7 @@ def test_attention_takes_its_operations_over_the_reached_peak():
 
 
 def test_few_heads_leave_multiprocessors_idle():
-    # 3 heads × 44 tiles fill 132 multiprocessors; 3 × 45 tiles need a second wave for the last three.
+    # 3 heads × 44 tiles fill 132 multiprocessors. 3 × 45 tiles need a second wave for the last three.
     fits, more = (
         attention_seconds(attention_of(model(tokens, 1, heads=3)), MeshShape(), machine())
         for tokens in (44 * 128, 45 * 128)
@@ -149,7 +149,7 @@ def test_a_ring_hides_what_travels_behind_what_is_computed():
     shown = [
         exchange_seconds(call, MeshShape(ring=4), machine(link=link), attending=x)[0] for x in (0.0, 2 * hop, 100 * hop)
     ]
-    # A step is 4 blocks of attention; the hidden share of a hop costs 20 of 132 multiprocessors.
+    # A step is 4 blocks of attention. The hidden share of a hop costs 20 of 132 multiprocessors.
     assert shown[0] == pytest.approx(3 * hop)
     assert shown[1] == pytest.approx(3 * (hop / 2 + hop / 2 * 20 / 132))
     assert shown[2] == pytest.approx(3 * hop * 20 / 132)
@@ -235,7 +235,7 @@ def test_rows_beyond_memory_come_last():
 def test_gathered_weights_count_as_sent_bytes():
     rows = {row.shape: row for row in make_plan(large(), machine(), 4, Choices(text_encoders="replicate")).rows}
     whole, gathered = rows[MeshShape(ulysses=4)], rows[MeshShape(ulysses=4, fsdp=True)]
-    # 96 of 100 GiB are sharded. Besides, 8 are gathered into buffers of their own.
+    # 96 of 100 GiB are sharded. In addition, 8 are gathered into their own buffers.
     assert whole.memory - gathered.memory == pytest.approx((0.75 * 96 - 8) * 2**30)
     assert gathered.sent - whole.sent == pytest.approx(0.75 * 96 * 2**30)
     assert gathered.step.total > whole.step.total
@@ -305,9 +305,10 @@ def test_int8_is_considered_if_nothing_exact_fits_and_said():
 
 
 def work_with_vae(transformer):
-    """Work whose blocks are not described, so no mesh of one rank saves memory of the transformer. A VAE has 4 GiB.
+    """Return work whose blocks are not described, so no mesh of one rank saves memory of the transformer. A VAE has 4
+    GiB.
 
-    ``transformer`` are GiB of weights and of whole activations, of which a step has 4: a VAE that waits needs no more.
+    ``transformer`` has GiB of weights and of whole activations, of which a step has 4, so a waiting VAE needs no more.
     """
     part = model()
     of_step = replace(part, peak=(part.peak[0], 4 << 30))
@@ -389,7 +390,7 @@ def test_more_ulysses_ranks_than_heads_have_their_reason():
 def test_exact_stages_save_memory_and_no_time():
     row, alone = (predict(shape, work(), machine()) for shape in (MeshShape(pipe=2), MeshShape()))
     assert row.step.compute == alone.step.compute and row.step.communication > 0
-    # 22 GiB of blocks: the stages cost 6 and 6, and the second one holds 12.
+    # There are 22 GiB of blocks. The stages cost 6 and 6, and the second one holds 12.
     assert alone.memory - row.memory == pytest.approx(10 * 2**30)
     # Each stage sends the tokens of each branch to the next one.
     assert row.sent == 4608 * WIDTH * 2

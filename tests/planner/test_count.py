@@ -1,4 +1,4 @@
-"""Counts without data equal those of the whole model, and what ranks then hold and send."""
+"""Counts without data equal those of the whole model, and give the bytes that ranks then hold and send."""
 
 from collections import Counter
 from functools import partial
@@ -60,7 +60,7 @@ def test_a_block_of_each_kind_tells_what_all_do(name):
 
 
 def test_operations_of_flux_are_those_that_diffusers_publishes():
-    # 59,523.04 GFLOP in the table of https://huggingface.co/datasets/diffusers/benchmarks, which has products alone.
+    # The table of https://huggingface.co/datasets/diffusers/benchmarks has 59,523.04 GFLOP, of products only.
     products = [x for x in workload("FLUX.1-dev").calls[1].parts[0].operations.elements() if isinstance(x, Product)]
     counted = sum(2 * x.samples * sum(y.total for y in x.rows) * x.inner * x.columns for x in products)
     assert counted == pytest.approx(59_523.04e9, rel=1e-3)
@@ -160,7 +160,7 @@ FUSED = MeshShape(pipe=4, pipefusion=PipeFusion(num_patches=2, warmup_steps=7))
 
 
 def run_rows():
-    """Run a pipeline as each row says; return the results by row, and the number of calls on patches."""
+    """Run a pipeline as each row says. Return the results by row, and the number of calls on patches."""
     results = {}
     for shape in (*ROWS, FUSED):
         names = {

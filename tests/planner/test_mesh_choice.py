@@ -1,4 +1,4 @@
-"""The mesh that a pipeline gets where none is given."""
+"""The mesh that a pipeline gets if none is given."""
 
 import logging
 import re
@@ -116,7 +116,7 @@ class KeyHeads(torch.overrides.TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-# Linear attention sums over tokens, however many heads there are.
+# Linear attention sums over tokens, whatever the number of heads.
 LINEAR = {
     adapter.transformer
     for adapter in ADAPTERS
@@ -165,7 +165,7 @@ def test_default_arguments_say_whether_a_pipeline_guides(name):
     assert (guidance is not None) == GUIDES[name]
 
 
-# Tiny pipelines that are called with their default scales, and what is special about one.
+# These tiny pipelines are called with their default scales. The entry says what is special.
 CALLED = [
     *[
         (name, {})
@@ -237,7 +237,7 @@ def test_unknown_devices_leave_the_choice_to_the_rule(rank_pool):
 
 
 def choose_after_failure(error):
-    """The default mesh of a FLUX if counting its operations raises ``error``, and the lines that are logged."""
+    """Return the default mesh of a FLUX if counting its operations raises ``error``, and the logged lines."""
     logged = []
     with (
         gpu_named("NVIDIA H100 80GB HBM3"),
@@ -305,5 +305,7 @@ def shape_on_hosts(names):
     ("names", "shape"), [("aa", (1, 2)), ("ab", (2, 1)), ("aabb", (2, 2)), ("abab", (4, 1)), ("aaab", (4, 1))]
 )
 def test_without_launcher_ranks_compare_host_names(rank_pool, names, shape):
-    """FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes between the hosts."""
+    """Compare host names without a launcher. FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes
+    between the hosts.
+    """
     assert set(rank_pool.run(shape_on_hosts, len(names), names)) == {(*shape, names == "aa")}

@@ -6,12 +6,12 @@ import torch.distributed as dist
 
 from para_core.planner.run_counter import RunCounter
 
-N = 12  # float32 elements of a rank's tensor; divides by 2 and 4
+N = 12  # This is the number of float32 elements of a rank's tensor, which 2 and 4 divide.
 
 
 def bytes_by_collective():
     ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
-    functional = torch.ops._c10d_functional  # as in compiled graphs
+    functional = torch.ops._c10d_functional  # Compiled graphs use these operators.
     x, wide = torch.ones(N), torch.ones(N * ranks)
     calls = {
         "all_reduce": lambda: dist.all_reduce(x.clone()),

@@ -16,7 +16,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def fill(module: Module, seed: int) -> Module:
-    """Set random values, the same in every process, which keep activations near 1. Returns ``module`` in eval mode."""
+    """Set random values that are the same in every process and keep activations near 1. Return ``module`` in eval
+    mode.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(module.named_parameters()):
@@ -24,13 +26,14 @@ def fill(module: Module, seed: int) -> Module:
             if parameter.ndim > 1:
                 parameter.copy_(noise / math.sqrt(parameter[0].numel()))
             else:
-                # The scale of a norm, or a bias.
+                # The parameter is the scale of a norm, or a bias.
                 parameter.copy_(0.2 * noise + (1.0 if name.endswith(("weight", "gamma")) else 0.0))
     return module.eval().requires_grad_(False)
 
 
-# Small values of config fields; a class takes those that it has. Three heads and widths of 24 or 20 divide by neither
-# two nor four ranks, and two layers of each kind show how hidden states pass from one list of blocks to the next.
+# These are small values of config fields, and a class takes those that it has. Three heads and widths of 24 or 20
+# divide by neither two nor four ranks, and two layers of each kind show how hidden states pass from one list of blocks
+# to the next.
 _BY_VALUE: dict[Any, str] = {
     1: "num_refiner_layers n_refiner_layers num_text_blocks patch_size_t cross_attn_interval num_layerwise_text_blocks "
     "num_refiner_text_blocks perceiver_num_layers",
@@ -103,7 +106,7 @@ def valid(lengths: tuple[int, ...], total: int = 9, dtype: torch.dtype = torch.b
 
 
 def samples(hidden_states: Any, timestep: Any = 600, *, text: int = 9, **more: Any) -> dict[str, Any]:
-    """Return the inputs of two samples with ``text`` tokens of text. A number as ``timestep`` is that of both."""
+    """Return the inputs of two samples with ``text`` tokens of text. A number as ``timestep`` applies to both."""
     if not isinstance(timestep, Tensor):
         timestep = torch.tensor([timestep, timestep])
     given = {"hidden_states": hidden_states, "timestep": timestep, **more}
@@ -111,9 +114,9 @@ def samples(hidden_states: Any, timestep: Any = 600, *, text: int = 9, **more: A
 
 
 def inputs(hidden_states: Any, timestep: Any = 600, **more: Any) -> Callable[..., dict[str, Any]]:
-    """Return a function of ``(frames, height, width, text=9)`` that makes the inputs of :func:`samples`.
+    """Return a function of ``(frames, height, width, text=9)`` that returns the inputs of :func:`samples`.
 
-    An argument that is a function is called with the sizes, any other is copied.
+    An argument that is a function is called with the sizes. Any other argument is copied.
     """
     values = {"hidden_states": hidden_states, "timestep": timestep, **more}
 
@@ -124,7 +127,7 @@ def inputs(hidden_states: Any, timestep: Any = 600, **more: Any) -> Callable[...
     return make
 
 
-# -- values of inputs that depend on the sizes
+# -- Values of inputs that depend on the sizes.
 
 
 def video(frames: int, height: int, width: int) -> Tensor:
@@ -157,7 +160,7 @@ def rotary(frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def residuals(blocks: int, width: int, *, patch: int = 2) -> Callable[..., list[Tensor]]:
-    """Return a function that makes the residuals of a ControlNet: for each of ``blocks``, ``[2, tokens, width]``."""
+    """Return a function that returns the residuals of a ControlNet: for each of ``blocks``, ``[2, tokens, width]``."""
     return lambda f, h, w: [noise(2, f * (h // patch) * (w // patch), width, seed=i) for i in range(blocks)]
 
 

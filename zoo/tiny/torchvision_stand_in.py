@@ -1,6 +1,6 @@
-"""The few functions of torchvision that diffusers' OmniGen and Cosmos 2.5 call, where it is not installed.
+"""The few functions of torchvision that diffusers' OmniGen and Cosmos 2.5 call, for machines without it.
 
-torchvision is built for one version of torch, so tests do not ask for it.
+torchvision is built for one version of torch, so tests do not require it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TRANSFORMS = SimpleNamespace(
 
 
 def stand_in_for_torchvision() -> None:
-    """Give diffusers' modules that could not import torchvision what they take of it."""
+    """Give diffusers' modules that could not import torchvision the functions that they use."""
     if find_spec("torchvision") is not None:
         return
     from diffusers.models.controlnets import controlnet_cosmos

@@ -13,14 +13,14 @@ from para_core.adapters.models.vaes import rows_per_latent
 from zoo.tiny.base import small_config
 
 # CogVideoX fails on tiles of one row, which are the last ones of make_tiled, on one device too. HunyuanImage's
-# tiled_encode treats an image as a video, and fails on one device.
+# tiled_encode takes an image for a video, and fails on one device.
 NO_TILES_ENCODED = ("CogVideoX", "HunyuanImage")
-# diffusers' own tiling fails on one device: it pads one column by reflection (LTX2Video), or cuts tiles to numbers of
+# diffusers' own tiling fails on one device. It pads one column by reflection (LTX2Video), or splits tiles by numbers of
 # latents as if these were pixels (HunyuanImageRefiner).
 NOT_TILED = ("LTX2Video", "HunyuanImageRefiner")
-# VAEs that always decode by tiles.
+# These VAEs always decode by tiles.
 BY_TILES = ("MiniMaxH3", "Allegro")
-# Small values of config fields; a class takes those that it has.
+# These are small values of config fields, and a class takes those that it has.
 _BY_VALUE = {
     1: "layers_per_block num_res_blocks enc_num_blocks num_dec_blocks num_enc_blocks num_layers token_drop",
     2: "attn_num_heads decoder_num_attention_heads decoder_num_layers enc_hop_length num_attention_heads "
@@ -34,7 +34,7 @@ SMALL = {name: value for value, names in _BY_VALUE.items() for name in names.spl
 
 
 def fill_randomly(module: nn.Module) -> nn.Module:
-    """Set weights that are the same in every process and never zero. Returns ``module`` in eval mode."""
+    """Set weights that are the same in every process and never zero. Return ``module`` in eval mode."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -46,7 +46,7 @@ def fill_randomly(module: nn.Module) -> nn.Module:
 
 
 class TinyVae:
-    """An autoencoder class of diffusers with a small config, and the shapes of its inputs, higher than wide.
+    """An autoencoder class of diffusers with a small config, and the shapes of its inputs, which are higher than wide.
 
     Args:
         latents, pixels: Shapes of what is decoded and encoded.
@@ -74,7 +74,7 @@ class TinyVae:
 
     def make(self, **changes: Any) -> nn.Module:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # Oobleck's weight_norm
+            warnings.simplefilter("ignore", FutureWarning)  # Oobleck's weight_norm warns.
             vae: Any = getattr(diffusers, self.cls)(**self.options | changes)
         for name, value in self.settings.items():
             setattr(vae, name, value)
@@ -107,7 +107,7 @@ class TinyVae:
 
 
 def random_image(shape: tuple[int, ...], *, wide: bool = False, seed: int = 1) -> Tensor:
-    """Return noise of ``shape``; with ``wide`` its last two sizes are swapped."""
+    """Return noise of ``shape``, with its last two sizes swapped if ``wide``."""
     if wide:
         shape = (*shape[:-2], shape[-1], shape[-2])
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -173,12 +173,12 @@ _KERNELS = {
     "resblock_dilation_sizes": ((1, 3), (1, 5)),
 }
 _H3_SOUND = {**_RATES, "encoder_rates": (2, 5), "decoder_rates": (5, 2), **_KERNELS}
-# Attributes: tiles of time, of space, and of both.
+# These attributes give tiles of time, of space, and of both.
 _TIME_TILES = {"tile_sample_min_num_frames": 8, "tile_sample_stride_num_frames": 4}
 _H3_TILES = _square("tile_sample_min", 64) | _square("tile_sample_min_overlap", 16)
 _ALLEGRO_TILES = {"use_tiling": True, "kernel": (8, 32, 32), "stride": (4, 24, 24)}
 _TIME, _NO_SAMPLE = {"temb": torch.tensor([0.05])}, {"sample_posterior": False}
-# Shapes of latents, and of their pixels with 8 × 8 of them in each latent.
+# These are shapes of latents, and of their pixels with 8 × 8 pixels per latent.
 _IMAGE, _VIDEO, _SOUND = (1, 4, 7, 5), (1, 4, 2, 7, 4), (1, 4, 15)
 _FRAMES = (1, 3, 5, 56, 32)
 
@@ -188,7 +188,7 @@ TINY_VAES: dict[str, TinyVae] = {
     "Tiny": TinyVae("AutoencoderTiny", _IMAGE, (1, 3, 28, 20), _TINY),
     "DC": TinyVae("AutoencoderDC", (1, 8, 7, 5), (1, 3, 14, 10), _DC),
     "HunyuanVideo": TinyVae("AutoencoderKLHunyuanVideo", _VIDEO, _FRAMES, _HUNYUAN),
-    # More frames than a tile of time has, which the VAE decodes one after the other by default.
+    # There are more frames than in a tile of time. By default the VAE decodes such tiles one after the other.
     "HunyuanVideo, long": TinyVae(
         "AutoencoderKLHunyuanVideo", (1, 4, 4, 7, 4), (1, 3, 13, 56, 32), _HUNYUAN, settings=_TIME_TILES
     ),

@@ -1,7 +1,7 @@
-"""Tiny diffusers pipelines of every family beside FLUX.1: random weights, nothing to load.
+"""Tiny diffusers pipelines of every family except FLUX.1: random weights, nothing to load.
 
-Each has a VAE and a scheduler, and text encoders unless its call is given embeddings. The images mean nothing, but
-every part of the input changes them, so they show what a parallel run gets wrong.
+Each has a VAE and a scheduler, and text encoders unless its call takes embeddings. The images mean nothing, but every
+part of the input changes them, so they show errors of a parallel run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny pipelines of sound. They return latents of 27 tokens, Stable Audio 3 of ten."""
+"""Tiny pipelines of sound. They return latents of 27 tokens, and Stable Audio 3 of ten."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zoo.tiny.pipelines.options import TEXT, TEXT_WIDTH, masks, of_both, random_
 def _vae(cls: str, **config: Any) -> nn.Module:
     """Return a VAE with 8 samples of sound per latent."""
     with warnings.catch_warnings():
-        # diffusers' own use of what torch calls deprecated.
+        # diffusers itself calls a function that torch has deprecated.
         warnings.filterwarnings("ignore", "`torch.nn.utils.weight_norm` is deprecated")
         return random_model(cls, 2, **config)
 
@@ -76,7 +76,7 @@ def stable_audio3(cls: str) -> DiffusionPipeline:
 
 
 _MASKS = masks("mask", torch.int64)
-# A short sequence: over a long one the difference that its attention takes hardly depends on other tokens.
+# The sequence is short, because over a long one the difference of its attention hardly depends on other tokens.
 _SHORT = {"prompt_embeds": TEXT["prompt_embeds"], "encoder_attention_mask": _MASKS["prompt_mask"]}
 _short = partial(TinyPipeline, stable_audio3, prompt=None, duration=2.5, **_SHORT)
 

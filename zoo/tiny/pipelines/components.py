@@ -1,4 +1,4 @@
-"""A tiny pipeline as a value, and its parts but for encoders: transformer, VAE, scheduler."""
+"""A tiny pipeline as a value, and its parts except encoders: transformer, VAE, scheduler."""
 
 from __future__ import annotations
 
@@ -51,13 +51,15 @@ class TinyPipeline:
         return self.source(self.cls, **parts)
 
     def call(self, **options: Any) -> dict[str, Any]:
-        """Return the arguments of a short call that gives latents: an odd number of few tokens, three steps, a seed."""
+        """Return the arguments of a short call that returns latents: an odd number of few tokens, three steps, a
+        seed.
+        """
         defaults = {"prompt": PROMPT, "num_inference_steps": 3, "output_type": "latent", **self.options}
         arguments = {**defaults, "generator": torch.Generator().manual_seed(7), **options}
         return {name: value for name, value in arguments.items() if name not in self.without}
 
 
-# -- VAEs
+# -- VAEs.
 
 
 def random_model(cls: str, seed: int, **config: Any) -> nn.Module:
@@ -73,7 +75,7 @@ def image_vae() -> nn.Module:
 
 
 def small_vae(latent_channels: int = LATENT_CHANNELS) -> nn.Module:
-    """Return a VAE whose latent pixels are 4 × 4 pixels: 64 × 64 pixels give enough tokens for four ranks."""
+    """Return a VAE whose latent pixels are 4 × 4 pixels, so that 64 × 64 pixels give enough tokens for four ranks."""
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
     sizes = {"block_out_channels": (16, 32, 64), "latent_channels": latent_channels, "sample_size": 128}
     without = dict.fromkeys(("mid_block_add_attention", "use_quant_conv", "use_post_quant_conv"), False)
@@ -97,7 +99,7 @@ def wan_vae(cls: str = "AutoencoderKLWan", latent_channels: int = 4, **config: A
     return random_model(cls, 2, base_dim=4, dim_mult=[1] * 4, num_res_blocks=1, z_dim=latent_channels, **config)
 
 
-# -- all families
+# -- All families.
 
 _TEXT_PARTS = [f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3", "_4")] + ["processor"]
 

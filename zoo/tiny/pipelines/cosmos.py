@@ -16,7 +16,7 @@ from zoo.tiny.transformers.registry import MODELS
 
 
 class _NoSafetyChecker:
-    """A safety checker: Cosmos requires one, and asks it about prompts, which are not given here."""
+    """A safety checker, which Cosmos requires and calls with prompts. These are not given here."""
 
     def to(self, device: Any) -> None:
         pass
@@ -85,7 +85,7 @@ COSMOS_PIPELINES: dict[str, TinyPipeline] = {
     "cosmos 2.5": _cosmos25(),
     "cosmos 2.5, image": _cosmos25(image=IMAGE),
     "cosmos 2.5, video": _cosmos25(video=FRAMES),
-    # Two parts, the second with the end of the first as its condition.
+    # The video has two parts. The end of the first one is the condition of the second.
     "cosmos 2.5, transfer": TinyPipeline(
         cosmos25,
         "Cosmos2_5_TransferPipeline",

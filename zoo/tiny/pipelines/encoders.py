@@ -34,7 +34,7 @@ DECODER = _sizes(TEXT_WIDTH, 3) | {"num_key_value_heads": 1, "max_position_embed
 VISION = _sizes(IMAGE_WIDTH, 2) | {"patch_size": 8}
 
 
-# -- those of FLUX
+# -- Encoders of FLUX.
 
 
 @cache
@@ -51,7 +51,7 @@ def _flux() -> FluxDenoiser:
 
 
 def clip(suffix: str = "") -> dict[str, Any]:
-    """Return a new copy of a tiny CLIP: hooks that a caller installs on it stay with its pipeline."""
+    """Return a new copy of a tiny CLIP, so that hooks of a caller stay with its pipeline."""
     return {f"text_encoder{suffix}": copy.deepcopy(_flux().text_encoder), f"tokenizer{suffix}": tokenizers().clip}
 
 
@@ -60,15 +60,15 @@ def t5(suffix: str = "") -> dict[str, Any]:
     return {f"text_encoder{suffix}": copy.deepcopy(_flux().text_encoder_2), f"tokenizer{suffix}": tokenizers().t5}
 
 
-# -- those of transformers
+# -- Encoders of transformers.
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer in which words of the grammar, punctuation, line ends, and the marks of chat templates are one
     token each.
 
-    Cut this way, the templates of the pipelines have about as many tokens as the pipelines cut off: the prompt is left.
-    Each pipeline has its own: LTX-2 turns its padding to the left.
+    The templates of the pipelines then have about as many tokens as the pipelines cut off, so that the prompt remains.
+    Each pipeline has its own tokenizer, because LTX-2 moves the padding to the left.
     """
     names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     marks = [*names.values(), "<image>"]

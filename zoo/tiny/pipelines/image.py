@@ -20,14 +20,14 @@ from zoo.tiny.pipelines.options import IMAGE, MASK, PROMPT, SIZE, SMALL, SMALL_I
 from zoo.tiny.torchvision_stand_in import stand_in_for_torchvision
 from zoo.tiny.transformers.registry import MODELS
 
-# -- Qwen-Image
+# -- Qwen-Image.
 
 
 def qwen_image(cls: str, **components: Any) -> DiffusionPipeline:
     """Build Qwen-Image, or the pipeline that separates an image with transparency into layers."""
     layers = cls == "QwenImageLayeredPipeline"
     config = {"use_additional_t_cond": True, "use_layer3d_rope": True, "in_channels": 32, "out_channels": 8}
-    # Colours, and transparency.
+    # These are colours and transparency.
     channels = {"input_channels": 4 if layers else 3, "latent_channels": 8 if layers else 4}
     components |= {"config": config if layers else None, "vae": wan_vae("AutoencoderKLQwenImage", **channels)}
     tokenizer = encoders.word_tokenizer()
@@ -35,12 +35,12 @@ def qwen_image(cls: str, **components: Any) -> DiffusionPipeline:
 
 
 def qwen_image_edit(cls: str) -> DiffusionPipeline:
-    """Build a pipeline that scales given images to a megapixel; its VAE sees 1/16 of their height and width."""
+    """Build a pipeline that scales given images to a megapixel. Its VAE sees 1/16 of their height and width."""
     return encode_a_sixteenth(qwen_image(cls))
 
 
 def encode_a_sixteenth(pipe: Any) -> DiffusionPipeline:
-    """Let the VAE of ``pipe`` encode a sixteenth of the height and width of images. Returns ``pipe``."""
+    """Make the VAE of ``pipe`` encode a sixteenth of the height and width of images. Return ``pipe``."""
     encode = pipe.vae.encode
 
     def encode_smaller(pixels: Tensor) -> Any:
@@ -60,7 +60,7 @@ def qwen_controlled(cls: str) -> DiffusionPipeline:
     return qwen_image(cls, controlnet=random_model("QwenImageControlNetModel", 8, **config))
 
 
-# -- pipelines that are given embeddings, not text
+# -- Pipelines that take embeddings instead of text.
 
 
 def stable_diffusion_3(cls: str) -> DiffusionPipeline:
@@ -69,7 +69,7 @@ def stable_diffusion_3(cls: str) -> DiffusionPipeline:
     if "ControlNet" in cls:
         controlled = {**MODELS["sd3"].config, "num_layers": 2, "extra_conditioning_channels": int(inpainting)}
         parts["controlnet"] = random_model("SD3ControlNetModel", 8, qk_norm="rms_norm", **controlled)
-    # Inpainting takes no other number.
+    # Inpainting accepts no other number of channels.
     channels = 16 if inpainting and not parts else 4
     config = {"qk_norm": "rms_norm", "dual_attention_layers": (0, 1), "in_channels": channels, "out_channels": channels}
     return tiny_pipe(cls, "sd3", config=config, vae=small_vae(channels), **parts)
@@ -77,7 +77,7 @@ def stable_diffusion_3(cls: str) -> DiffusionPipeline:
 
 def hidream(cls: str) -> DiffusionPipeline:
     pipe = tiny_pipe(cls, "hidream", config={"caption_channels": [TEXT_WIDTH, TEXT_WIDTH]}, vae=small_vae())
-    # The pipeline scales what it is asked for to an area that follows from this size.
+    # The pipeline scales the requested size to an area that follows from this size.
     pipe.default_sample_size = 8
     return pipe
 
@@ -88,13 +88,13 @@ def pixart(cls: str, **components: Any) -> DiffusionPipeline:
     return tiny_pipe(cls, "pixart", config=config, vae=small_vae(), **components)
 
 
-# -- FLUX
+# -- FLUX.
 
 
 def visual_cloze(cls: str) -> DiffusionPipeline:
     """Build VisualCloze, which runs FLUX.1 Fill."""
-    channels = 16  # of a token
-    # Noise, the images without the missing ones, and their mask: 8 × 8 pixels of a token.
+    channels = 16  # A token has this number of channels.
+    # The channels are noise, the images without the missing ones, and their mask with 8 × 8 pixels per token.
     config = {"in_channels": 2 * channels + 64, "out_channels": channels}
     config |= {"joint_attention_dim": T5_WIDTH, "pooled_projection_dim": CLIP_WIDTH}
     text = {**encoders.clip(), **encoders.t5("_2")}
@@ -112,7 +112,7 @@ def flux2(cls: str) -> DiffusionPipeline:
 _SHORT_TEXT = {"max_sequence_length": 13}
 _SMALL_VAE = {"vae": small_vae}
 _QWEN = {**SIZE, "negative_prompt": "a blue square"}
-# 3 × 5 image tokens of 8 × 8 pixels; nine of 13 text tokens are valid, and five of the negative ones.
+# There are 3 × 5 image tokens of 8 × 8 pixels. Nine of 13 text tokens are valid, and five of the negative ones.
 _EMBEDDINGS = options.instead_of_text(13, TEXT_WIDTH)
 _SMALL = {**SMALL, **_EMBEDDINGS}
 _MASKED = {**_SMALL, **options.masks("attention_mask", total=13)}
@@ -121,7 +121,7 @@ _LAYERS = {"prompt": PROMPT, "image": IMAGE.convert("RGBA"), "layers": 2, "resol
 _OF_T5 = options.embeddings(5, TEXT_WIDTH, "embeds_t5")
 _LLAMA = options.embeddings(9, TEXT_WIDTH, "embeds_llama3")
 _OF_LLAMA = {name: embeds[None].repeat(4, 1, 1, 1) for name, embeds in _LLAMA.items()}
-# One example of a task, and the question.
+# The rows are one example of a task, and the question.
 _EXAMPLES = [
     [options.random_image(48, 80, seed=1), options.random_image(48, 80, seed=2)],
     [options.random_image(48, 80, seed=3), None],
@@ -173,7 +173,7 @@ IMAGE_PIPELINES: dict[str, TinyPipeline] = {
 }
 
 
-# -- Z-Image Omni: each prompt is a list of its parts before, between and after the images
+# -- Z-Image Omni: each prompt is a list of its parts before, between and after the images.
 
 
 def z_image_omni(cls: str) -> DiffusionPipeline:
@@ -190,7 +190,7 @@ def _parts_of_prompts(prompt: tuple[int, ...], negative: tuple[int, ...]) -> dic
     return {"prompt": None, **{name: [[noise(n, TEXT_WIDTH) for n in parts]] for name, parts in lengths.items()}}
 
 
-# -- JoyImage
+# -- JoyImage.
 
 _MASKS = options.masks("embeds_mask", torch.int64)
 
@@ -215,7 +215,7 @@ def joyimage_plus(cls: str) -> DiffusionPipeline:
     return pipe
 
 
-# -- LongCat-Image
+# -- LongCat-Image.
 
 
 def longcat_image(cls: str, text_processor: Any = None) -> DiffusionPipeline:
@@ -225,7 +225,7 @@ def longcat_image(cls: str, text_processor: Any = None) -> DiffusionPipeline:
     ids = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
     ids |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     text = {"text_encoder": encoders.qwen_vl(tokenizer, 24, **ids), "tokenizer": tokenizer}
-    # The pipeline takes no other number of channels.
+    # The pipeline accepts no other number of channels.
     config, vae = {"in_channels": 64}, small_vae(16)
     pipe = tiny_pipe(cls, "longcat-image", config=config, vae=vae, **text, text_processor=text_processor)
     # The pipeline pads each prompt to this number of tokens.
@@ -244,7 +244,7 @@ def longcat_image_edit(cls: str) -> DiffusionPipeline:
     return encode_a_sixteenth(longcat_image(cls, _Images()))
 
 
-# -- OmniGen, Bria FIBO
+# -- OmniGen, Bria FIBO.
 
 
 def omnigen(cls: str) -> DiffusionPipeline:
@@ -254,7 +254,9 @@ def omnigen(cls: str) -> DiffusionPipeline:
 
 
 def bria_fibo(cls: str) -> DiffusionPipeline:
-    """Build the pipeline. Its text is the last two layers of the encoder, concatenated; each block gets one layer."""
+    """Build the pipeline. Its text is the last two layers of the encoder, concatenated, and each block gets one
+    layer.
+    """
     llama = encoders.decoder("LlamaModel", hidden_size=20)
     return tiny_pipe(cls, "bria fibo", vae=wan_vae(), config={"in_channels": 4, "joint_attention_dim": 40}, **llama)
 
@@ -264,7 +266,7 @@ _joyimage = partial(TinyPipeline, joyimage, "JoyImageEditPipeline", SIZE, TEXT, 
 _omnigen = partial(TinyPipeline, omnigen, "OmniGenPipeline", SIZE)
 # The pipeline encodes an empty prompt as a token of Llama that the tokenizer here does not have.
 _bria_fibo = partial(TinyPipeline, bria_fibo, height=96, width=160, negative_prompt="a blue square")
-# Three branches: of text and image, of neither, and of the image.
+# There are three branches: with text and image, with neither, and with the image.
 _OMNIGEN_IMAGE = {"prompt": "<img><|image_1|></img> a large red circle", "input_images": [IMAGE]}
 
 EDIT_PIPELINES: dict[str, TinyPipeline] = {
@@ -275,7 +277,7 @@ EDIT_PIPELINES: dict[str, TinyPipeline] = {
     "joyimage plus": TinyPipeline(
         joyimage_plus, "JoyImageEditPlusPipeline", SIZE, images=[IMAGE, options.random_image(48, 80, seed=2)]
     ),
-    # Rewriting prompts is Qwen's work alone.
+    # Rewriting prompts would run Qwen only, so it is switched off.
     "longcat-image": TinyPipeline(longcat_image, "LongCatImagePipeline", SMALL, enable_prompt_rewrite=False),
     "longcat-image, editing": TinyPipeline(longcat_image_edit, "LongCatImageEditPipeline", image=IMAGE),
     "omnigen": _omnigen(),

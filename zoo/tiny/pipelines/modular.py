@@ -1,7 +1,7 @@
-"""Tiny modular pipelines: for each one of diffusers, its blocks that denoise, tiny components, and a short call.
+"""Tiny modular pipelines of diffusers: the blocks that denoise, tiny components, and a short call for each.
 
 The blocks that encode and decode run whole on every rank, as in any pipeline, and some need tokenizers of checkpoints.
-They are left out: the call is given what they would compute, and returns latents.
+They are left out: the call takes what they would compute, and returns latents.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class TinyModular:
         return f"{self.name}ModularPipeline"
 
     def build(self) -> Any:
-        """Build the pipeline with the blocks of ``denoise`` alone."""
+        """Build the pipeline with the blocks of ``denoise`` only."""
         blocks = getattr(modular_pipelines, getattr(modular_pipelines, self.cls).default_blocks_name)()
         for name in [name for name in blocks.sub_blocks if name != "denoise"]:
             blocks.sub_blocks.pop(name)
@@ -78,7 +78,7 @@ class TinyModular:
         return torch.cat([x.flatten() for x in tree_leaves(results)])
 
 
-# -- components
+# -- Components.
 
 
 def model(name: str, **config: Any) -> Parts:
@@ -145,7 +145,7 @@ def wan_animate_2() -> dict[str, Any]:
     return {**model("wan animate 2", in_dim=36, out_dim=16)(), "vae": video.wan_vae_16()}
 
 
-# -- options of a call
+# -- Options of a call.
 
 
 def _alone(options: dict[str, Any]) -> dict[str, Any]:
@@ -159,9 +159,9 @@ _LISTS = options.listed(_BOTH)
 _MASKED = {**_BOTH, **masks("embeds_mask", torch.int64)}
 _FLUX = {**SIZE, **_PROMPT, "pooled_prompt_embeds": options.pooled()["pooled_prompt_embeds"]}
 _QWEN = {**SIZE, **_MASKED}
-# Latents of a given image.
+# These are latents of a given image.
 _GIVEN = noise(1, 4, 1, 6, 10, seed=5)
-# 4 × 6 image tokens of 16 × 16 pixels; no token of the text stands for an image.
+# There are 4 × 6 image tokens of 16 × 16 pixels. No token of the text represents an image.
 _QWEN_21 = {**_MASKED, **MEDIUM, **of_both(image_pad_mask=lambda _: first(0))}
 _KREA = SIZE | of_both(
     prompt_embeds=lambda i: noise(1, 9, 3, TEXT_WIDTH, seed=i), prompt_embeds_mask=lambda i: first(9 - 4 * i)
@@ -193,14 +193,14 @@ _ECHO = {**_LTX, **_alone(_CONNECTED), "sigmas": [1.0, 0.6, 0.2, 0.0], "num_infe
 _HELIOS = {**_BOTH, **VIDEO, "num_latent_frames_per_chunk": 2, "history_sizes": [4, 2, 1]}
 _STAGES = {"stages": 2, "stage_range": [0, 0.5, 1], "gamma": 0.3}
 _PYRAMID = {**_HELIOS, **MEDIUM, "pyramid_num_inference_steps_list": [2, 2], "num_inference_steps": None}
-# 37 frames of latents: the pipeline makes no less than five seconds.
+# There are 37 frames of latents, because the pipeline makes at least five seconds.
 _H3 = {**MEDIUM, "num_frames": 124, **_PROMPT, "text_token_tags": torch.ones(9).long()}
 _WAN = {"in_channels": 16, "out_channels": 16}
 _WAN_IMAGE = {"in_channels": 36, "out_channels": 16}
 _FROM_IMAGE = {**VIDEO, "image_condition_latents": noise(1, 20, 3, 6, 10)}
 _CONTEXT = {**_FROM_IMAGE, **embeddings(512, TEXT_WIDTH), "prompt": None, "image_embeds": noise(1, 5, 20)}
 _CONTROL = {"control_hidden_states": noise(1, 96, 3, 6, 10), "control_hidden_states_scale": torch.tensor([1.0, 0.5])}
-# Two segments, the second with the end of the first as its condition.
+# There are two segments. The end of the first one is the condition of the second.
 _SEGMENTS = {
     "segment_frame_length": 9,
     "num_segments": 2,
@@ -247,7 +247,7 @@ _ALL = (
     _guided("Krea2", model("krea 2"), _KREA),
     TinyModular("Krea2Turbo", model("krea 2"), _alone(_KREA)),
     _guided("LTX", model("ltx"), _LTX, _BOTH, masks("attention_mask")),
-    # Besides the two branches of text, one without attention in a block, and one without the other modality.
+    # In addition to the two branches of text, one has no attention in a block, and one lacks the other modality.
     _with_sound("LTX2", ltx2, _LTX2, guided=True),
     _with_sound("LTX25", ltx2, _LTX2, guided=True),
     _with_sound("MiniMaxH3", minimax_h3, _H3),

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 TEXT_WIDTH, IMAGE_WIDTH = 24, 20
-IMAGE_TOKENS = 5  # of 8 × 8 pixels each, and one for all
+IMAGE_TOKENS = 5  # The tokens have 8 × 8 pixels each, and one token represents the whole image.
 PROMPT = "a large red circle at the top left, on white"
 
 
@@ -33,7 +33,7 @@ def random_tensor(*shape: int, seed: int) -> Tensor:
 
 
 def of_both(**values: Callable[[int], Any]) -> dict[str, Any]:
-    """Return each value for the prompt and, as ``negative_…``, for the negative prompt, made from 0 and 1."""
+    """Return each value for the prompt and, as ``negative_…``, for the negative prompt, computed from 0 and 1."""
     kinds = enumerate(("", "negative_"))
     return {f"{kind}{name}": make(index) for index, kind in kinds for name, make in values.items()}
 
@@ -53,7 +53,7 @@ def instead_of_text(tokens: int, width: int) -> dict[str, Any]:
 
 
 def listed(both: dict[str, Any]) -> dict[str, list[Tensor]]:
-    """Return embeddings as lists of samples, the negative one with five tokens."""
+    """Return embeddings as lists of samples. The negative one has five tokens."""
     lengths = {"prompt_embeds": 9, "negative_prompt_embeds": 5}
     return {name: [both[name][0, :length]] for name, length in lengths.items()}
 
@@ -72,14 +72,14 @@ def first(length: int, total: int = 9) -> Tensor:
 def masks(
     name: str, dtype: torch.dtype = torch.bool, lengths: tuple[int, int] = (9, 5), total: int = 9
 ) -> dict[str, Tensor]:
-    """Return masks of the prompt, of which by default all tokens are valid, and of the negative prompt."""
+    """Return masks of the prompt, in which by default all tokens are valid, and of the negative prompt."""
     return of_both(**{f"prompt_{name}": lambda i: first(lengths[i], total).to(dtype)})
 
 
-# 3 × 5 image tokens: of 16 × 16 pixels, or of 8 × 8.
+# There are 3 × 5 image tokens of 16 × 16 or of 8 × 8 pixels.
 SIZE = {"height": 48, "width": 80}
 SMALL = {"height": 24, "width": 40}
-# 4 × 6 image tokens of 16 × 16 pixels.
+# There are 4 × 6 image tokens of 16 × 16 pixels.
 MEDIUM = {"height": 64, "width": 96}
 VIDEO = {**SIZE, "num_frames": 9}
 IMAGE, SMALL_IMAGE = random_image(48, 80), random_image(24, 40)

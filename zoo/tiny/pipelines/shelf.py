@@ -1,5 +1,5 @@
-"""Tiny pipelines on the transformers of :data:`zoo.tiny.transformers.registry.SHELF`. They are given embeddings of text
-and return latents.
+"""Tiny pipelines on the transformers of :data:`zoo.tiny.transformers.registry.SHELF`. They take embeddings of text and
+return latents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zoo.tiny.pipelines.image import EDIT_PIPELINES
 from zoo.tiny.pipelines.options import IMAGE, MEDIUM, SIZE, SMALL, SMALL_IMAGE, SMALL_MASK, TEXT, TEXT_WIDTH, VIDEO
 from zoo.tiny.transformers.registry import MODELS
 
-# -- Z-Image: lists of samples
+# -- Z-Image: lists of samples.
 
 
 def z_image_controlled(cls: str) -> DiffusionPipeline:
@@ -37,12 +37,12 @@ def z_image_controlled(cls: str) -> DiffusionPipeline:
 _LISTS = {"prompt": None, **options.listed(TEXT)}
 
 
-# -- Kandinsky 5
+# -- Kandinsky 5.
 
 
 def kandinsky5_image(cls: str, **config: Any) -> DiffusionPipeline:
     pipe = tiny_pipe(cls, "kandinsky 5", config=config)
-    # The pipeline takes no other sizes than these.
+    # The pipeline accepts no other sizes.
     pipe.resolutions = [(80, 48)]
     return pipe
 
@@ -55,7 +55,7 @@ _KANDINSKY = {
 }
 
 
-# -- HunyuanImage, HunyuanDiT
+# -- HunyuanImage, HunyuanDiT.
 
 _HUNYUAN_IMAGE = {
     **TEXT,
@@ -100,7 +100,7 @@ def hunyuan_dit(cls: str, **components: Any) -> DiffusionPipeline:
     return tiny_pipe(cls, "hunyuandit", scheduler=DDIMScheduler(), **unchecked, **components)
 
 
-# -- further families
+# -- Further families.
 
 
 def ideogram(cls: str) -> DiffusionPipeline:
@@ -119,13 +119,13 @@ def ideogram(cls: str) -> DiffusionPipeline:
 
 def prx(cls: str) -> DiffusionPipeline:
     with warnings.catch_warnings():
-        # diffusers' own use of a class that it calls deprecated.
+        # diffusers itself uses a class that it calls deprecated.
         warnings.filterwarnings("ignore", "`LoraLoaderMixin` is deprecated")
         return tiny_pipe(cls, "prx")
 
 
 class _ChatTemplate:
-    """A processor. Qwen-Image 2.1 asks it how many tokens the system's message has."""
+    """A processor, from which Qwen-Image 2.1 learns how many tokens the system's message has."""
 
     def apply_chat_template(self, *_: Any, **__: Any) -> list[list[int]]:
         return [[0]]
@@ -140,7 +140,7 @@ class _ChatTemplate:
 
 _MASKED = {**TEXT, **options.masks("attention_mask")}
 _EMBEDS_MASKED = {**TEXT, **options.masks("embeds_mask")}
-# 3 × 5 image tokens of 32 × 32 pixels.
+# There are 3 × 5 image tokens of 32 × 32 pixels.
 _LARGE = {"height": 96, "width": 160}
 _CHANGED = {"image": SMALL_IMAGE, "strength": 0.9}
 _QWEN_21 = {**MEDIUM, **_EMBEDS_MASKED, "true_cfg_scale": 3.0}
@@ -150,7 +150,7 @@ _KREA = {
     **options.of_both(prompt_embeds=lambda i: options.random_tensor(1, 9, 3, TEXT_WIDTH, seed=i)),
     **options.masks("embeds_mask"),
 }
-# Text embeddings of each block, and those from which the model makes tokens.
+# These are text embeddings of each block, and those from which the model makes tokens.
 _FIBO_2 = options.of_both(
     prompt_embeds=lambda i: options.random_tensor(1, 2, 9 - 4 * i, TEXT_WIDTH, seed=9 - 4 * i),
     prompt_embeds_mask=lambda i: options.first(9 - 4 * i, 9 - 4 * i),

@@ -1,4 +1,6 @@
-"""Tiny pipelines on UNets: Stable Diffusion 1.5, XL, Stable Video Diffusion; random weights, two levels of rows."""
+"""Tiny pipelines on UNets: Stable Diffusion 1.5, XL, Stable Video Diffusion. They have random weights and two levels of
+rows.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ _NOISE: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedu
 
 
 def _vae(cls: str = "AutoencoderKL", **config: Any) -> nn.Module:
-    """Return a VAE whose latent pixels are 8 × 8 pixels, the only size that the pipelines take."""
+    """Return a VAE whose latent pixels are 8 × 8 pixels, the only size that the pipelines accept."""
     types = {"down_block_types": ("DownEncoderBlock2D",) * 4}
     if cls == "AutoencoderKL":
         types["up_block_types"] = ("UpDecoderBlock2D",) * 4
@@ -51,14 +53,14 @@ def _vae(cls: str = "AutoencoderKL", **config: Any) -> nn.Module:
 
 
 def _parts(unet: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts that Stable Diffusion 1.5 and XL have in common; ``unet`` is the config of the UNet."""
+    """Return the parts that Stable Diffusion 1.5 and XL have in common. ``unet`` is the config of the UNet."""
     scheduler = diffusers.DDIMScheduler(**_NOISE, clip_sample=False, set_alpha_to_one=False, steps_offset=1)
     net = random_model("UNet2DConditionModel", 1, **unet)
     return {"unet": net, "vae": _vae(), "scheduler": scheduler, **encoders.clip()}
 
 
 def stable_diffusion(cls: str, *, unet: dict[str, Any] | None = None, **components: Any) -> DiffusionPipeline:
-    """Build Stable Diffusion 1.5; ``unet`` holds changes to the config of the UNet."""
+    """Build Stable Diffusion 1.5. ``unet`` has changes to the config of the UNet."""
     unchecked = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     return whole_pipe(cls, **_parts({**_SD, **(unet or {})}), **unchecked, **components)
 
@@ -127,22 +129,22 @@ def stable_video_diffusion(cls: str) -> DiffusionPipeline:
         cls,
         unet=unet,
         vae=_vae("AutoencoderKLTemporalDecoder", block_out_channels=(32,) * 4),
-        # SVD takes no other size of images.
+        # SVD accepts no other size of images.
         image_encoder=encoders.from_transformers("CLIPVisionModelWithProjection", 7, **vision),
         feature_extractor=transformers.CLIPImageProcessorPil(),
         scheduler=diffusers.EulerDiscreteScheduler(**_NOISE, **types, **sigmas),
     )
 
 
-# 17 × 11 latents: an odd number of rows, on two levels.
+# These give 17 × 11 latents: an odd number of rows, on two levels.
 _HEIGHT, _WIDTH = 136, 88
 _GUIDED = {"negative_prompt": "a blue square", "guidance_scale": 4.0}
 _TEXT = {"height": _HEIGHT, "width": _WIDTH, **_GUIDED}
 _IMAGE = random_image(_HEIGHT, _WIDTH)
 _PAINTED = {"image": _IMAGE, "mask_image": random_mask(_HEIGHT, _WIDTH)}
-# Embeddings of a negative image and of an image.
+# These are embeddings of a negative image and of an image.
 _IP_ADAPTER = {"ip_adapter_image_embeds": [torch.linspace(-1, 2, 2 * IMAGE_WIDTH).reshape(2, 1, IMAGE_WIDTH)]}
-# Hides the image prompt from the upper left of the image.
+# The mask hides the image prompt from the upper left of the image.
 _WHERE = torch.ones(1, 1, _HEIGHT, _WIDTH).index_fill(2, torch.arange(40), 0).index_fill(3, torch.arange(30), 0)
 
 

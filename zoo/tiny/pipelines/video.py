@@ -22,7 +22,7 @@ from zoo.tiny.pipelines.components import TinyPipeline, kl_vae, random_model, ti
 from zoo.tiny.pipelines.options import FRAMES, IMAGE, IMAGE_WIDTH, MEDIUM, PROMPT, SIZE, TEXT_WIDTH, VIDEO
 from zoo.tiny.transformers.registry import MODELS
 
-# -- HunyuanVideo
+# -- HunyuanVideo.
 
 
 def hunyuan_video(cls: str, model: str = "hunyuan", config: Any = None, **parts: Any) -> DiffusionPipeline:
@@ -32,7 +32,7 @@ def hunyuan_video(cls: str, model: str = "hunyuan", config: Any = None, **parts:
 
 
 def hunyuan_video_image(cls: str, condition: str, in_channels: int) -> DiffusionPipeline:
-    """Build the pipeline from an image, which the model gets as ``condition``."""
+    """Build the pipeline that starts from an image, which the model gets as ``condition``."""
     config = {"in_channels": in_channels, "image_condition_type": condition}
     return hunyuan_video(cls, config=config, image_processor=encoders.clip_images(), text_encoder=encoders.llava())
 
@@ -47,7 +47,7 @@ def hunyuan_video_15(cls: str) -> DiffusionPipeline:
     pipe = tiny_pipe(
         cls,
         "hunyuan 1.5",
-        # Channels of noise, of the given image, and of its mask.
+        # The channels are those of noise, of the given image, and of its mask.
         config={"in_channels": 9, "target_size": 64},
         **encoders.decoder("Qwen2_5_VLTextModel", rope_parameters=encoders.ROPE),
         text_encoder_2=encoders.from_transformers("T5EncoderModel", 6, vocab_size=384, **glyphs),
@@ -56,13 +56,13 @@ def hunyuan_video_15(cls: str) -> DiffusionPipeline:
         guider=diffusers.ClassifierFreeGuidance(guidance_scale=3.0),
         **(encoders.siglip() if "Image" in cls else {}),
     )
-    # Shorter texts. The template of the chat has fewer tokens here than with the trained tokenizer.
+    # The texts are shorter. The template of the chat has fewer tokens here than with the trained tokenizer.
     pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 24, 12, 4
     pipe.prompt_template_encode_start_idx = 98
     return pipe
 
 
-# -- Mochi, CogVideoX
+# -- Mochi, CogVideoX.
 
 
 def mochi(cls: str) -> DiffusionPipeline:
@@ -80,7 +80,7 @@ def cogvideox(cls: str, model: str = "cogvideox", **config: Any) -> DiffusionPip
     return tiny_pipe(cls, model, config=config, vae=vae, scheduler=scheduler, **encoders.t5())
 
 
-# -- Wan, SkyReels
+# -- Wan, SkyReels.
 
 
 def wan_vae_16() -> nn.Module:
@@ -113,7 +113,7 @@ def wan_animate(cls: str) -> DiffusionPipeline:
     return wan(cls, "wan animate", in_channels=36, **sizes)
 
 
-# -- LTX-Video, Helios
+# -- LTX-Video, Helios.
 
 
 def ltx(cls: str, **components: Any) -> DiffusionPipeline:
@@ -167,7 +167,7 @@ _LLAVA = {**_TEXT, "prompt_template": {**_TEMPLATE, **_IMAGE_TOKENS}}
 _IMAGE_CONTEXT = {"in_channels": 36, "image_dim": IMAGE_WIDTH, "added_kv_proj_dim": 36}
 _SKYREELS = {"model": "skyreels v2", "inject_sample_info": False}
 _WINDOWS = {"overlap_history": 5, "base_num_frames": 9}
-# 3 × 3 × 5 video tokens of 32 × 32 pixels in 8 frames.
+# There are 3 × 3 × 5 video tokens of 32 × 32 pixels in 8 frames.
 _LTX_SIZE = {"height": 96, "width": 160, "num_frames": 17, **_SHORT_TEXT}
 _LTX_IMAGE, _LTX_VIDEO = options.random_image(96, 160), options.random_video(9, 96, 160)
 _LTX_LONG = {"num_frames": 25, "prompt": "a red circle|a green square", "guidance_scale": 3.0, "cond_image": _LTX_IMAGE}
@@ -185,7 +185,7 @@ _ltx2 = partial(TinyPipeline, ltx2, **_LTX_SIZE, frame_rate=25.0)
 _ltx2_guided = partial(_ltx2, spatio_temporal_guidance_blocks=[1])
 
 VIDEO_PIPELINES: dict[str, TinyPipeline] = {
-    # 3 × 3 × 5 video tokens.
+    # There are 3 × 3 × 5 video tokens.
     "hunyuan": TinyPipeline(hunyuan_video, "HunyuanVideoPipeline", _TEXT),
     "mochi": TinyPipeline(mochi, "MochiPipeline", VIDEO, num_frames=13, max_sequence_length=16),
     "cogvideox": _cogvideox("CogVideoXPipeline", VIDEO),
@@ -215,7 +215,7 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
     "wan vace": _wan(
         "WanVACEPipeline", VIDEO, _EMBEDDINGS, video=FRAMES, parts={"model": "wan vace", "vace_in_channels": 96}
     ),
-    # Two segments, the second with the end of the first as its condition.
+    # There are two segments. The end of the first one is the condition of the second.
     "wan animate": _wan_animate(
         pose_video=options.random_video(12, 48, 80), face_video=options.random_video(12, 16, 16), guidance_scale=3.0
     ),
@@ -228,7 +228,7 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
     "skyreels v2, image": _from_image(
         wan, "SkyReelsV2ImageToVideoPipeline", VIDEO, _CONTEXT, parts=_SKYREELS | _IMAGE_CONTEXT
     ),
-    # Each frame has its own noise level; the pipeline denoises them one after another, in windows.
+    # Each frame has its own noise level. The pipeline denoises them one after another, in windows.
     "skyreels v2, forcing": _wan(
         "SkyReelsV2DiffusionForcingPipeline",
         {**VIDEO, **_EMBEDDINGS, **_WINDOWS, "num_frames": 13},
@@ -281,7 +281,7 @@ VIDEO_PIPELINES: dict[str, TinyPipeline] = {
         without=("num_inference_steps",),
     ),
     "ltx2, hdr": _ltx2("LTX2HDRPipeline", reference_conditions=LTX2HDRReferenceCondition(_LTX_VIDEO)),
-    # Two chunks of frames, the second with the first as its history.
+    # There are two chunks of frames. The first one is the history of the second.
     "helios": TinyPipeline(helios, "HeliosPipeline", VIDEO, _HELIOS, parts={"stages": 1, "stage_range": [0, 1]}),
     "helios, pyramid": TinyPipeline(
         helios,

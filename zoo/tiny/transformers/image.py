@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zoo.tiny.base import TinyModel, grid, image, inputs, noise, num_patches, residuals, rotary, samples, tokens, valid
 
-# -- relatives of FLUX: packed tokens and their positions
+# -- Relatives of FLUX: packed tokens and their positions.
 
 packed_inputs = partial(
     inputs,
@@ -40,7 +40,7 @@ flux3_inputs = partial(
 )
 
 
-# -- CogView
+# -- CogView.
 
 _MASK = valid((9, 4), dtype=torch.int64)
 _SIZE = torch.tensor([[96.0, 160.0]] * 2)
@@ -61,7 +61,7 @@ def dit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     return {"hidden_states": noise(2, 4, width, width), "timestep": timestep, "class_labels": labels}
 
 
-# -- HunyuanImage, HunyuanDiT, JoyImage
+# -- HunyuanImage, HunyuanDiT, JoyImage.
 
 hunyuan_image_inputs = partial(
     inputs,
@@ -88,7 +88,7 @@ def joyimage_plus_inputs(frames: int, height: int, width: int) -> dict[str, Any]
     )
 
 
-# -- Qwen-Image 2.1
+# -- Qwen-Image 2.1.
 
 
 def qwen21_inputs(frames: int, height: int, width: int, *, images: int = 0, cached: bool = False) -> dict[str, Any]:
@@ -116,11 +116,11 @@ def qwen21_inputs(frames: int, height: int, width: int, *, images: int = 0, cach
 
 QWEN21 = {**PACKED, "mlp_ratio": 2}
 
-# -- Sana
+# -- Sana.
 
 
 def sana_inputs(frames: int, height: int, width: int, *, pixels: int = 1, **more: Any) -> dict[str, Any]:
-    """Return an image as high as all frames together; each token is ``pixels`` × ``pixels`` latents."""
+    """Return an image as high as all frames together. Each token is ``pixels`` × ``pixels`` latents."""
     latents = image(frames, height * pixels, width * pixels)
     return inputs(latents, encoder_attention_mask=_MASK, **more)(frames, height, width)
 
@@ -135,7 +135,7 @@ _sana = partial(TinyModel, "SanaTransformer2DModel", **SANA)
 _qwen21 = partial(TinyModel, "QwenImage21Transformer2DModel", **QWEN21)
 
 IMAGE_MODELS = {
-    # The pipeline gives a mask of numbers, which attention adds.
+    # The pipeline passes a mask of numbers, which attention adds.
     "chroma": _chroma(packed_inputs(attention_mask=partial(joint_mask, dtype=torch.float32))),
     "chroma, controlnet": _chroma(
         controlled_inputs(controlnet_single_block_samples=lambda *sizes: residuals(2, 48, patch=1)(*sizes)[::-1])
@@ -167,7 +167,7 @@ IMAGE_MODELS = {
     ),
     "hunyuandit": _hunyuan_dit(hunyuan_dit_inputs()),
     "hunyuandit, controlnet": _hunyuan_dit(hunyuan_dit_inputs(controlnet_block_samples=residuals(1, 48))),
-    # The image that is generated, and given ones.
+    # These are the generated image and given ones.
     "joyimage": TinyModel(
         "JoyImageEditTransformer3DModel",
         inputs(lambda frames, height, width: noise(2, frames, 4, 1, height, width)),
@@ -190,7 +190,7 @@ IMAGE_MODELS = {
 }
 
 
-# -- Z-Image: lists of samples
+# -- Z-Image: lists of samples.
 
 
 def z_image_inputs(frames: int, height: int, width: int, *, controlled: bool = False) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def z_image_inputs(frames: int, height: int, width: int, *, controlled: bool = F
 
 
 def z_image_edit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Return samples that have a given image, and the one that is generated."""
+    """Return samples with a given image and the generated one."""
     return {
         "x": [[noise(4, 1, 4, 4, seed=i), noise(4, 1, frames * height, width, seed=i)] for i in range(2)],
         "t": torch.tensor([0.6, 0.6]),
@@ -217,7 +217,7 @@ def z_image_edit_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 Z_IMAGE = {"axes_dims": [4, 6, 6], "axes_lens": [160, 64, 64]}
 
-# -- Bria FIBO 2: the model makes tokens of the texts, fewer of the shorter one
+# -- Bria FIBO 2: the model makes tokens of the texts, fewer of the shorter one.
 
 fibo2_inputs = partial(
     inputs, image, 0.6, encoder_hidden_states=noise(2, 2, 9, 24), encoder_attention_mask=valid((9, 4))
@@ -226,7 +226,7 @@ FIBO2 = {"injection_layer_ids": (1,), "max_num_gist_tokens": 7, "axes_lens": (16
 
 
 def ideogram_inputs(frames: int, height: int, width: int, *, by_token: bool = False) -> dict[str, Any]:
-    """Return text, padded on the left, and image in tensors of one length."""
+    """Return text, padded on the left, and image, in tensors of one length."""
     positions = grid(frames, height, width).long()
     total = 9 + len(positions)
     timestep = torch.tensor([0.6, 0.6])
@@ -249,7 +249,7 @@ def ernie_inputs(*size: int) -> dict[str, Any]:
 
 
 def omnigen_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Return text with a given image of four tokens, the time, and the image. Text alone is causal."""
+    """Return text with a given image of four tokens, the time, and the image. The text is causal, and nothing else."""
     total = 10 + num_patches(frames, height, width)
     mask = torch.ones(total, total).tril()
     mask[10:] = 1.0

@@ -13,7 +13,7 @@ from zoo.tiny.base import TinyModel, grid, image, inputs, noise, residuals, rota
 from zoo.tiny.transformers.image import GLYPHS, IMAGE_MODELS, STREAM_MODELS
 from zoo.tiny.transformers.video import AUDIO_MODELS, VIDEO_MODELS
 
-# -- Wan
+# -- Wan.
 
 # The attention processor takes the last 512 tokens of the context for text.
 _IMAGE_CONTEXT = {"encoder_hidden_states": noise(2, 512, 24), "encoder_hidden_states_image": noise(2, 5, 20)}
@@ -37,17 +37,21 @@ def animate_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 
 def skyreels_forcing_inputs(frames: int, height: int, width: int, *, block: int = 1) -> dict[str, Any]:
-    """Return a time step for each of ``block`` × as many frames. One sample: diffusers takes no more with ``fps``."""
+    """Return a time step for each of ``block`` × as many frames. There is one sample, because diffusers accepts no more
+    with ``fps``.
+    """
     frames *= block
     both = samples(video(frames, height, width), torch.linspace(900, 500, frames).long().expand(2, -1))
     return {**{name: value[:1] for name, value in both.items()}, "fps": [0], "enable_diffusion_forcing": True}
 
 
-# -- models of packed tokens
+# -- Models of packed tokens.
 
 
 def image_shapes(frames: int, height: int, width: int) -> list[list[tuple[int, int, int]]]:
-    """Return one image per frame. With zeroed time steps (editing) the first is generated, the others are given."""
+    """Return one image per frame. With zeroed time steps (editing) the first one is generated, and the others are
+    given.
+    """
     return [[(1, height, width)] * frames] * 2
 
 
@@ -72,7 +76,7 @@ def flux2_inputs(*size: int, text: int = 9) -> dict[str, Any]:
     return samples(tokens(16)(*size), 0.6, text=text, **_GUIDANCE, **both)
 
 
-# -- LTX-Video
+# -- LTX-Video.
 
 
 def ltx_timestep(frames: int, height: int, width: int) -> Tensor:
@@ -94,7 +98,7 @@ ltx2_inputs = partial(ltx_inputs, ltx_timestep, **_SOUND, audio_encoder_attentio
 LTX = {"in_channels": 8, "out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 24}
 
 
-# -- video models that see earlier frames
+# -- Video models that see earlier frames.
 
 
 def _past(frames: int, height: int, width: int) -> Tensor:
@@ -143,7 +147,7 @@ def h3_inputs(frames: int, height: int, width: int, *, text: int = 9) -> dict[st
     }
 
 
-# -- HunyuanVideo
+# -- HunyuanVideo.
 
 _FEW_VALID = {"encoder_attention_mask": valid((9, 2), dtype=torch.int64)}
 hunyuan_inputs = inputs(video, pooled_projections=noise(2, 20), guidance=torch.tensor([6000.0, 6000.0]), **_FEW_VALID)
@@ -152,7 +156,7 @@ HUNYUAN = {"attention_head_dim": 12, "guidance_embeds": True}
 FRAMEPACK = {**HUNYUAN, "has_image_proj": True, "has_clean_x_embedder": True}
 
 
-# -- further models
+# -- Further models.
 
 COGVIDEOX = {"sample_width": 10, "sample_height": 6, "sample_frames": 9, "max_text_seq_length": 9, "patch_size_t": None}
 ROTARY = {"use_rotary_positional_embeddings": True}
@@ -176,7 +180,7 @@ def hidream_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
-# Classes that torch.compile(fullgraph=True) does not capture unchanged either.
+# torch.compile(fullgraph=True) does not capture these classes in their unmodified form either.
 NO_WHOLE_GRAPH = {
     "BriaFibo2Transformer2DModel": "it asks how long its texts are",
     "HunyuanVideo15Transformer3DModel": "it asks a tensor whether an image was given",

@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.tiny import base
 from zoo.tiny.base import TinyModel, grid, inputs, noise, num_patches, residuals, rotary, samples, valid, video
 
-# -- Kandinsky: channels last
+# -- Kandinsky: channels last.
 
 _MASK = valid((9, 4), dtype=torch.int64)
 
@@ -33,7 +33,7 @@ def kandinsky6_sr_inputs(frames: int, height: int, width: int) -> dict[str, Any]
 
 kandinsky_inputs = partial(inputs, channels_last, 600.0, pooled_projections=noise(2, 20))
 
-# -- Cosmos
+# -- Cosmos.
 
 cosmos_inputs = partial(inputs, video, fps=16)
 
@@ -70,7 +70,7 @@ def cosmos3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
     }
 
 
-# -- AnyFlow
+# -- AnyFlow.
 
 
 def anyflow_timestep(frames: int, height: int, width: int) -> Tensor:
@@ -81,7 +81,7 @@ anyflow_inputs = partial(
     inputs, base.video_by_frame, anyflow_timestep, r_timestep=lambda *sizes: anyflow_timestep(*sizes) - 100.0
 )
 
-# -- Wan Animate 2
+# -- Wan Animate 2.
 
 
 def wan_animate_2_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def wan_animate_2_inputs(frames: int, height: int, width: int) -> dict[str, Any]
 
 
 def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Return four times as many tokens as other models get, because the model fails on a single token."""
+    """Return four times the tokens of other models, because this model fails on a single token."""
     height, width = 4 * height, 2 * width
     shape = (frames, height // 2, width // 2)
     angles = [noise(size, 4) for size in shape]
@@ -113,7 +113,7 @@ def allegro_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
 
 
 def sana_given_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Return twice as many frames, the first of them given by a time step for each token."""
+    """Return twice as many frames. A time step for each token says that the first ones are given."""
     timestep = torch.full((2, 1, 2 * frames, height // 2, width // 2), 600.0)
     timestep[:, :, 0] = 0
     return samples(video(2 * frames, height, width), timestep, encoder_attention_mask=_MASK)
@@ -139,7 +139,7 @@ VIDEO_MODELS = {
     "cosmos, given frames": _cosmos(
         cosmos_inputs(cosmos_timestep, condition_mask=lambda *sizes: noise(2, 1, *sizes, seed=1)), in_channels=5
     ),
-    # Text and tokens of an image, and residuals of a ControlNet.
+    # There are text, tokens of an image, and residuals of a ControlNet.
     "cosmos 2.5, transfer": _cosmos(
         cosmos_inputs(0.6, encoder_hidden_states=_TEXT_AND_IMAGE, block_controlnet_hidden_states=residuals(2, 36)),
         {"img_context_dim_in": 20, "img_context_num_tokens": 5, "img_context_dim_out": 36},
@@ -162,7 +162,7 @@ VIDEO_MODELS = {
         use_rotary_positional_embeddings=True,
     ),
     "anyflow": TinyModel("AnyFlowTransformer3DModel", anyflow_inputs(), attention_head_dim=12),
-    # A chunk for each frame; those before the last two are compressed.
+    # There is a chunk for each frame. Chunks before the last two are compressed.
     "anyflow far": TinyModel(
         "AnyFlowFARTransformer3DModel",
         anyflow_inputs(chunk_partition=lambda frames, height, width: [1] * frames),
@@ -185,7 +185,7 @@ VIDEO_MODELS = {
         dict.fromkeys(("enable_text_cross_attention_dual", "enable_text_cross_attention_single"), True),
         num_decoder_layers=1,
     ),
-    # Always three frames, because it has positions for them; each is as high as all frames together.
+    # There are always three frames, because the model has positions for them. Each is as high as all frames together.
     "latte": TinyModel(
         "LatteTransformer3DModel",
         inputs(lambda frames, height, width: noise(2, 4, 3, frames * height, width)),
@@ -217,7 +217,7 @@ def _half(length: int) -> Tensor:
 
 
 def stable_audio3_inputs(frames: int, height: int, width: int) -> dict[str, Any]:
-    """Return a short sequence: over a long one the difference that attention takes hardly depends on other tokens."""
+    """Return a short sequence, because over a long one the difference of attention hardly depends on other tokens."""
     latents = noise(2, 4, max(frames * height * width // 12, 1))
     return samples(latents, 0.6, global_hidden_states=noise(2, 20), encoder_attention_mask=_MASK)
 
