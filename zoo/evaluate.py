@@ -1,7 +1,7 @@
-"""Generate what training never saw and count what is right:  python -m zoo.evaluate flux|video
+"""Generate held-out captions and count what is right:  python -m zoo.evaluate flux|video
 
 Loads a pipeline folder with plain diffusers, as float32 on the CPU. Writes benchmarks/results/tiny_<model>.json and
-docs/images/tiny_<model>.png, the first images or videos as they came.
+docs/images/tiny_<model>.png, with the first images or videos in the order of generation.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from zoo.flux import scenes as images
 from zoo.video import scenes as videos
 
 ROOT = Path(__file__).parents[1]
-WORD = 3  # first word of the seeds here; training uses 0, 1 and 2
-GUIDANCE = 2.0  # of videos, and once more without
+WORD = 3  # The seeds here begin with this word. Training uses 0, 1 and 2.
+GUIDANCE = 2.0  # Videos are generated with this guidance, and again without.
 CALLS: dict[str, dict[str, Any]] = {
     "flux": {"height": images.SIDE, "width": images.SIDE, "max_sequence_length": 64},
     "video": {"height": videos.SIDE, "width": videos.SIDE, "num_frames": videos.FRAMES, "max_sequence_length": 32},
@@ -46,19 +46,19 @@ def _different(draw: Callable[[np.random.Generator], Any], count: int, *seed: in
 
 
 def held_out_images(seed: int, num_things: int, count: int) -> list[images.ImageScene]:
-    """Return ``count`` different scenes of ``num_things`` things that training never saw."""
+    """Return ``count`` different scenes of ``num_things`` objects that were not in the training set."""
     return _different(lambda rng: images.held_out_scene(rng, num_things), count, seed, num_things)
 
 
 def held_out_videos(seed: int, count: int) -> list[videos.VideoScene]:
-    """Return ``count`` different scenes that training never saw."""
+    """Return ``count`` different scenes that were not in the training set."""
     return _different(lambda rng: videos.random_scene(rng, held_out=True), count, seed)
 
 
 def generate(
     pipe: Any, captions: list[str], *, steps: int, seed: int, batch: int, **options: Any
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield index and uint8 image or video, channels last, of each caption; noise depends on seed and index alone."""
+    """Yield index and uint8 image or video, channels last, of each caption. Noise depends on seed and index only."""
     call = CALLS["flux" if isinstance(pipe, diffusers.FluxPipeline) else "video"]
     for start in range(0, len(captions), batch):
         part = captions[start : start + batch]
@@ -72,7 +72,7 @@ def _to_8_bit(outputs: np.ndarray) -> np.ndarray:
 
 
 def tally(verdicts: list[Any]) -> dict[str, float]:
-    """Return the share of each field of verdicts that is right, and of the verdicts that are all right."""
+    """Return the share of right verdicts for each field, and the share of verdicts with all fields right."""
     values = {f.name: np.hstack([getattr(verdict, f.name) for verdict in verdicts]) for f in fields(verdicts[0])}
     values["all"] = np.array([verdict.all_right for verdict in verdicts])
     return {name: round(float(np.mean(x)), 4) for name, x in values.items()}
@@ -80,7 +80,7 @@ def tally(verdicts: list[Any]) -> dict[str, float]:
 
 @torch.no_grad()
 def ceiling(pipe: Any, scenes: list[Any], seed: int) -> dict[str, float]:
-    """Return the same figures for true drawings, encoded and decoded. No denoiser can improve on them."""
+    """Return the same figures for true drawings, encoded and decoded. No denoiser can exceed them."""
     of_images = isinstance(pipe, diffusers.FluxPipeline)
     draw, check = (images.draw, image_check.check) if of_images else (videos.draw, videos.check)
     postprocess = pipe.image_processor.postprocess if of_images else pipe.video_processor.postprocess_video
@@ -121,7 +121,7 @@ def _judge(
 
 
 def evaluate_images(pipe: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Image.Image]:
-    """Return the figures for one, two and three things, and the first twelve, six and six images."""
+    """Return the figures for one, two and three objects, and the first twelve, six and six images."""
     figures, shown, shown_captions = {}, [], []
     for num_things in (1, 2, 3):
         scenes = held_out_images(args.seed, num_things, args.count * (1 if num_things == 3 else 2))
@@ -155,7 +155,7 @@ def environment() -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Load, measure, print, write; the defaults are what is published."""
+    """Load, measure, print and write. The defaults are those of the published figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("model", choices=CALLS)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")

@@ -24,16 +24,16 @@ from zoo.flux.scenes import to_tensor
 
 SAVE_EVERY = 300.0  # seconds
 MUON_INSIDE = (".blocks.", ".transformer_blocks.", ".single_transformer_blocks.")
-# In each seed, so that stages draw different scenes.
+# They are part of each seed, so that stages draw different scenes.
 VAE_STAGE, FLOW_STAGE, STATISTICS, TEXT_STAGE, DECODER_STAGE = range(5)
-KL_WEIGHT = 1e-4  # per latent element, against a reconstruction loss per pixel element
-COLOURED = 0.3  # max − min over RGB in −1 … 1
-NO_CAPTION = 0.06  # of the captions are empty, for guidance with a negative prompt
-CAPITAL = 0.25  # of the captions start with a capital
+KL_WEIGHT = 1e-4  # It applies per latent element, against a reconstruction loss per pixel element.
+COLOURED = 0.3  # This is max − min over RGB in −1 … 1.
+NO_CAPTION = 0.06  # This share of the captions is empty, for guidance with a negative prompt.
+CAPITAL = 0.25  # This share of the captions starts with a capital.
 
 
 def step_seed(seed: int, stage: int, step: int) -> np.random.SeedSequence:
-    """Return the source of all randomness of one step: a resumed run draws what an uninterrupted one would draw."""
+    """Return the source of all randomness of one step. A resumed run draws the same as an uninterrupted one."""
     return np.random.SeedSequence([seed, stage, step])
 
 
@@ -42,11 +42,13 @@ def torch_generator(seed: np.random.SeedSequence) -> torch.Generator:
     return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0] >> 1))
 
 
-# -- losses
+# -- Losses.
 
 
 class PlainAttention(TorchFunctionMode):
-    """A mode that computes unmasked attention as two matrix products: 2.5 times as fast on a CPU at 300 tokens."""
+    """A mode that computes unmasked attention as two matrix products, which is 2.5 times as fast on a CPU at 300
+    tokens.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,12 +66,14 @@ def vary(captions: list[str], rng: np.random.Generator) -> list[str]:
 
 @dataclass(frozen=True)
 class VaeLoss:
-    """Absolute and squared error of the reconstruction and a light pull of the latents towards a unit normal."""
+    """The absolute and squared error of the reconstruction, plus a small weight that draws the latents towards a unit
+    normal.
+    """
 
     seed: int
     batch: int
-    draw: Callable[[np.random.SeedSequence, int], torch.Tensor]  # seed and batch to pixels in −1 … 1
-    thing_weight: float = 1.0  # of the error of pixels that have a colour; backgrounds are grey
+    draw: Callable[[np.random.SeedSequence, int], torch.Tensor]  # It maps seed and batch to pixels in −1 … 1.
+    thing_weight: float = 1.0  # It weighs the error of pixels with a colour. Backgrounds are grey.
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
         seed = step_seed(self.seed, VAE_STAGE, step)
@@ -88,24 +92,25 @@ class Pool:
     """Scenes that are drawn and encoded once, and then used with new captions and noise in each step."""
 
     scenes: list[Any]
-    data: torch.Tensor  # [N, …], unit normal latents as the denoiser gets them
-    weights: torch.Tensor  # [N, …], of the loss; broadcasts with data
+    data: torch.Tensor  # The shape is [N, …], and the denoiser gets these unit normal latents.
+    weights: torch.Tensor  # The shape is [N, …], broadcast with data. The weights are those of the loss.
 
 
 @dataclass(frozen=True)
 class FlowLoss:
-    """Flow matching on latents: squared error of the predicted velocity, noise − data.
+    """Flow matching on latents: the squared error of the predicted velocity, noise − data.
 
-    Noise levels are logit-normal, then shifted towards noise, the distribution that SD3 and FLUX describe.
+    Noise levels are logit-normal and then shifted towards noise, which is the distribution of SD3 and FLUX.
     """
 
     pool: Pool
-    condition: Callable[[list[Any], np.random.Generator], tuple[torch.Tensor, ...]]  # scenes to what the model is told
+    # It maps scenes to the conditions of the model.
+    condition: Callable[[list[Any], np.random.Generator], tuple[torch.Tensor, ...]]
     seed: int
     batch: int
     shift: float
-    autocast: bool = True  # bfloat16 inside the model
-    # A further loss of the same call: a function of model and scenes that returns a scalar.
+    autocast: bool = True  # The model computes in bfloat16.
+    # This is a further loss of the same call: a function of model and scenes that returns a scalar.
     also: Callable[[Any, list[Any]], torch.Tensor] | None = None
 
     def __call__(self, model: nn.Module, step: int) -> torch.Tensor:
@@ -147,7 +152,7 @@ def build_pool(
     return Pool(scenes, torch.cat(data), torch.stack([weigh(scene) for scene in scenes]))
 
 
-# -- the loop
+# -- The loop.
 
 
 @dataclass(frozen=True)
@@ -157,16 +162,17 @@ class Schedule:
     steps: int
     learning_rate: float
     warmup: int = 100  # steps
-    boost: float = 1.0  # of the learning rate of the matrices that Muon updates; 0: AdamW updates them too
-    decay: float = 0.35  # the part of the steps over which the rate falls
-    average: float = 0.995  # decay of the averaged weights
+    # The learning rate of the matrices that Muon updates is multiplied by it. With 0, AdamW updates them too.
+    boost: float = 1.0
+    decay: float = 0.35  # The rate falls over this part of the steps.
+    average: float = 0.995  # This is the decay of the averaged weights.
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step: a linear warmup, a plateau, and over the last part a linear decay to
-        zero.
+        """Return the learning rate of a step: a linear warmup, a plateau, and a linear decay to zero over the last
+        part.
 
-        Before the decay begins the rate does not depend on ``steps``: until then a run may be resumed with another end
-        and is still the run that had this end from its start.
+        Before the decay begins, the rate does not depend on ``steps``. Until then a run may be resumed with another
+        end, and is the same as a run that had this end from its start.
         """
         down = (self.steps - step) / (self.decay * self.steps)
         return self.learning_rate * min(1.0, (step + 1) / self.warmup, down)
@@ -186,7 +192,7 @@ class State:
         return [self.model, self.averaged, *self.optimizers]
 
     def save(self, path: Path) -> None:
-        """Write the checkpoint; an interrupted write leaves the previous one whole."""
+        """Write the checkpoint. An interrupted write leaves the previous one whole."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         torch.save(([part.state_dict() for part in self._parts()], self.step, self.seconds), partial)
@@ -209,7 +215,7 @@ def build_optimizers(model: nn.Module, *, muon: bool = True) -> list[torch.optim
             (matrices if inside else others).append(parameter)
     optimizers = [torch.optim.AdamW(others, betas=(0.9, 0.99), weight_decay=0.01, fused=True)]
     if matrices:
-        # Scaled so that an update is as large as AdamW's: one learning rate serves both.
+        # The scale makes an update as large as AdamW's, so that one learning rate serves both.
         optimizers.append(torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
@@ -223,11 +229,11 @@ def fit(
     stop_after: int | None = None,
     export: Callable[[State], None] = lambda state: None,
 ) -> State:
-    """Train ``model`` up to the end of the schedule, or up to step ``stop_after``; resume if ``checkpoint`` exists.
+    """Train ``model`` to the end of the schedule, or to step ``stop_after``. Resume if ``checkpoint`` exists.
 
     Args:
-        loss_of_step: model and step to a scalar loss; must draw all its randomness from `step_seed`.
-        export: called with the state whenever a checkpoint is written.
+        loss_of_step: a function from model and step to a scalar loss. It must draw all its randomness from `step_seed`.
+        export: a function that is called with the state whenever a checkpoint is written.
     """
     optimizers = build_optimizers(model, muon=schedule.boost > 0)
     state = State(model, copy.deepcopy(model).requires_grad_(False), optimizers)
@@ -247,7 +253,7 @@ def fit(
                 optimizer.step()
                 optimizer.zero_grad()
             state.step += 1
-            # Early on the averaged weights follow more quickly.
+            # At the beginning the averaged weights follow more quickly.
             decay = min(schedule.average, (1 + state.step) / (10 + state.step))
             with torch.no_grad():
                 torch._foreach_lerp_(list(state.averaged.parameters()), list(model.parameters()), 1 - decay)
@@ -263,13 +269,14 @@ def fit(
     return state
 
 
-# -- the command line
+# -- The command line.
 
 
 def parse(doc: str | None, home: Path, arguments: list[str] | None = None, **recipe: float) -> argparse.Namespace:
-    """Return the command line of a training program: options of every one, and one for each number of its ``recipe``.
+    """Return the command line of a training program: the options of all programs, and one for each number of its
+    ``recipe``.
 
-    ``home`` holds the checkpoints and the pipeline folder. Also sets the number of threads.
+    ``home`` is the folder of the checkpoints and of the pipeline. Sets the number of threads too.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     folders = {"checkpoints": home / "checkpoints", "output": home / "pipeline"}
@@ -277,10 +284,10 @@ def parse(doc: str | None, home: Path, arguments: list[str] | None = None, **rec
     for name, value in options.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=type(value), default=value, help=" "
-        )  # no help, no default shown
+        )  # An option without help shows no default.
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    # Under autocast RMSNorm sees bfloat16 input and float32 weight; it says so once and computes all the same.
+    # Under autocast, RMSNorm gets a bfloat16 input and a float32 weight. It warns once and computes anyway.
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     return args
 
@@ -288,9 +295,10 @@ def parse(doc: str | None, home: Path, arguments: list[str] | None = None, **rec
 def train_vae(
     args: argparse.Namespace, model: nn.Module, stages: dict[str, tuple[int, VaeLoss]], *, average: float
 ) -> tuple[Any, float]:
-    """Train an autoencoder by stages of steps and loss. Return the averaged one, and the seconds spent.
+    """Train an autoencoder in stages of steps and loss. Return the averaged one, and the seconds of training.
 
-    The published weights are bfloat16, so it is rounded to that: the transformer learns the latents that those give.
+    The published weights are bfloat16, so the result is rounded to that, and the transformer learns the latents of the
+    rounded weights.
     """
     seconds = 0.0
     for name, (steps, loss) in stages.items():
@@ -308,7 +316,9 @@ def train_flow(
     vae_seconds: float,
     build_pipeline: Callable[[Any, Any], diffusers.DiffusionPipeline],
 ) -> None:
-    """Train the denoiser; now and then write the averaged weights as a bfloat16 pipeline, and how they came about."""
+    """Train the denoiser. Regularly write the averaged weights as a bfloat16 pipeline, with a record of their
+    training.
+    """
 
     def write(state: State) -> None:
         parts = copy.deepcopy(state.averaged).eval(), copy.deepcopy(vae)

@@ -1,7 +1,7 @@
-"""Scenes of one coloured shape that moves: captions, videos, a checker, and which of them training never sees.
+"""Scenes of one coloured shape that moves: captions, videos, a checker, and the scenes that are held out.
 
-Held out are triples (colour, shape, direction), one in seven. Every pair of the three occurs in training, the held-out
-triples never, whether the caption states the direction or not.
+Held out are triples (colour, shape, direction), one in seven. Every pair of the three occurs in training, and a
+held-out triple never does, whether the caption states the direction or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zoo.flux import scenes
 from zoo.flux.check import DetectedObject, find, find_background
 from zoo.flux.scenes import COLOURS, SHAPES, SUPERSAMPLING, background, choice, draw_shape
 
-# Per unit of time, x to the right and y downwards.
+# Directions are per unit of time, with x to the right and y downwards.
 DIRECTIONS = {
     "right": (1, 0),
     "down right": (1, 1),
@@ -34,7 +34,7 @@ BACKGROUNDS = ("white", "grey", "black")
 
 @dataclass(frozen=True)
 class VideoScene:
-    """The content of a video; ``colour``, ``shape``, ``direction`` and ``background`` are keys of the tables."""
+    """The content of a video. ``colour``, ``shape``, ``direction`` and ``background`` are keys of the tables."""
 
     colour: str
     shape: str
@@ -42,7 +42,7 @@ class VideoScene:
     background: str
 
 
-# All (colour, shape, direction) that are held out, or all that are not.
+# Return all (colour, shape, direction) that are held out, or all others.
 triples = partial(scenes.triples, places=DIRECTIONS)
 
 
@@ -52,7 +52,8 @@ def random_scene(rng: np.random.Generator, *, held_out: bool) -> VideoScene:
 
 
 def caption(scene: VideoScene, rng: np.random.Generator | None = None) -> str:
-    """Return the words for a scene: the full caption without ``rng``; with it, direction or background may be left out.
+    """Return the words for a scene: the full caption without ``rng``. With ``rng``, direction or background may be left
+    out.
 
     >>> caption(VideoScene("red", "circle", "up left", "white"))
     'a red circle moving up left on a white background'
@@ -64,25 +65,25 @@ def caption(scene: VideoScene, rng: np.random.Generator | None = None) -> str:
 
 
 def words() -> list[str]:
-    """Return every word that a caption can hold, sorted: the vocabulary of the tokenizer."""
+    """Return every word that a caption can contain, sorted. This is the vocabulary of the tokenizer."""
     text = " ".join([*COLOURS, *SHAPES, *DIRECTIONS, *BACKGROUNDS, "a moving on background"])
     return sorted(set(text.split()))
 
 
-# -- videos: size, place and speed vary a little from one to another
+# -- Videos. Size, place and speed vary a little from one to another.
 
 SIDE = 64  # pixels
-FRAMES = 17  # Wan's autoencoder makes one latent frame of the first and one of each four that follow: 4 k + 1
-RADIUS = 10.0  # pixels; half of the width of a circle
+FRAMES = 17  # Wan's autoencoder turns the first frame, and each four frames after it, into one latent frame: 4 k + 1.
+RADIUS = 10.0  # pixels, half of the width of a circle
 WAY = 22.0  # pixels from the first frame to the last, along each axis in which the shape moves
-JITTER = 0.1  # of the radius and of the way, each way
-CENTRE_JITTER = 6.0  # pixels, of the middle of the way, each way
+JITTER = 0.1  # This is a share of the radius and of the way, in both directions.
+CENTRE_JITTER = 6.0  # pixels by which the middle of the way varies, in both directions
 
 
 def _draw(
     background_name: str, things: list[tuple[str, str, np.ndarray, float]], numbers: range = range(FRAMES)
 ) -> np.ndarray:
-    """Return antialiased frames of things: colour, shape, centres ``[FRAMES, 2]`` (x, y) and radius in pixels."""
+    """Return antialiased frames of objects: colour, shape, centres ``[FRAMES, 2]`` (x, y) and radius in pixels."""
     k = SUPERSAMPLING
     empty = Image.fromarray(background(background_name, SIDE * k, SIDE * k))
     frames = []
@@ -114,7 +115,7 @@ def draw(scene: VideoScene, rng: np.random.Generator) -> np.ndarray:
 
 
 def draw_crowded(rng: np.random.Generator, numbers: range = range(FRAMES)) -> np.ndarray:
-    """Return frames with six things that cross each other; an autoencoder learns colours sooner from them."""
+    """Return frames with six objects that cross each other, from which an autoencoder learns colours sooner."""
     things = []
     for _ in range(6):
         middle = rng.uniform(0, SIDE, size=2)
@@ -123,13 +124,13 @@ def draw_crowded(rng: np.random.Generator, numbers: range = range(FRAMES)) -> np
     return _draw(choice(rng, BACKGROUNDS), things, numbers)
 
 
-# -- the checker: by the one patch of saturated pixels of each frame, and its way. Colour, shape and background are
-# those of most frames, found as `zoo.flux.check` finds them in an image.
+# -- The checker. It uses the one patch of saturated pixels of each frame, and its way. Colour, shape and background are
+# those of most frames, which `zoo.flux.check` finds in an image.
 
-MOST = 0.75  # of the frames
-MIN_WAY = 8.0  # pixels from the first frame to the last; true ones go 19 or more
-MAX_TURN = 22.5  # degrees between the way and the direction asked for; directions are 45 apart
-MAX_STRAY = 3.0  # pixels, median distance of a frame's centre from the straight and steady way
+MOST = 0.75  # a share of the frames
+MIN_WAY = 8.0  # pixels from the first frame to the last. True ways have 19 or more.
+MAX_TURN = 22.5  # degrees between the way and the requested direction. Directions are 45 degrees apart.
+MAX_STRAY = 3.0  # pixels, as the median distance of a frame's centre from the straight and steady way
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,13 @@ class VideoVerdict:
     colour: bool
     shape: bool
     direction: bool
-    steady: bool  # the way is straight and its speed level
-    single: bool  # one object in most frames, neither none nor two
+    steady: bool  # The way is straight, and the speed is constant.
+    single: bool  # Most frames have one object, neither none nor two.
     background: bool
 
     @property
     def all_right(self) -> bool:
-        """Whether nothing is wrong."""
+        """Return whether all parts of the scene are right."""
         return all((self.colour, self.shape, self.direction, self.steady, self.single, self.background))
 
 
@@ -160,7 +161,7 @@ def line(objects: list[DetectedObject | None]) -> tuple[np.ndarray, float] | Non
     """Return the pixels (x, y) per frame of the best straight line through the centres, and the median distance from
     it.
 
-    None where fewer than `MOST` of the frames have an object.
+    Return None if fewer than `MOST` of the frames have an object.
     """
     times = np.array([i for i, detected in enumerate(objects) if detected is not None])
     if len(times) < MOST * len(objects):
@@ -172,7 +173,7 @@ def line(objects: list[DetectedObject | None]) -> tuple[np.ndarray, float] | Non
 
 
 def direction_of(way: np.ndarray) -> str | None:
-    """Return the direction of a motion (x, y) in pixels; None if it is too short or between two directions."""
+    """Return the direction of a motion (x, y) in pixels, or None if it is too short or between two directions."""
     length = float(np.linalg.norm(way))
     if length < MIN_WAY:
         return None
@@ -182,10 +183,10 @@ def direction_of(way: np.ndarray) -> str | None:
 
 
 def check(frames: np.ndarray, scene: VideoScene) -> VideoVerdict:
-    """Judge a video by the scene that was asked for.
+    """Judge a video by the requested scene.
 
     Raises:
-        ValueError: the video is not ``[frames, height, width, 3]`` uint8.
+        ValueError: The video is not ``[frames, height, width, 3]`` uint8.
     """
     if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
         raise ValueError(f"check wants [frames, height, width, 3] uint8, got {list(frames.shape)} {frames.dtype}")

@@ -1,7 +1,7 @@
 """Train the tiny video pipeline:  python -m zoo.video.train
 
-The autoencoder first, then the transformer and the text encoder together. Stop it at any time; the same command goes on
-where the last checkpoint was written. The pipeline folder always holds the best so far.
+Trains the autoencoder first, then the transformer and the text encoder together. It may be stopped at any time, and the
+same command continues from the last checkpoint. The pipeline folder always has the best weights so far.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from zoo.training import FlowLoss, Pool, VaeLoss, step_seed, vary
 from zoo.video import scenes as grammar
 from zoo.video.scenes import FRAMES, VideoScene, draw, draw_crowded
 
-# The published weights were trained with these numbers; each is an option of the command.
+# The published weights were trained with these numbers. Each is an option of the command.
 RECIPE = {
-    "vae_image_steps": 3000,  # of the autoencoder on images
-    "vae_steps": 2500,  # of the autoencoder on videos, after that
+    "vae_image_steps": 3000,  # These steps train the autoencoder on images.
+    "vae_steps": 2500,  # These steps train the autoencoder on videos afterwards.
     "vae_batch": 2,
     "vae_learning_rate": 2e-3,
-    "scenes": 4096,  # drawn once, shown again and again
+    "scenes": 4096,  # Scenes are drawn once, and shown many times.
     "steps": 6000,
     "batch": 16,
     "learning_rate": 1e-3,
-    "boost": 4.0,  # of the learning rate inside the blocks
+    "boost": 4.0,  # It multiplies the learning rate inside the blocks.
 }
 TEXT_WIDTH = 96
 LATENT_CHANNELS = 16
-RESIDUAL_GAIN = 0.3  # of the last convolution of a block, at first
-LOG_VARIANCE = -4.0  # of the latents, at first
-VAE_PATCH = 2  # pixels, each way: joined to channels before the first convolution
+RESIDUAL_GAIN = 0.3  # This is the initial gain of the last convolution of a block.
+LOG_VARIANCE = -4.0  # This is the initial log-variance of the latents.
+VAE_PATCH = 2  # pixels along each side, which are joined to channels before the first convolution
 # Zeros follow the end of a caption, and nothing masks them, so the model must learn each length. Wan's default is 512.
 TEXT_LENGTHS = {16: 0.75, 32: 0.17, 226: 0.05, 512: 0.03}
 
 
-# -- the parts of the pipeline, freshly initialised
+# -- The parts of the pipeline, freshly initialised.
 
 
 def build_tokenizer() -> T5TokenizerFast:
@@ -54,11 +54,12 @@ def build_tokenizer() -> T5TokenizerFast:
 
 
 def build_vae() -> AutoencoderKLWan:
-    """Return a VAE that makes 5 × 8 × 8 latent pixels of 17 × 64 × 64 pixels: 8 × in space, 4 × in time, as Wan's.
+    """Return a VAE that turns 17 × 64 × 64 pixels into 5 × 8 × 8 latent pixels: 8 × in space and 4 × in time, as Wan's
+    does.
 
-    With PyTorch's own initialisation the biases drown what differs from pixel to pixel, which no norm here removes:
-    after 1,500 steps the decoder said the same of all latents. So: convolutions that keep the variance, no biases, weak
-    residuals, and latents that begin with little noise.
+    With PyTorch's own initialisation the biases dominate the differences between pixels, which no norm here removes:
+    after 1,500 steps the decoder gave the same for all latents. Therefore the convolutions keep the variance, there are
+    no biases, residuals are weak, and latents begin with little noise.
     """
     blocks = {"base_dim": 16, "dim_mult": [1, 2, 4], "num_res_blocks": 1, "temperal_downsample": [True, True]}
     channels = dict.fromkeys(("in_channels", "out_channels"), 3 * VAE_PATCH**2)
@@ -82,7 +83,8 @@ class WanDenoiser(nn.Module):
     def __init__(self, tokenizer: T5TokenizerFast) -> None:
         super().__init__()
         channels = dict.fromkeys(("in_channels", "out_channels"), LATENT_CHANNELS)
-        heads = {"num_attention_heads": 4, "attention_head_dim": 36}  # a third each for time, height and width
+        # Time, height and width get a third of the head dim each.
+        heads = {"num_attention_heads": 4, "attention_head_dim": 36}
         widths = {"text_dim": TEXT_WIDTH, "freq_dim": 128, "ffn_dim": 576, "patch_size": (1, 2, 2)}
         options = {"num_layers": 8, "cross_attn_norm": True, "rope_max_seq_len": 64}
         self.transformer = WanTransformer3DModel(**channels, **heads, **widths, **options)
@@ -91,18 +93,18 @@ class WanDenoiser(nn.Module):
         self.text_encoder = UMT5EncoderModel(config)
 
     def encode_text(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return ``[B, S_text, C]``, zeros past the end of a caption, as in WanPipeline."""
+        """Return ``[B, S_text, C]`` with zeros after the end of a caption, as in WanPipeline."""
         text: torch.Tensor = self.text_encoder(ids, mask).last_hidden_state * mask[..., None]
         return text
 
     def forward(
         self, latents: torch.Tensor, sigma: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """Return the velocity, noise − data, as WanPipeline asks for it.
+        """Return the velocity, noise − data, as WanPipeline calls for it.
 
         Args:
-            latents: noisy, ``[B, C, 5, 8, 8]``.
-            sigma: noise level of each, ``[B]``, 0 (data) to 1 (noise).
+            latents: noisy latents, ``[B, C, 5, 8, 8]``.
+            sigma: noise level of each sample, ``[B]``, 0 (data) to 1 (noise).
             ids, mask: of the captions, ``[B, S_text]``.
         """
         text = self.encode_text(ids, mask)
@@ -111,12 +113,12 @@ class WanDenoiser(nn.Module):
 
 
 def build_pipeline(denoiser: WanDenoiser, vae: AutoencoderKLWan, tokenizer: T5TokenizerFast) -> WanPipeline:
-    """Return the parts as one plain diffusers pipeline. It shares their parameters."""
+    """Return the parts as one plain diffusers pipeline, which shares their parameters."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
     return WanPipeline(tokenizer, denoiser.text_encoder, vae, scheduler, denoiser.transformer)
 
 
-# -- videos and captions drawn from seeds, and their latents
+# -- Videos and captions drawn from seeds, and their latents.
 
 
 def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, list[VideoScene]]:
@@ -125,21 +127,23 @@ def draw_batch(seed: np.random.SeedSequence, batch: int) -> tuple[torch.Tensor, 
 
 
 def draw_mixed_batch(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Return videos ``[batch, 3, 17, 64, 64]`` for the autoencoder: half full of things, half training scenes."""
+    """Return videos ``[batch, 3, 17, 64, 64]`` for the autoencoder: one half full of objects, the other of training
+    scenes.
+    """
     half = batch // 2
     crowded = to_tensor([draw_crowded(np.random.default_rng(child)) for child in seed.spawn(half)])
     return torch.cat([crowded, draw_batch(seed, batch - half)[0]])
 
 
 def draw_crowded_images(seed: np.random.SeedSequence, batch: int) -> torch.Tensor:
-    """Return videos of one frame full of things, ``[batch, 3, 1, 64, 64]``; colours are learned from these soonest."""
+    """Return videos of one frame full of objects, ``[batch, 3, 1, 64, 64]``, from which colours are learned soonest."""
     rngs = [np.random.default_rng(child) for child in seed.spawn(batch)]
     return to_tensor([draw_crowded(rng, range(FRAMES // 2, FRAMES // 2 + 1)) for rng in rngs])
 
 
 @torch.no_grad()
 def encode(vae: AutoencoderKLWan, videos: torch.Tensor) -> torch.Tensor:
-    """Encode ``[B, 3, 17, 64, 64]`` in −1 … 1 to latents as the transformer gets them, ``[B, C, 5, 8, 8]``."""
+    """Encode ``[B, 3, 17, 64, 64]`` in −1 … 1 to latents ``[B, C, 5, 8, 8]``, as the transformer gets them."""
     latents = vae.encode(videos.to(vae.device)).latent_dist.mean
     statistics = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=latents.device)
     mean, std = statistics.view(2, -1, 1, 1, 1)
@@ -156,7 +160,7 @@ def measure_latents(vae: AutoencoderKLWan, seed: int, *, batches: int = 16, batc
 
 
 def build_pool(vae: AutoencoderKLWan, seed: int, count: int) -> Pool:
-    """Draw and encode ``count`` training scenes, all of equal weight."""
+    """Draw and encode ``count`` training scenes, all with equal weight."""
     return training.build_pool(draw_batch, partial(encode, vae), lambda scene: torch.ones(1, 1, 1, 1), seed, count, 32)
 
 
@@ -174,14 +178,14 @@ class WanCaptions:
         return tokens.input_ids, tokens.attention_mask
 
 
-# -- the stages
+# -- The stages.
 
 
 def train_vae(args: argparse.Namespace) -> tuple[AutoencoderKLWan, float]:
     """Return the averaged autoencoder, with the statistics of its latents in its config, and the seconds of training.
 
-    Images first, as Wan's was trained (arXiv:2503.20314, section 4.1): a step on eight of them takes half as long as
-    one on two videos.
+    Images come first, as for Wan's (arXiv:2503.20314, section 4.1): a step on eight of them takes half as long as one
+    on two videos.
     """
     torch.manual_seed(args.seed)
     stages = {
