@@ -48,7 +48,7 @@ _PIPELINES = "tests/adapters/test_pipelines.py::test_every_pipeline_is_exact"
 _RING = "tests/adapters/test_pipelines.py::test_every_pipeline_is_exact_on_a_ring"
 _CALLS = "tests/adapters/test_pipelines.py::test_every_kind_of_call_is_exact"
 _BYPASS = "tests/plans/test_attention_check.py::test_replaced_sdpa_raises_before_a_pipeline_runs"
-_LATE = "tests/distributed/test_late_ranks.py::test_call_on_one_rank_alone_names_the_ranks_that_did_not_make_it"
+_LATE = "tests/distributed/test_late_ranks.py::test_call_on_one_rank_names_the_absent_ranks"
 _STEPS = "tests/cache/test_steps.py"
 
 REPORTS = (
@@ -74,7 +74,7 @@ REPORTS = (
         "komikndr/raylight#66",
         "Wan 2.2 with two transformers: lines on two GPUs",
         "exact",
-        "tests/adapters/test_second_transformer.py::test_second_transformer_is_parallel_cached_sharded_and_restored",
+        "tests/adapters/test_second_transformer.py::test_second_transformer_is_exact_and_restored",
     ),
     Report(PICTURE, "intel/llm-scaler#290", "HunyuanVideo 1.5: black frames on two devices", "exact", _MODELS),
     Report(PICTURE, "huggingface/diffusers#12660", "ChronoEdit: a length that changes in the call", "exact", _MODELS),
@@ -160,7 +160,7 @@ REPORTS = (
         "sgl-project/sglang#35054",
         "cache state of a branch stays for the next request",
         "exact",
-        "tests/cache/test_state.py::test_each_generation_begins_anew_and_its_end_frees_all",
+        "tests/cache/test_state.py::test_each_generation_starts_empty_and_frees_its_state",
     ),
     Report(
         CACHE,
@@ -245,7 +245,7 @@ REPORTS = (
         "Fantasy-AMAP/fantasy-talking#52",
         "a model of one's own with a second input that is not split: a mesh in the video",
         "raises",
-        "tests/verify/test_verification.py::test_code_that_looks_at_all_tokens_raises_with_the_first_module",
+        "tests/verify/test_verification.py::test_code_that_needs_all_tokens_raises_with_the_first_module",
     ),
     Report(
         PARTS,
@@ -259,7 +259,7 @@ REPORTS = (
         "huggingface/diffusers#9279",
         "LoRAs that come and go, compiled",
         "exact",
-        "tests/cache/test_flux.py::test_lora_comes_and_goes",
+        "tests/cache/test_flux.py::test_lora_is_added_and_removed",
     ),
     Report(
         PARTS,

@@ -278,7 +278,7 @@ def use_after_destroying():
         )
 
 
-def test_a_mode_whose_group_was_destroyed_says_so(rank_pool):
+def test_destroyed_group_is_named_in_the_error(rank_pool):
     for results in rank_pool.run(use_after_destroying, 2):
         for message, seconds in results:
             assert "RuntimeError" in message

@@ -78,7 +78,7 @@ def test_psnr_difference_is_none_beyond_the_thresholds():
     assert psnr_difference({"computed": [5, 5], "psnr": [26.0, 26.0]}, baseline) == [1.0, 0.0]
 
 
-def test_the_page_takes_what_was_measured():
+def test_page_is_written_from_measured_results():
     values = {"ssim": [0.9, 1.0], "right": [True, False], "as without": [True, True], "attributes": [0.5, 1.0]}
     row = {"cache": "another", "setting": "x", "steps": 28, "computed": [5, 5], "psnr": [30.0, 31.0], **values}
     results = {

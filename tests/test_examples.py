@@ -41,7 +41,7 @@ RANDOM = {"run_cogvideox": "cogvideox", "run_hunyuan_video": "hunyuan", "run_moc
 
 
 @pytest.mark.parametrize("example", EXAMPLES, **identify)
-def test_nothing_but_what_a_user_has_is_imported(example):
+def test_examples_import_installed_packages_only(example):
     nodes = [node for node in ast.walk(ast.parse(example.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [node.module if isinstance(node, ast.ImportFrom) else name.name for node in nodes for name in node.names]
     packages = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
@@ -199,7 +199,7 @@ def test_vae_example_equals_the_unmodified_vae(rank_pool, ranks, size, tmp_path)
 
 
 @pytest.mark.long
-def test_elastic_example_generates_only_what_is_missing(rank_pool, tmp_path):
+def test_elastic_example_generates_missing_images_only(rank_pool, tmp_path):
     example = copied(PARALLEL / "run_elastic.py", tmp_path)
     out = tmp_path / "images"
     out.mkdir()
@@ -213,7 +213,7 @@ def test_elastic_example_generates_only_what_is_missing(rank_pool, tmp_path):
 
 
 @pytest.mark.long
-def test_cached_flux_example_reports_what_it_computed(rank_pool, tmp_path):
+def test_cached_flux_example_reports_its_steps(rank_pool, tmp_path):
     example = copied(CACHE / "run_flux.py", tmp_path)
     printed = alone(rank_pool, example, "--model", str(FLUX), "--size", "48")
     computed, steps = map(int, re.search(r"^(\d+) of (\d+) computed", printed, re.MULTILINE).groups())

@@ -70,7 +70,7 @@ COUNTED = [name for name in MODELS if name not in ("anyflow far", "kandinsky 6 s
         pytest.param((2, 1, 2), COUNTED, id="batch 2 × ulysses 2", marks=pytest.mark.long),
     ],
 )
-def test_every_transformer_sends_what_the_formula_says(rank_pool, shape, names):
+def test_bytes_of_every_transformer_equal_the_formula(rank_pool, shape, names):
     expected = {}
     for name in names:
         model = MODELS[name].build()
@@ -85,7 +85,7 @@ def test_every_transformer_sends_what_the_formula_says(rank_pool, shape, names):
             assert counted == sent_in_rounds([expected[key]], mesh, rank, apart=False), (key, rank)
 
 
-def test_output_of_too_few_tokens_is_gathered_beside_sharded_text(rank_pool):
+def test_output_of_few_tokens_with_sharded_text_is_gathered(rank_pool):
     size, model = SIZES[1], MODELS["flux"].build()  # The image has 4 tokens and the text has 9, on 3 ranks.
     with observed(model, 1) as calls:
         call(model, "flux", size)
@@ -116,7 +116,7 @@ def count_in_pipelines():
 
 
 @pytest.mark.long
-def test_ranks_that_share_branches_send_what_the_formula_says(rank_pool):
+def test_bytes_of_shared_branches_equal_the_formula(rank_pool):
     results = rank_pool.run(count_in_pipelines, 2)
     for name in GUIDED:
         pipe = PIPELINES[name].build()

@@ -123,7 +123,7 @@ def environment(tmp_path_factory, distributions):
 
 
 @pytest.mark.long
-def test_without_extra_library_runs_and_command_says_what_is_missing(environment):
+def test_without_extra_command_names_the_missing_package(environment):
     code = "import para_core, sys; para_core.UnifiedAttnMode; sys.argv = ['para_core', '--help']"
     # torch itself warns that there is no NumPy.
     result = environment("")("-W", "ignore", "-c", f"{code}; from para_core.__main__ import main; main()")

@@ -89,7 +89,7 @@ def test_wrong_gradients_are_called_wrong(run_here, monkeypatch):
     assert verdicts(run_here("local", part="math")) == {"wrong"}
 
 
-def test_a_refusal_where_sdpa_computes_has_failed(run_here, monkeypatch):
+def test_refusal_has_failed_if_sdpa_computes(run_here, monkeypatch):
     def refuse(*args, **options):
         raise RuntimeError("no")
 
@@ -121,7 +121,7 @@ def test_gradients_of_both_layouts_are_compared(run_here, monkeypatch):
 
 
 @pytest.mark.parametrize("kernel", list(gradients_16_bit.CUDA_KERNELS))
-def test_cuda_s_backward_operators_take_what_they_are_given(kernel):
+def test_arguments_of_cuda_backward_operators_are_accepted(kernel):
     """Check the arguments of CUDA's backward operators on meta tensors, which compute no results."""
     inputs = exact.make_inputs((2, 4, 32, 64), torch.float16, torch.device("meta"))
     for lay_out in gradients_16_bit.LAYOUTS.values():
@@ -215,13 +215,13 @@ def test_a_call_that_waits_has_failed(monkeypatch):
     assert sync.checked(wait, CPU)["raised"] == "RuntimeError: called a synchronizing CUDA operation"
 
 
-def test_one_rank_of_the_device_s_own_backend(run_here):
+def test_one_rank_with_the_backend_of_the_device(run_here):
     results = run_here("nccl")
     assert verdicts(results) == {"ok"}
     assert len(results["rows"]) == 6
 
 
-def test_one_rank_s_share_is_told_by_phase(run_here):
+def test_share_of_one_rank_has_phases(run_here):
     rows = run_here("share")["rows"]
     assert {row["mesh"] for row in rows} == {"Ulysses 8", "ring 8", "ring 2 × Ulysses 4", "none: SDPA alone"}
     phases = {row["mesh"]: set(row["ms of"]) for row in rows if row["size"] == "tiny" and "ms of" in row}
@@ -356,7 +356,7 @@ def raise_on_rank_1(device):
 
 
 @pytest.mark.long
-def test_triton_kernel_is_compiled_in_a_pool_and_judged_under_interpreter(run_here):
+def test_triton_kernel_is_compiled_in_a_pool_and_interpreted(run_here):
     results = run_here("attention")
     assert verdicts(results) == {"ok"}
     first = results["rows"][0]

@@ -175,7 +175,7 @@ def test_attention_asks_for_time_before_each_way():
     assert len(checks) == 4
 
 
-def test_a_written_section_says_what_was_killed(tmp_path):
+def test_written_section_names_killed_processes(tmp_path):
     write_section(tmp_path / "x.json", "x", "killed", 1.0, [], [], "killed after 1 s", out_of_time=[])
     lines = runner.summary(json.loads((tmp_path / "x.json").read_text()))
     assert lines[0].startswith("x: killed") and "killed after 1 s" in lines[1]

@@ -279,7 +279,7 @@ def test_another_class_that_is_assigned_keeps_the_wrappers():
     assert torch.compile(other, backend="eager", fullgraph=True)(x) == 6
 
 
-def test_class_derived_from_a_wrapped_instance_is_shared_with_no_other():
+def test_class_derived_from_a_wrapped_instance_is_not_shared():
     """Check a class derived from a wrapped instance. FSDP2 and parametrizations derive one for each class in a table,
     and assign it.
     """

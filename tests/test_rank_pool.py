@@ -129,7 +129,7 @@ def return_a_lambda():
     return lambda: None
 
 
-def test_what_cannot_travel_is_an_error_that_says_so(pool):
+def test_unpicklable_value_is_an_error(pool):
     for error in pool.run_expecting_errors(raise_stubborn, 2):
         assert isinstance(error, RankPoolError)
         assert "Stubborn" in str(error)

@@ -31,7 +31,7 @@ def check_without_advice(name):
     raise TypeError(f"{name} is odd: that is the reason.")
 
 
-def test_advice_is_the_field_of_each_error_or_the_sentences_after_the_reason():
+def test_advice_is_read_from_field_or_later_sentences():
     assert pages.errors_of(check_with_a_field) == ("ValueError", "Use another than pipe.transformer. Fill it.")
     assert pages.errors_of(check_with_sentences) == ("TypeError", "Use another. Or none.")
     assert pages.errors_of(check_without_advice) == ("TypeError", "")

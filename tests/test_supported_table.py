@@ -20,12 +20,12 @@ def test_undescribed_class_names_the_folder():
         row("NewTransformer")
 
 
-def test_pipelines_are_found_by_what_they_take():
+def test_pipelines_are_found_by_their_arguments():
     assert "Flux" in pipelines_of("FluxTransformer2DModel")
     assert pipelines_of("WanTransformer3DModel")[0].startswith(("Lucy", "Wan"))
 
 
-def test_what_the_table_says_is_cached_was_tried():
+def test_cached_classes_of_the_table_were_tried():
     assert {adapter.transformer for adapter in ADAPTERS} == {model.cls for model in MODELS.values()}
     uncached = {adapter.transformer for adapter in ADAPTERS if adapter.blocks is None}
     # Their blocks keep keys for later calls, which a skipped block would not write.

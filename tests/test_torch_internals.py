@@ -201,7 +201,7 @@ def test_get_default_timeout_is_the_one_of_the_backend(world):
     assert internals.group_timeout(group) == internals.group_timeout(dist.new_group([0]))
 
 
-def test_device_types_and_get_backend_tell_what_moves_tensors(world):
+def test_device_types_and_get_backend_name_the_backend(world):
     """Check what moves the tensors of a group. Otherwise NCCL is taken for gloo by the check for shared GPUs, host
     groups and links.
     """
@@ -434,7 +434,7 @@ def test_schema_tells_names_and_aliases():
     assert schema.returns[0].alias_info is not None
 
 
-def test_to_copy_is_what_to_calls():
+def test_to_calls_to_copy():
     """Check the operator of ``to``. Without it a PipeFusion patch that changes its dtype would be computed as a whole
     tensor.
     """

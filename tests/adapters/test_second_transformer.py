@@ -117,5 +117,5 @@ def apply_and_undo_on_h3():
     return len(sharded) > 0, applied is not None, applied_mesh(pipe.transformer_ref) is None, same
 
 
-def test_second_transformer_is_parallel_cached_sharded_and_restored(rank_pool):
+def test_second_transformer_is_exact_and_restored(rank_pool):
     assert rank_pool.run(apply_and_undo_on_h3, 2) == [(True, True, True, True)] * 2

@@ -65,7 +65,7 @@ def test_forbidden_backend_raises():
             require_backend(query, value, backend="flash")
 
 
-def test_a_backend_that_nobody_has_is_an_error():
+def test_unknown_backend_is_an_error():
     with pytest.raises(ValueError, match=r"xformers.*flash, .*triton"):
         AttnOptions(backend="xformers")
 

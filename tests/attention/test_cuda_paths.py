@@ -323,7 +323,7 @@ def test_each_kernel_gets_its_layout_without_copies(choose, backend, dtype, head
     ("backend", "dtype"), [("flash", BF16), ("efficient", F16), ("efficient", F32), ("cudnn", BF16)]
 )
 @pytest.mark.parametrize("out_memory", [*MEMORY, "float32", "rows"])
-def test_the_gradient_takes_out_and_lse_however_they_lie(choose, backend, dtype, out_memory):
+def test_gradient_accepts_any_layout_of_out_and_lse(choose, backend, dtype, out_memory):
     choose(BACKENDS[backend][0])
     for memory, key_heads, num_queries, num_keys in every_call("none"):
         query = make(memory, H, num_queries, 64, dtype)

@@ -46,7 +46,7 @@ def attend_oddly(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
-def test_what_sdpa_takes_is_taken(rank_pool, ring, ulysses):
+def test_inputs_of_sdpa_are_accepted(rank_pool, ring, ulysses):
     q, k, v = make_qkv(12, 4)
     scaled = F.scaled_dot_product_attention(q, k, v, scale=0.3)
     plain = F.scaled_dot_product_attention(q, k, v)
@@ -85,7 +85,7 @@ def attend_with_one_mask_value(ring, ulysses, mask):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(4, 1), (2, 2)])
-def test_mask_of_one_row_and_column_is_taken_beside_an_empty_rank(rank_pool, ring, ulysses):
+def test_mask_of_one_entry_with_an_empty_rank_is_accepted(rank_pool, ring, ulysses):
     mask = torch.tensor([0.0, 1.0, -1.0, 2.0]).view(1, 4, 1, 1)
     expected = F.scaled_dot_product_attention(*make_qkv(3, 4), attn_mask=mask)
     for out in rank_pool.run(attend_with_one_mask_value, 4, ring, ulysses, mask):
@@ -114,7 +114,7 @@ def attend_with_small_masks(ring, ulysses, S):
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(3, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("S", [2, 3, 4, 5])
-def test_masks_without_rows_are_taken_beside_ranks_of_one_token_or_none(rank_pool, ring, ulysses, S):
+def test_masks_without_rows_with_few_tokens_are_accepted(rank_pool, ring, ulysses, S):
     ranks, expected = ring * ulysses, []
     for mask in small_masks(S):
         whole = F.scaled_dot_product_attention(*make_qkv(S, 4), mask.expand(S, S))

@@ -86,7 +86,7 @@ def test_a_mask_is_refused(wrapped):
         wrapped()(*make_qkv(13, 2, seed=0), attn_mask=torch.ones(1, 1, 1, 13, dtype=torch.bool))
 
 
-def test_the_library_is_imported_where_no_function_is_passed(monkeypatch):
+def test_library_is_imported_without_a_function(monkeypatch):
     with pytest.raises(ImportError, match=r"flash_attn_interface\.flash_attn_func of FlashAttention-3"):
         flash_attention_3()
     module = ModuleType("sageattention")

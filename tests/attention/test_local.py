@@ -202,7 +202,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_attention_is_one_launch_where_there_is_no_mask():
+def test_attention_without_mask_is_one_launch():
     qkv = make(key_heads=2)
     with Operators() as forward:
         out, lse = local_attention_with_lse(LocalAttentionCall(*qkv))

@@ -58,7 +58,7 @@ def test_rows_counted_from_zero_are_detected(form, options, total, ranks, balanc
         verdict([FORMS[form](mask) for mask in local], layout)
 
 
-def test_single_rows_of_a_causal_model_counted_from_zero_are_detected():
+def test_single_causal_rows_counted_from_zero_are_detected():
     layout = SequenceLayout((Segment("x", 3),), 3)
     for valid in (None, 2):
         verdict([causal(1, 3, rank, valid=valid) for rank in range(3)], layout, is_causal=True)
@@ -77,7 +77,7 @@ def band(rows, total, window, first=0, valid=None):
 @pytest.mark.parametrize("window", [1, 4, 9])
 @pytest.mark.parametrize("valid", [None, 11])
 @pytest.mark.parametrize(("total", "ranks"), [(16, 2), (13, 2), (14, 3), (3, 2), (70, 2)])
-def test_rows_of_a_window_to_both_sides_counted_from_zero_are_detected(form, window, valid, total, ranks):
+def test_window_rows_counted_from_zero_are_detected(form, window, valid, total, ranks):
     layout = SequenceLayout((Segment("x", total),), ranks)
     starts = [layout.runs(rank)[0] for rank in range(ranks)]
     verdict([FORMS[form](band(size, total, window, start, valid)) for start, size in starts], layout)

@@ -81,7 +81,7 @@ def doubled(*args, **options):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_attention_of_the_users_own_is_what_computes(rank_pool, ring, ulysses):
+def test_attn_func_computes_local_attention(rank_pool, ring, ulysses):
     whole = Case(13, 4).on_one_device()
     for outs in rank_pool.run(attend, 2, [Case(13, 4)], ring, ulysses, None, {"attn_func": doubled}):
         assert relative_error(outs[0], 2 * whole) < 1e-5

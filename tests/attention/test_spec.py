@@ -60,7 +60,7 @@ def test_peers_with_equal_slices_need_no_sizes(tokens, heads, is_even):
     assert slices.output_size == (sum(tokens[1]), sum(heads[1]))
 
 
-def test_slices_with_equally_large_overlap_and_gap_do_not_cover_output():
+def test_overlap_does_not_make_up_for_a_gap():
     tokens = ((0, 4),) * 3
     assert PeerSlices(tokens, ((0, 1), (1, 1), (2, 1))).cover_output
     # Head 0 is in two slices, head 1 in none.

@@ -34,7 +34,7 @@ def add_tile(rows, tile):
 
 
 @given(queries=RUNS, keys=RUNS)
-def test_tiles_cover_what_a_causal_mask_shows_once(queries, keys):
+def test_tiles_cover_a_causal_mask_once(queries, keys):
     queries, keys = coalesce(queries), coalesce(keys)
     expected = positions(queries)[:, None] >= positions(keys)[None, :]
     visits = torch.zeros_like(expected, dtype=torch.int)

@@ -69,7 +69,7 @@ def test_unknown_condition_raises(conditions):
     assert type(model.blocks[1]) is Block
 
 
-def test_keyword_model_takes_any_condition():
+def test_keyword_model_accepts_any_condition():
     model = apply_cache(WithKeywords(), blocks(conditions=("y",)), residual_diff_threshold=0.1)
     for time in (1.0, 0.5):
         with torch.no_grad():

@@ -103,7 +103,7 @@ def generate(pipe):
 
 
 @pytest.mark.parametrize("first", ["cache", "lora"])
-def test_lora_comes_and_goes(first):
+def test_lora_is_added_and_removed(first):
     def add_lora(pipe):
         torch.manual_seed(0)
         pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "proj_out"], init_lora_weights=False))

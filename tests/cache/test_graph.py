@@ -214,7 +214,7 @@ def test_every_pipeline_is_one_graph(name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", IN_ONE_GRAPH)
-def test_inductor_takes_the_graph(name):
+def test_inductor_compiles_the_graph(name):
     result = generate_compiled(name, "inductor")
     assert (result["graphs"], result["later"]) == (2, 0)
     assert relative_error(result["exact"], result["plain"]) < 1e-6
@@ -394,7 +394,7 @@ def test_next_cache_of_a_compiled_model_gives_back_its_classes():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("of_a_pipe", "in_place"), [(True, False), (False, True), (True, True), (False, False)])
-def test_a_cache_that_comes_and_goes_is_compiled_once(in_place, of_a_pipe):
+def test_repeated_cache_is_compiled_once(in_place, of_a_pipe):
     pipe, counter = Pipe(), Counter()
     model = pipe.transformer
     if in_place:

@@ -217,7 +217,7 @@ def mean_of_two(times, now, num_residuals):
 
 @pytest.mark.sample(1)
 @IN_GRAPHS_TOO
-def test_a_forecast_of_ones_own_weighs_what_was_stored(run):
+def test_own_forecast_weights_stored_residuals(run):
     forecast = Forecast("mean", 2, mean_of_two, source="a test")
     outputs, report = run([1.0, 1.0, 2.0, 2.0], {"cond": [4.0, 0.0, 6.0, 0.0]}, forecast=forecast)
     assert verdicts(report) == ["warmup", "hit", "miss", "hit"]
@@ -316,7 +316,7 @@ def test_foca_follows_a_line_and_half_of_a_curve(run):
     assert report.forecast == "foca"
 
 
-def test_forecast_with_few_points_takes_the_newest():
+def test_forecast_with_few_points_uses_the_newest():
     times = torch.tensor([3.0, 3.0, 1.0])
     assert forecast_weights(times, torch.tensor(2.0), torch.tensor(3)).tolist() == [1.0, 0.0, 0.0]
     times = torch.tensor([3.0, 1.0, 0.0])
@@ -415,7 +415,7 @@ def test_halves_of_batch_are_compared_apart(run):
         ({"per_transformer": 0}, TypeError, "per_transformer .*0; .*dict"),
     ],
 )
-def test_bad_options_are_errors_and_leave_what_was_there(options, error, message):
+def test_bad_options_raise_and_keep_the_earlier_cache(options, error, message):
     pipe = Pipe()
     apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER)
     with pytest.raises(error, match=message):
@@ -551,7 +551,7 @@ def test_policy_returning_none_raises(run):
 
 
 @pytest.mark.parametrize("skips", [False, True])
-def test_a_policy_that_always_decides_alike_is_named_in_the_warning(skips):
+def test_warning_names_a_policy_with_constant_decisions(skips):
     def constant(observation):
         return skips
 

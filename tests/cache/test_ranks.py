@@ -56,7 +56,7 @@ def decide_at_the_edge(ring, ulysses):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2), (4, 1)])
-def test_at_the_edge_all_ranks_decide_alike(rank_pool, ring, ulysses):
+def test_near_the_threshold_all_ranks_decide_equally(rank_pool, ring, ulysses):
     results = rank_pool.run(decide_at_the_edge, ring * ulysses, ring=ring, ulysses=ulysses)
     assert {"hit", "miss"} <= set(results[0][0])
     # Differences agree to the last bit. Otherwise some ranks would wait for others that skip.
@@ -107,7 +107,7 @@ def cache_differently():
     return messages
 
 
-def test_ranks_whose_caches_differ_are_told_the_option_and_values(rank_pool):
+def test_different_caches_raise_with_option_and_values(rank_pool):
     for messages in rank_pool.run(cache_differently, 2):
         assert messages.keys() == CACHES.keys()
         for name, message in messages.items():

@@ -38,7 +38,7 @@ def held(pipe):
     return [x for state in caching_of(pipe).caches["transformer"].states.values() for x in state.tensors()]
 
 
-def test_each_generation_begins_anew_and_its_end_frees_all():
+def test_each_generation_starts_empty_and_frees_its_state():
     pipe = cached()
     for _ in range(2):
         pipe(ALMOST_SAME)
@@ -167,7 +167,7 @@ def test_changing_text_warns_once_and_keeps_nothing():
 
 
 @pytest.mark.parametrize("change", ["tokens", "batch", "dtype"])
-def test_a_change_of_size_or_dtype_begins_anew(change):
+def test_change_of_size_or_dtype_starts_empty(change):
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
     sizes = {"tokens": (1, 7, 8), "batch": (2, 6, 8), "dtype": (1, 6, 8)}
     dtype = torch.float64 if change == "dtype" else torch.float32
@@ -356,7 +356,7 @@ def test_replaced_transformer_raises():
 
 
 @pytest.mark.parametrize(("blocks", "order"), [(BLOCKS, 0), (BLOCKS, 2), (IN_TWO_STAGES, 0)])
-def test_memory_is_what_the_formula_says(blocks, order):
+def test_memory_equals_the_formula(blocks, order):
     """Compare the memory of a branch with the formula: the first-block residual, and order + 1 residuals of each stage
     and stream.
     """

@@ -243,7 +243,7 @@ def denoise_alone(model, times=None, x=X):
     return x
 
 
-def test_second_generation_without_reset_begins_anew():
+def test_second_generation_without_reset_starts_empty():
     model = apply_cache(build_video(), BLOCKS, **OPTIONS)
     first = denoise_alone(model)
     assert torch.equal(denoise_alone(model), first)

@@ -88,7 +88,7 @@ def call_on_one_rank(kind):
     ("kind", "name"),
     [("pipeline", "FluxPipeline"), ("vae", "AutoencoderKL"), ("first", "pipe.vae"), ("encode_prompt", "CLIPTextModel")],
 )
-def test_call_on_one_rank_alone_names_the_ranks_that_did_not_make_it(rank_pool, kind, name):
+def test_call_on_one_rank_names_the_absent_ranks(rank_pool, kind, name):
     (lines, error), _ = rank_pool.run(call_on_one_rank, 2, kind)
     for text in (lines[0], error):
         assert name in text

@@ -213,7 +213,7 @@ def test_content_of_empty_row_has_no_weight(key_offset):
     is_bool=st.booleans(),
     broadcast=st.lists(st.booleans(), min_size=4, max_size=4),
 )
-def test_any_strides_are_read_where_they_are(orders, starts, mask_order, is_bool, broadcast):
+def test_any_strides_are_read_without_a_copy(orders, starts, mask_order, is_bool, broadcast):
     shapes = [(2, 2, 5, 16), (2, 1, 19, 16), (2, 1, 19, 16)]
     tensors = [_lying(shape, (*order, 3), start) for shape, order, start in zip(shapes, orders, starts, strict=True)]
     sizes = [1 if is_broadcast else size for size, is_broadcast in zip((2, 2, 5, 19), broadcast, strict=True)]

@@ -41,7 +41,7 @@ def test_work_and_bytes_are_those_of_the_formula():
     assert Size(4096, 128, False, heads=24).bytes == 4 * 24 * 4096 * 128 * 2
 
 
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+def test_without_a_gpu_it_is_an_error(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert attention.main([]) == 2
     assert "CUDA" in capsys.readouterr().out

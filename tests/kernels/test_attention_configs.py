@@ -49,7 +49,7 @@ BYTES, BITS = on_cuda(2, 1, 4096, 4096, dtype=torch.bool), on_cuda(2, 1, 4096, 1
         ({"query": on_cuda(2, 24, 4096, 136, dtype=torch.float32)}, FLOAT32[1]),
     ],
 )
-def test_call_takes_row_of_its_shape(ampere, call, expected):
+def test_call_uses_the_row_of_its_shape(ampere, call, expected):
     assert config_for(KernelCall(**{"query": QUERY, "key": QUERY, "value": QUERY, **call})) == expected
 
 

@@ -124,7 +124,7 @@ def test_what_padding_holds_is_not_read(on_the_cpu):
 # -- Which calls the tier accepts.
 
 
-def test_hopper_tier_takes_what_tma_can_read():
+def test_hopper_tier_accepts_tensors_that_tma_can_read():
     query, key, value = tensors_of(5, 21)
     assert takes(KernelCall(query, key, value, None, ranges([(0, 3)])))
     assert takes(KernelCall(query[:, :, 1:], key, value[:, :, :20]))
@@ -252,7 +252,7 @@ def test_tuning_compares_whole_parts_lengths_and_continuing_calls(on_the_cpu, mo
         assert not tune.computes_the_same(CASE, INTERPRETED, INTERPRETED, *tensors)
 
 
-def test_on_another_gpu_tuning_says_so(capsys, monkeypatch):
+def test_tuning_on_another_gpu_is_an_error(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert tune.main(["--hopper"]) == 2

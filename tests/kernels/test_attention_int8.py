@@ -103,7 +103,7 @@ def test_grouped_query_heads_share_a_key_head():
 
 @pytest.mark.parametrize("function", [attention, reference.attention])
 @pytest.mark.parametrize("tensors", [make, with_outliers])
-def test_the_error_is_what_8_bits_cost(function, tensors):
+def test_error_is_that_of_8_bits(function, tensors):
     query, key, value = (x.half() for x in tensors(50, 70, 64, batch=1))
     out, lse = function(query, key, value)
     exact, exact_lse = by_formula(query, key, value)
@@ -160,7 +160,7 @@ def test_what_is_not_finite_is_seen(bad, which):
     assert lse[0, 1, 3].isnan()
 
 
-def test_tokens_of_zeros_attend_to_all_alike():
+def test_tokens_of_zeros_attend_equally_to_all():
     query, key, value = make(5, 18, 16, dtype=torch.float16, batch=1)
     out, _ = attention(torch.zeros_like(query), key, value)
     assert error(out, value.double().mean(2, keepdim=True).expand_as(out)) < OF_FLOAT16
@@ -177,7 +177,7 @@ def test_few_keys_or_none(keys):
     assert ((lse > -torch.inf) == bool(keys)).all()
 
 
-def test_any_strides_are_read_where_they_are():
+def test_any_strides_are_read_without_a_copy():
     query, key, value = with_outliers(18, 40, 16, batch=1)
     whole = torch.zeros(1, 2, 50, 40, dtype=torch.float16)
     whole[:, :, 4:44, 10:26] = key
@@ -241,7 +241,7 @@ def _call(tensors, backend, *, save):
 
 
 @pytest.mark.parametrize("keys", [8, 0])
-def test_a_ring_continues_with_it_from_what_it_merged(keys):
+def test_ring_continues_from_merged_results(keys):
     query, key, value = with_outliers(9, 20, 16, batch=1)
     so_far = Merged()
     for start, end in ((0, keys), (keys, 20)):
@@ -261,7 +261,7 @@ def test_a_ring_launches_2_more_for_each_block(ranks):
     assert counter.launches == exact.launches + 2 * ranks
 
 
-def test_the_benchmark_measures_what_it_says():
+def test_benchmark_measures_its_claims():
     # Computed by hand: (1, 0) and (0, 1) have the cosine 0, and lse is off by a half.
     out, exact = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]], dtype=torch.float64)
     errors = int8_attention.errors((out, torch.zeros(1)), (exact, torch.full((1,), 0.5, dtype=torch.float64)))

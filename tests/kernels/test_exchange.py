@@ -137,7 +137,7 @@ def test_any_strides_are_read_and_written(interpreter, data):
     assert int(restored.count_nonzero()) == int(x[:, head:, token:].count_nonzero())
 
 
-def test_nothing_is_copied_where_there_is_nothing(interpreter):
+def test_empty_tensors_are_not_copied(interpreter):
     for shape in [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4)]:
         x = torch.empty(shape)
         regions, numel = for_ranks([x], (shape[2],), (shape[1],), one_table=True)
@@ -152,7 +152,7 @@ def test_packed_rows_are_aligned_to_narrowest_dtype(widths, eight_bits, aligned)
     assert exchange.block_of(widths, 2, eight_bits)["ALIGNED"] == aligned
 
 
-def test_more_tensors_than_a_launch_takes_are_refused():
+def test_too_many_tensors_for_a_launch_are_refused():
     with pytest.raises(ValueError, match=r"4 tensors; .*3"):
         exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4))
 

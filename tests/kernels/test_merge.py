@@ -90,7 +90,7 @@ def test_scores_far_apart_do_not_overflow(interpreter):
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 4, 8), (1, 0, 4, 8), (1, 2, 0, 8), (1, 2, 4, 0)])
-def test_nothing_is_merged_where_there_is_nothing(interpreter, shape):
+def test_empty_results_are_not_merged(interpreter, shape):
     sides = partial_results(shape)
     out, lse = interpreter(merge_in_place, *sides)
     assert out.shape == shape

@@ -116,7 +116,7 @@ def by_operators(x, weight):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_operators_take_what_kernels_do_not(interpreter, dtype):
+def test_operators_accept_inputs_that_kernels_refuse(interpreter, dtype):
     x, weight = image(1, 4, 6, 10, mean=3.0).to(dtype), torch.rand(4, dtype=dtype)
     actual = interpreter(by_operators, x, weight)
     exact = F.group_norm(x.double(), 2, weight.double())

@@ -113,12 +113,12 @@ def forecast_of_views(x, y):
     return residual.forecast(x.transpose(0, 1), [y.transpose(0, 1)], [2.0])
 
 
-def test_a_forecast_takes_views(interpreter):
+def test_forecast_accepts_views(interpreter):
     x, y = normal(7, 5), normal(7, 5, seed=1)
     torch.testing.assert_close(interpreter(forecast_of_views, x, y), (x + 2 * y).T)
 
 
-def test_more_residuals_than_a_launch_takes_are_refused():
+def test_too_many_residuals_for_a_launch_are_refused():
     with pytest.raises(ValueError, match=r"4 residuals; .*3"):
         residual.forecast(torch.empty(1), [torch.empty(1)] * 4, [1.0] * 4)
 

@@ -211,13 +211,13 @@ def test_the_form_of_cuda_computes_it_in_every_dtype(interpreter, dtype, eight):
     alike(restored, unpacked(expected, regions, [x.shape], dtype, eight)[0])
 
 
-def test_nothing_is_rounded_where_there_is_nothing(interpreter):
+def test_empty_tensors_are_not_rounded(interpreter):
     for shape in [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4)]:
         x = torch.empty(shape)
         assert interpreter(packed, [x], *whole(x), by=exchange.pack).shape == (0,)
 
 
-def test_more_tensors_than_a_launch_takes_are_refused():
+def test_too_many_tensors_for_a_launch_are_refused():
     with pytest.raises(ValueError, match=r"4 tensors; .*3"):
         exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4, dtype=torch.uint8), FLOAT8)
 

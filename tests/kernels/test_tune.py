@@ -53,7 +53,7 @@ def test_the_fastest_candidate_wins():
     assert len(times) == len(set(map(tune.blocks_of, times)))
 
 
-def test_the_tables_own_stays_where_another_is_hardly_faster():
+def test_row_of_the_table_stays_without_a_clear_gain():
     best, _ = tune.fastest(CASE, clock_with({own_blocks(): 1.0, (64, 64, 4, 2): 0.99}, otherwise=2.0))
     assert best == TABLE[CASE]
 
@@ -105,7 +105,7 @@ def test_a_file_that_cannot_be_read_is_no_error(cache, content):
     assert tuned("GPU") == {CASE: TABLE[CASE]}
 
 
-def test_without_a_gpu_it_says_so(capsys, monkeypatch):
+def test_without_a_gpu_it_is_an_error(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tune.main([]) == 2
     assert "CUDA" in capsys.readouterr().out

@@ -65,7 +65,7 @@ def attend_in_batch(kind, dtype, cut_mask, compile_with=None):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32], ids=str)
-def test_samples_of_each_rank_attend_to_themselves_without_communication(rank_pool, world_size, kind, dtype):
+def test_attention_to_own_samples_sends_nothing(rank_pool, world_size, kind, dtype):
     for cut_mask in (False, True):
         for outs, collectives in rank_pool.run(attend_in_batch, world_size, kind, dtype, cut_mask):
             assert collectives == 0

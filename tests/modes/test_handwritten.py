@@ -69,7 +69,7 @@ def spelled_by_hand():
     return outcomes
 
 
-def test_each_spelling_of_softmax_raises_alone_and_warns_beside_sdpa(rank_pool):
+def test_softmax_by_hand_raises_alone_and_warns_next_to_sdpa(rank_pool):
     for outcomes in rank_pool.run(spelled_by_hand, 2):
         for (name, beside), outcome in outcomes.items():
             assert outcome == ({ParallelWarning} if beside else RuntimeError), (name, beside)

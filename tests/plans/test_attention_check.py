@@ -102,7 +102,7 @@ def bypass_wan(which):
         return str(error)
 
 
-def test_self_attention_beside_cross_attention_is_named(rank_pool):
+def test_self_attention_next_to_cross_attention_is_named(rank_pool):
     for out in rank_pool.run(bypass_wan, 2, "attn1"):
         assert "blocks.0.attn1" in out
 
@@ -151,7 +151,7 @@ def processors_on_one_rank(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_processors_that_differ_between_ranks_raise_before_the_model_runs(rank_pool, rank):
+def test_different_processors_raise_before_the_model_runs(rank_pool, rank):
     assert all(rank_pool.run(processors_on_one_rank, 2, rank))
 
 

@@ -117,13 +117,13 @@ def test_the_same_code_at_many_places_is_named_once():
     assert len(foreign_code(model, FluxTransformer2DModel)) == 2
 
 
-def test_a_method_that_was_replaced_on_a_class_of_diffusers_is_named(monkeypatch):
+def test_method_replaced_on_a_diffusers_class_is_named(monkeypatch):
     model = flux_transformer()
     monkeypatch.setattr(type(model.norm_out), "forward", functools.wraps(type(model.norm_out).forward)(lambda *_: None))
     assert len(foreign_code(model, FluxTransformer2DModel)) == 1
 
 
-def test_a_forward_that_was_replaced_on_the_class_of_the_model_is_named(monkeypatch):
+def test_forward_replaced_on_the_class_is_named(monkeypatch):
     forward = FluxTransformer2DModel.forward
 
     def cached(self, *args, **kwargs):

@@ -227,7 +227,7 @@ def gathered_with_text_behind(num):
 # The last length is smaller than the number of ranks, so every rank holds all tokens.
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("num", [11, 12, 1])
-def test_gather_keeps_what_follows_on_every_rank(rank_pool, num):
+def test_gather_replicates_later_segments(rank_pool, num):
     expected = torch.cat([tokens(num), tokens(3)], dim=1)
     for out in rank_pool.run(gathered_with_text_behind, 2, num):
         assert torch.equal(out, expected)

@@ -59,7 +59,7 @@ def test_compiled_decode_is_one_exact_graph_per_size(rank_pool, first):
         if name not in BY_TILES and not (way == "encode" and name in NOT_ENCODED)
     ],
 )
-def test_every_autoencoder_compiles_whole_on_ranks(rank_pool, name, way):
+def test_every_autoencoder_is_one_graph_on_ranks(rank_pool, name, way):
     shape = TINY_VAES[name].latents if way == "decode" else TINY_VAES[name].pixels
     for errors, graphs in rank_pool.run(errors_of, 2, name, way, [shape], False, timeout=900):
         assert max(errors) < 1e-5 and graphs == 1

@@ -250,7 +250,7 @@ def give_ranks_to_tensor():
     return errors
 
 
-def test_a_unet_takes_no_tensor_ranks(rank_pool):
+def test_unet_refuses_tensor_ranks(rank_pool):
     first, *others = rank_pool.run(give_ranks_to_tensor, 2)
     assert all(errors == first for errors in others)
     assert "2 ranks along 'tensor'" in first[0]

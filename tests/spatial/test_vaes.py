@@ -303,7 +303,7 @@ def test_unknown_autoencoders_and_words_are_errors_that_name_them():
 
 
 @pytest.mark.parametrize("name", REFUSED_VAES)
-def test_a_refused_autoencoder_is_an_error_that_says_why(name):
+def test_refused_autoencoder_raises_with_the_reason(name):
     cls = getattr(autoencoders, name)
     vae = cls.__new__(cls)  # The instance has no weights, because default sizes have billions.
     torch.nn.Module.__init__(vae)

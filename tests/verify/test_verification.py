@@ -130,7 +130,7 @@ PLACES = {
 
 
 @pytest.mark.parametrize("kind", list(PLACES))
-def test_code_that_looks_at_all_tokens_raises_with_the_first_module(rank_pool, kind):
+def test_code_that_needs_all_tokens_raises_with_the_first_module(rank_pool, kind):
     for error in rank_pool.run(wrong, 2, kind):
         assert error is not None and "2 ranks differs by" in error
         assert PLACES[kind] in error

@@ -74,7 +74,7 @@ def compile_video(sizes):
 
 
 @pytest.mark.long
-def test_whole_graph_over_tensor_ranks_takes_varying_sizes(rank_pool):
+def test_whole_graph_over_tensor_ranks_accepts_varying_sizes(rank_pool):
     sizes = [{}, {"num_frames": 13, "height": 64, "width": 48}]
     pipe = make("cogvideox")
     expected = [generate(pipe, "cogvideox", **size) for size in sizes]

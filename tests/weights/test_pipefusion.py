@@ -116,7 +116,7 @@ def fused(num_patches, *, pipe=None, mesh=None, **options):
         (3, GUIDED),
     ],
 )
-def test_one_process_computes_what_patches_by_hand_give(num_patches, options):
+def test_one_process_equals_patches_by_hand(num_patches, options):
     settings = {name: options[name] for name in ("warmup_steps", "cooldown_steps") if name in options}
     output, report = fused(num_patches, **options)
     expected = by_hand(num_patches, **options)
@@ -338,7 +338,7 @@ def over_stages(num_patches, size, options):
         pytest.param(2, 4, GUIDED, marks=pytest.mark.long),
     ],
 )
-def test_any_number_of_stages_computes_what_one_process_does(rank_pool, num_patches, size, options):
+def test_any_number_of_stages_equals_one_process(rank_pool, num_patches, size, options):
     expected, alone = fused(num_patches, **options)
     plain = run(flux_pipe(), **{k: v for k, v in options.items() if k not in ("warmup_steps", "cooldown_steps")})
     total = 0
@@ -378,7 +378,7 @@ def model_over_stages(name, num_stages):
         pytest.param("qwen-image", 2, marks=pytest.mark.long),
     ],
 )
-def test_of_other_models_stages_compute_what_one_process_does(rank_pool, name, size):
+def test_stages_of_other_models_equal_one_process(rank_pool, name, size):
     """Compare other models over stages with one process. On 4 ranks, two share the guidance branches or the samples of
     a batch.
     """
@@ -588,7 +588,7 @@ def test_options_that_mean_nothing_are_errors(options, error, message):
         PipeFusion(**options)
 
 
-def test_with_few_steps_it_is_off_and_says_so():
+def test_few_steps_switch_it_off_with_a_warning():
     pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
     with pytest.warns(UserWarning, match=r"PipeFusion .*FluxPipeline.* 8 steps"):
         output = pipe(**flux_call(num_inference_steps=4))[0]
@@ -632,7 +632,7 @@ def keep_patches(fail):
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_nothing_that_comes_in_patches_outlives_the_call(fail):
+def test_no_patched_tensor_outlives_the_call(fail):
     tensors, pipe = keep_patches(fail)
     assert all(type(x) is torch.Tensor for x in tensors)
     assert all(x.isfinite().all() for x in tensors if x.is_floating_point() and x.ndim > 1)

@@ -159,7 +159,7 @@ class Doubled(torch.nn.Linear):
         return 2 * super().forward(x)
 
 
-def test_linear_layer_that_computes_otherwise_is_not_sharded_over_heads():
+def test_other_linear_layer_is_not_sharded_over_heads():
     transformer = flux_transformer()
     linear = transformer.transformer_blocks[0].attn.to_q
     transformer.transformer_blocks[0].attn.to_q = Doubled(linear.in_features, linear.out_features)

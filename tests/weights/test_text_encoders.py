@@ -198,7 +198,7 @@ def shard_offloaded(options, rest):
         ({}, "text_encoder_2", []),
     ],
 )
-def test_sharding_what_is_offloaded_is_refused_on_every_rank(rank_pool, options, name, rest):
+def test_sharding_offloaded_parts_is_refused_on_every_rank(rank_pool, options, name, rest):
     expected = generate(make("flux"), "flux")
     for error, out in rank_pool.run(shard_offloaded, 2, options, rest):
         assert f"pipe.{name} " in error
@@ -213,7 +213,7 @@ def remove_group_offload(module):
 
 
 @pytest.mark.parametrize("offload_type", ["leaf_level", "block_level"])
-def test_group_offload_that_was_removed_as_advised_is_not_in_the_way(offload_type):
+def test_group_offload_can_be_removed_as_advised(offload_type):
     pipe = make("flux")
     expected = generate(pipe, "flux")
     pipe.text_encoder_2.requires_grad_(False)

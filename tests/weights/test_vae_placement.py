@@ -140,7 +140,7 @@ def fail_and_place_again():
     return outs, on_this_rank, offloader_of(pipe.vae), str(error.value)
 
 
-def test_a_failure_is_raised_on_all_ranks_and_the_earlier_placement_stays(rank_pool):
+def test_failed_placement_raises_and_changes_nothing(rank_pool):
     expected = generate(make("flux"), "flux")
     for rank, (outs, decoded, offloader, error) in enumerate(rank_pool.run(fail_and_place_again, 2)):
         assert max(relative_error(out, expected) for out in outs) < 1e-5
@@ -187,7 +187,7 @@ def tensors_of(*modules):
 
 
 @torch.no_grad()
-def test_a_video_is_decoded_and_encoded_with_one_copy_of_the_weights():
+def test_video_needs_one_copy_of_the_weights():
     pipe, expected = make("wan"), make("wan").vae
     vae = pipe.vae
     with mock.patch("diffusers.hooks.group_offloading.ModuleGroup", CopyingGroup):

@@ -124,7 +124,7 @@ def test_a_failing_step_of_load_raises_on_all_ranks(rank_pool, folder):
     ],
 )
 @pytest.mark.filterwarnings("ignore:the cache of the")
-def test_a_failing_removal_of_the_cache_keeps_it_until_the_second_call(step, after):
+def test_cache_stays_after_a_failed_removal(step, after):
     pipe = flux_pipe()
     plain, before = pipe(**flux_call(num_inference_steps=3))[0], state_of(pipe)
     apply_cache_on_pipe(pipe, residual_diff_threshold=10.0)
@@ -170,7 +170,7 @@ def fail_in_unparallelize():
 
 
 @pytest.mark.long
-def test_a_failing_step_of_unparallelize_pipe_is_completed_by_the_second_call(rank_pool):
+def test_second_unparallelize_pipe_completes_a_failed_step(rank_pool):
     rank_pool.run(fail_in_unparallelize, 2)
 
 
@@ -187,7 +187,7 @@ def fail_in_unparallelize_stages():
         assert torch.equal(image_of(pipe), image), step
 
 
-def test_a_failing_gather_of_stages_is_completed_by_the_second_call(rank_pool):
+def test_second_call_completes_a_failed_gather_of_stages(rank_pool):
     rank_pool.run(fail_in_unparallelize_stages, 2)
 
 
@@ -223,5 +223,5 @@ def fail_in_unshard(method):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["fsdp", "tensor"])
-def test_a_failing_step_of_unshard_weights_is_completed_by_the_second_call(rank_pool, method):
+def test_second_unshard_weights_completes_a_failed_step(rank_pool, method):
     rank_pool.run(fail_in_unshard, 2, method)

@@ -250,7 +250,7 @@ def fail_after_gathering(rank):
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_a_failing_step_after_the_weights_were_gathered_changes_nothing(rank_pool, rank):
+def test_failure_after_gathering_weights_changes_nothing(rank_pool, rank):
     rank_pool.run(fail_after_gathering, 2, rank)
 
 

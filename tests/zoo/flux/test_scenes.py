@@ -20,7 +20,7 @@ def rng(*seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def test_training_never_draws_what_is_held_out():
+def test_training_never_draws_held_out_scenes():
     held_out, training = set(grammar.triples(held_out=True)), set(grammar.triples(held_out=False))
     assert len(held_out) + len(training) == 8 * 5 * 9
     assert 45 <= len(held_out) <= 60
@@ -90,7 +90,7 @@ def test_checker_recognises_blurred_shapes(blur):
         assert [thing.shape for thing in find(np.asarray(image))] == [shape], scene
 
 
-def test_checker_names_no_shape_where_there_is_none():
+def test_checker_names_no_shape_without_an_object():
     y, x = np.indices((128, 128)) - 64
     moon = (x**2 + y**2 < 225) & ((x - 10) ** 2 + y**2 > 150)
     bar = (abs(x) < 16) & (abs(y) < 3) | (abs(x + 13) < 3) & (abs(y) < 16)  # The shape is an L.
@@ -103,7 +103,7 @@ def test_checker_names_no_shape_where_there_is_none():
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("attribute", ["colour", "shape", "size", "cell"])
 @pytest.mark.parametrize("num_things", [1, 3])
-def test_checker_rejects_exactly_what_was_altered(attribute, num_things):
+def test_checker_rejects_exactly_the_altered_parts(attribute, num_things):
     values = {"colour": [*grammar.COLOURS], "shape": grammar.SHAPES, "size": grammar.SIZES, "cell": [*grammar.CELLS]}
     for i in range(25):
         scene = grammar.held_out_scene(rng(10, i), num_things)

@@ -25,7 +25,7 @@ def load():
     return pipe
 
 
-def test_things_move_where_the_caption_says():
+def test_objects_move_as_the_caption_says():
     captions = [caption(scene) for scene in SCENES]
     videos = dict(generate(load(), captions, steps=12, seed=0, batch=2, guidance_scale=2.0, negative_prompt=""))
     for i, scene in enumerate(SCENES):

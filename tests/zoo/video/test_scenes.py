@@ -18,7 +18,7 @@ def rng(*seed: int) -> np.random.Generator:
 
 
 @pytest.mark.long
-def test_training_never_draws_what_is_held_out():
+def test_training_never_draws_held_out_scenes():
     held_out, training = set(grammar.triples(held_out=True)), set(grammar.triples(held_out=False))
     assert len(held_out) + len(training) == 8 * 5 * 8
     assert 40 <= len(held_out) <= 52
@@ -70,7 +70,7 @@ def test_the_checker_accepts_true_videos(direction):
     ("name", "value"),
     [("colour", "blue"), ("shape", "square"), ("direction", "left"), ("direction", "up right"), ("background", "grey")],
 )
-def test_the_checker_names_what_differs_and_only_that(name, value):
+def test_checker_names_exactly_the_differences(name, value):
     verdict = check(draw(RED_RIGHT, rng(10)), replace(RED_RIGHT, **{name: value}))
     wrong = {key for key, right in vars(verdict).items() if not right}
     assert wrong == {name}
@@ -89,6 +89,6 @@ def test_the_checker_wants_one_object_that_moves_steadily():
     assert not check(np.full_like(video, 245), RED_RIGHT).single
 
 
-def test_the_checker_says_what_it_wants():
+def test_checker_names_the_expected_input():
     with pytest.raises(ValueError, match=r"got \[64, 64, 3\] uint8"):
         check(np.zeros((64, 64, 3), np.uint8), RED_RIGHT)

@@ -98,7 +98,7 @@ def test_latents_are_unit_normal_and_rescaled():
 
 
 @torch.no_grad()
-def test_training_tells_the_transformer_what_the_pipeline_tells_it():
+def test_training_inputs_equal_those_of_the_pipeline():
     tokenizer = build_tokenizer()
     model = WanDenoiser(tokenizer).eval()
     pipe = build_pipeline(model, build_vae(), tokenizer)
