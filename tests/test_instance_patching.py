@@ -241,7 +241,7 @@ def test_nested_wrappers_are_one_graph():
     torch.testing.assert_close(compiled(x), 3 * x)
 
 
-def test_dir_of_a_wrapped_instance_is_what_it_was():
+def test_dir_of_a_wrapped_instance_is_unchanged():
     greeter, scaled = Greeter(), Scaled()
     before = dir(greeter), dir(scaled)
     wrap_method(greeter, "__call__", "twice", twice, order=WrapperPriority.PLAN)

@@ -64,7 +64,7 @@ def expected():
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("default")  # These are a peer's own warnings.
 @pytest.mark.parametrize(("peer", "kind", "source"), BLOCKS, ids=[f"{i}-{block[0]}" for i, block in enumerate(BLOCKS)])
-def test_a_block_generates_what_one_device_does(rank_pool, expected, peer, kind, source):
+def test_block_generates_the_same_as_one_device(rank_pool, expected, peer, kind, source):
     if peer == "para_attn":
         pytest.skip("ParaAttention 0.3.38 does not run with diffusers 0.42: what it raises stands on the page")
     if peer != "para_core" and importlib.util.find_spec(peer) is None:

@@ -157,7 +157,7 @@ def test_links_of_a_published_repository(tmp_path):
         assert not file or (ROOT / file).is_file()
 
 
-def test_the_sdist_holds_what_the_wheel_is_built_from(distributions):
+def test_sdist_has_the_sources_of_the_wheel(distributions):
     sdist, _ = distributions
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -166,7 +166,7 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(distributions):
 
 
 @pytest.mark.long
-def test_installing_the_folder_gives_what_the_wheel_holds(distributions, tmp_path):
+def test_installed_folder_has_the_files_of_the_wheel(distributions, tmp_path):
     checkout = copy_checkout(tmp_path / "checkout")
     run(sys.executable, "-m", "pip", *INSTALL, "--target", tmp_path / "target", ".", cwd=checkout)
     with zipfile.ZipFile(distributions[1]) as archive:

@@ -25,7 +25,7 @@ def test_tables_equal_the_results(page):
 
 
 @pytest.mark.long
-def test_the_planner_predicts_what_its_results_say():
+def test_predictions_equal_the_recorded_ones():
     results = read_results("planner_check")
     for table in published.TABLES:
         slowdown, checked = published.check(table, published.workload(table.model, **dict(table.sizes)))
@@ -42,7 +42,7 @@ def names_imported(file):
 
 
 @pytest.mark.slow
-def test_what_programs_import_late_exists():
+def test_late_imports_of_programs_exist():
     pytest.importorskip("ray")
     for file in sorted((ROOT / "benchmarks").rglob("*.py")):
         for module, name in names_imported(file):

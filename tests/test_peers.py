@@ -59,7 +59,7 @@ def test_exact_attempt_counts_else_the_first():
     assert best([refused, wrong]) is refused
 
 
-def test_a_cell_names_the_ways_only_where_they_differ():
+def test_cell_names_ways_only_if_they_differ():
     exact, refused, wrong = {"verdict": "exact"}, {"verdict": "refused"}, {"verdict": "wrong", "error": 0.5}
     assert cell({"Ulysses": exact, "ring": exact}) == "exact"
     assert (
@@ -74,7 +74,7 @@ def test_a_cell_names_an_exact_option_that_is_not_documented(by_hand, shown):
     assert cell(ways) == f"exact ({shown})"
 
 
-def test_what_a_peer_lacks_is_not_called_wrong():
+def test_missing_feature_of_a_peer_is_not_wrong():
     no_argument = {"verdict": "refused", "message": "TypeError: f() got an unexpected keyword argument 'attn_mask'"}
     stand_in = {"verdict": "refused", "message": "RuntimeError: attn_bias does not fit (stand-in)"}
     refused = {"verdict": "refused", "message": "ValueError: GQA is not yet supported"}
@@ -97,7 +97,7 @@ def test_the_summary_counts_every_cell():
     assert int(columns[2][0]) == verdicts.count("exact")
 
 
-def test_own_table_has_the_default_beside_the_option():
+def test_own_table_has_default_and_option():
     results = json.loads((ROOT / "benchmarks/results/peers.json").read_text())
     lines = own(results)
     for peer, rows in results["own rows"].items():

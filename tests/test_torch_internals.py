@@ -515,7 +515,7 @@ def test_fused_attention_functions_are_called_without_sdpa():
     assert internals.FUSED_ATTENTION_FUNCTIONS[0] in watch.functions
 
 
-def test_own_sdpa_is_known_if_it_was_replaced(monkeypatch):
+def test_replaced_sdpa_is_recognized(monkeypatch):
     """Check that a replaced SDPA is recognized. Otherwise its model would run on each rank's own tokens without an
     error.
     """

@@ -51,7 +51,7 @@ def in_every_way(ring, ulysses):
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
-def test_a_pipeline_computes_as_it_was_asked_to(rank_pool, ring, ulysses):
+def test_pipeline_uses_the_requested_backend(rank_pool, ring, ulysses):
     expected = draw(flux_pipe())
     for outputs, calls in rank_pool.run(in_every_way, 2, ring, ulysses):
         (by_math, named), (as_it_is, unnamed) = outputs["math"], outputs["as it is"]

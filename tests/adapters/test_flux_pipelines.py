@@ -106,7 +106,7 @@ def draw_with(name):
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", PIPELINES)
-def test_two_ranks_generate_what_one_generates(rank_pool, name):
+def test_two_ranks_generate_the_same_as_one(rank_pool, name):
     expected = generate(build(name), **PIPELINES[name])
     for outs in rank_pool.run(draw_with, 2, name):
         errors = [relative_error(out, expected) for out in outs]
@@ -183,7 +183,7 @@ def draw_without_rerouting():
         return generate(pipe)
 
 
-def test_these_images_depend_on_what_other_ranks_hold(rank_pool):
+def test_images_depend_on_tokens_of_other_ranks(rank_pool):
     # The other tests could not fail if attention hardly affected the tiny transformer.
     expected = generate(flux_pipe())
     for out in rank_pool.run(draw_without_rerouting, 2):

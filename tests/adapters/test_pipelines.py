@@ -429,7 +429,7 @@ def draw_otherwise(name, mesh_shape=None):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["hunyuan", "mochi", "cogvideox", "wan 2.2"])
-def test_callbacks_interruptions_and_kinds_of_output_are_as_alone(rank_pool, name):
+def test_callbacks_interruptions_and_output_types_are_exact(rank_pool, name):
     with torch.random.fork_rng():
         expected = draw_otherwise(name)
     for what, out in expected.items():

@@ -205,7 +205,7 @@ def call_loaded(folder):
     return compute(parallelize_transformer(load_quantized(folder), mesh=cpu_mesh(1, 2)), "wan")
 
 
-def test_what_diffusers_loads_quantized_is_exact(rank_pool, tmp_path):
+def test_weights_loaded_quantized_are_exact(rank_pool, tmp_path):
     build_transformer("wan").save_pretrained(tmp_path)
     expected = compute(load_quantized(tmp_path), "wan")
     assert relative_error(expected, compute(build_transformer("wan"), "wan")) > 1e-3

@@ -94,7 +94,7 @@ def denoise_by_hand(parallel):
     return latents
 
 
-def test_a_loop_of_ones_own_may_expand_its_timestep(rank_pool):
+def test_own_loop_may_expand_its_timestep(rank_pool):
     expected = denoise_by_hand(False)
     for latents in rank_pool.run(denoise_by_hand, 2, True):
         assert relative_error(latents, expected) < 1e-5

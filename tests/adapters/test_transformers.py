@@ -271,7 +271,7 @@ def check_compiled(rank_pool, name, way, backend="aot_eager", expected=None):
         *[pytest.param("blocks", name, marks=pytest.mark.long) for name in COMPILED_BY_BLOCKS],
     ],
 )
-def test_compiled_they_are_exact_without_recompiling(rank_pool, way, name):
+def test_compiled_transformers_are_exact_without_recompiling(rank_pool, way, name):
     check_compiled(rank_pool, name, way)
 
 

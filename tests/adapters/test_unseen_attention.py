@@ -148,7 +148,7 @@ def call_every_name():
     return outs
 
 
-def test_every_name_is_exact_or_an_error_that_says_what_to_do(rank_pool):
+def test_every_backend_name_is_exact_or_an_error(rank_pool):
     assert {x.value for x in AttentionBackendName} == EXACT | NOT_ON_CPU | REFUSED
     expected = call(MODELS["flux2"].build(), "flux2", SIZES[0])[0]
     for outs in rank_pool.run(call_every_name, 2):

@@ -196,7 +196,7 @@ def test_own_attention_is_learned_on_empty_ranks(rank_pool, ring, dtype):
         assert relative_error(torch.cat(parts, dim=2).float(), x.grad) < bound
 
 
-def test_what_is_rounded_does_not_travel_in_two_dims():
+def test_two_dims_refuse_rounded_tensors():
     with pytest.raises(ValueError, match=r"rotate_method='2d'.* comm_dtype.* torch\.float8_e4m3fn"):
         AttnOptions(rotate_method="2d", comm_dtype=torch.float8_e4m3fn)
 

@@ -53,7 +53,7 @@ CASES = [
 @pytest.mark.sample(1)
 @on_few_meshes
 @pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
-def test_it_equals_dense_attention_with_the_mask_written_out(rank_pool, ring, ulysses, share):
+def test_block_mask_equals_dense_mask(rank_pool, ring, ulysses, share):
     items = [sparse_case(case, size, share) for case, size in CASES]
     check_all(rank_pool, items, ring, ulysses)
 

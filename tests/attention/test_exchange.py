@@ -46,7 +46,7 @@ def as_on_gpu(function, cases, ring, ulysses, *options):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (1, 4), (2, 2)])
-def test_it_equals_one_device_however_tokens_and_heads_divide(rank_pool, ring, ulysses):
+def test_exchange_of_any_tokens_and_heads_equals_one_device(rank_pool, ring, ulysses):
     results = rank_pool.run(as_on_gpu, ring * ulysses, attend, CASES, ring, ulysses)
     for rank, (outs, packs, unpacks) in enumerate(results):
         assert packs >= len(CASES)

@@ -187,7 +187,7 @@ def refused(backend):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("backend", "install"), [("flash3", "hopper/"), ("flash4", "flash-attn-4"), ("sage", "2.1.1")])
-def test_what_a_library_cannot_compute_is_refused_at_once(rank_pool, backend, install):
+def test_call_that_a_library_cannot_compute_is_refused(rank_pool, backend, install):
     for missing, masked, device, dtype in rank_pool.run(refused, 2, backend):
         assert install in missing
         assert PLACES[backend][0] in missing

@@ -428,7 +428,7 @@ def test_bad_options_raise_and_keep_the_earlier_cache(options, error, message):
     "option",
     [{"always_compute_last": True}, {"start": 0.2}, {"end": 0.5}, {"forecast_order": 1}, {"compute_steps": (1,)}],
 )
-def test_what_needs_a_schedule_is_an_error_without_one(option):
+def test_options_that_need_a_schedule_raise_without_one(option):
     pipe = Pipe(scheduler=None)
     with pytest.raises(ValueError, match=rf"{next(iter(option))} .*scheduler.* Pipe "):
         apply_cache_on_pipe(pipe, residual_diff_threshold=0.1, adapter=ADAPTER, **option)
@@ -485,7 +485,7 @@ def test_every_option_is_a_keyword_and_others_raise(apply):
         apply(thing, **argument, residual_diff_threshold=0.1, warm_up=3)
 
 
-def test_a_model_of_ones_own_needs_a_threshold():
+def test_own_model_needs_a_threshold():
     with pytest.raises(TypeError, match="apply_cache needs residual_diff_threshold="):
         apply_cache(Scripted(), BLOCKS)
 

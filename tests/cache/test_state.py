@@ -394,7 +394,7 @@ def test_stored_residuals_hold_no_autograd_graph():
     remove_cache(model)
 
 
-def test_a_model_of_ones_own_is_reset_by_hand():
+def test_own_model_is_reset_by_hand():
     model = apply_cache(Scripted(), BLOCKS, residual_diff_threshold=0.1)
     inputs = torch.ones(1, 6, 8), torch.zeros(1, 3, 8), torch.tensor([1.0, 2.0])
     with torch.no_grad():

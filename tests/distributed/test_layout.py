@@ -60,7 +60,7 @@ def test_a_segment_is_not_replicated_and_balanced():
 
 
 @given(segments=SEGMENTS, ranks=RANKS)
-def test_local_lengths_count_what_each_rank_holds(segments, ranks):
+def test_local_lengths_equal_the_tokens_of_each_rank(segments, ranks):
     layout = SequenceLayout(segments, ranks)
     assert layout.sizes() == tuple(len(positions(layout, rank)) for rank in range(ranks))
 

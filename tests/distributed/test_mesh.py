@@ -534,7 +534,7 @@ def process_while_making_a_group(fails):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_making_a_group_changes_nothing_that_other_threads_read(rank_pool, fails):
+def test_creating_a_group_does_not_affect_other_threads(rank_pool, fails):
     first, *others = rank_pool.run(process_while_making_a_group, 3, fails, timeout=60)
     assert first is None
     for states, result, bound in others:

@@ -173,7 +173,7 @@ def test_hopper_tier_needs_tuning_on_this_device(cache, monkeypatch, capability,
     assert list(tuned("a GPU")) == [replace(CASE, tier="portable")]
 
 
-def test_what_was_tuned_computes_the_calls_that_it_takes(on_the_cpu, monkeypatch):
+def test_tuned_kernel_computes_its_calls(on_the_cpu, monkeypatch):
     launched = []
     launch = attention_hopper.launch
     monkeypatch.setattr(portable, "hopper_config_for", lambda query, is_causal: INTERPRETED)

@@ -96,7 +96,7 @@ def moments_of_part(x):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_in_its_group(interpreter, bad):
+def test_nonfinite_elements_stay_in_their_group(interpreter, bad):
     x = image(1, 4, 6, 10)
     x[0, 0, 5, 9] = bad
     (actual,) = interpreter(with_kernels, [x], 2, None, None, 1e-5)

@@ -169,7 +169,7 @@ def gpu_forms(x, y):
     return change_on_gpu(x, y), forecast_on_gpu(x, [y] * 4, [0.25] * 4), forecast_on_gpu(x, [y], [2.0])
 
 
-def test_what_a_kernel_does_not_take_is_plain_pytorch(interpreter):
+def test_inputs_that_a_kernel_refuses_use_plain_pytorch(interpreter):
     x, y = normal(2, 9).double(), normal(2, 9, seed=1).double()
     changed, of_four, of_one = interpreter(gpu_forms, x, y)
     torch.testing.assert_close(changed.double(), sums(x, y), rtol=3e-6, atol=0)

@@ -202,7 +202,7 @@ def gpu_forms(x, numbers, numel, eight):
 
 @FORMATS
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_the_form_of_cuda_computes_it_in_every_dtype(interpreter, dtype, eight):
+def test_cuda_form_computes_every_dtype(interpreter, dtype, eight):
     x = spread((1, 2, 5, 16), dtype)
     regions, numel = whole(x)
     buffer, restored = interpreter(gpu_forms, x, as_numbers(regions), numel, eight)

@@ -146,7 +146,7 @@ def call_other_library(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
     return q + 1
 
 
-def test_what_is_not_routed_raises_on_every_rank(rank_pool):
+def test_operators_without_a_route_raise_on_every_rank(rank_pool):
     for messages, error, disabled, lse_shape in rank_pool.run(refuse, 2):
         for name, message in messages.items():
             assert name in message, (name, message)
@@ -436,14 +436,14 @@ def nest_modes(compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_what_attn_func_computes_is_not_intercepted_again(rank_pool, compiled):
+def test_calls_inside_attn_func_are_not_intercepted(rank_pool, compiled):
     x = make_tensors(D=8)[0].transpose(1, 2)
     for outs in rank_pool.run(nest_modes, 2, compiled):
         for out in outs:
             assert relative_error(out, F.scaled_dot_product_attention(x, x, x)) < 1e-5
 
 
-def test_what_diffusers_registers_on_import_is_no_other_build():
+def test_operators_of_diffusers_are_no_other_build():
     assert diffusers.models.attention_dispatch.dispatch_attention_fn
     assert hasattr(torch.ops, "_diffusers_flash_attn_3")
     assert not has_other_builds()

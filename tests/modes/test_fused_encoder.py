@@ -78,7 +78,7 @@ def test_mode_ending_in_one_thread_keeps_others():
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_who_had_switched_it_off_finds_it_off():
+def test_disabled_fast_path_stays_disabled():
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with UnifiedAttnMode(one_rank("cpu")), UnifiedAttnMode(one_rank("cpu")):

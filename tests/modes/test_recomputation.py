@@ -252,7 +252,7 @@ def learn_in_other_orders():
     return results
 
 
-def test_what_is_recomputed_has_the_state_of_its_call(rank_pool):
+def test_recomputation_has_the_state_of_its_call(rank_pool):
     expected, of_two = gradient(), gradient((S, S + 2))
     for results in rank_pool.run(learn_in_other_orders, 2):
         for (name, reentrant), grad in results.items():

@@ -651,7 +651,7 @@ def use_layouts():
     return outs
 
 
-def test_an_explicit_layout_decides_before_what_was_cut(rank_pool):
+def test_explicit_layout_overrides_sharded_tensors(rank_pool):
     for outs in rank_pool.run(use_layouts, 2):
         assert relative_error(outs["using"], on_one_device(12)) < 1e-5
         assert relative_error(outs["layout="], on_one_device(12)) < 1e-5

@@ -28,7 +28,7 @@ def test_options_together_are_exact_or_refused(rank_pool, name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [case.id for case, _ in refused_cases()])
-def test_what_is_refused_is_refused_with_a_reason(rank_pool, name):
+def test_refusals_have_a_reason(rank_pool, name):
     outcome = run(parse(name), rank_pool)
     assert outcome.status == "refused", f"python -m tests.together {name}\n{outcome}"
 

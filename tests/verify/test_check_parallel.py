@@ -72,7 +72,7 @@ def test_model_without_token_mixing_is_exact():
 
 
 @pytest.mark.parametrize("wrong", [0, 2])
-def test_a_mean_over_tokens_is_found_where_it_is(wrong):
+def test_mean_over_tokens_is_located(wrong):
     check = check_parallel(make(centred=[wrong]), torch.randn(1, 12, 4), ranks=2)
     assert not check
     assert [case.error > 1e-3 for case in check.cases] == [True] * 4
@@ -190,7 +190,7 @@ def test_tensors_in_a_dataclass_are_sharded(dim):
     assert {case.tokens for case in check.cases} == {13, 12}
 
 
-def test_a_model_that_fails_alone_raises_what_it_raised():
+def test_model_that_fails_on_one_device_raises_its_error():
     with pytest.raises(ArithmeticError, match="five tokens"):
         check_parallel(Fails(), torch.randn(1, 5, 4))
 

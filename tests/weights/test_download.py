@@ -56,7 +56,7 @@ def test_download_may_exceed_group_timeout(rank_pool, folder, tmp_path):
 
 
 @pytest.mark.long
-def test_what_is_in_the_cache_needs_no_connection(rank_pool, folder, tmp_path):
+def test_cached_repository_needs_no_connection(rank_pool, folder, tmp_path):
     with Hub(folder) as hub, asking(hub.endpoint):
         FluxPipeline.download(REPOSITORY, cache_dir=tmp_path)
     # The server has stopped, so only the cache can answer.

@@ -70,7 +70,7 @@ def test_the_least_recently_used_output_is_dropped():
         assert kept.misses == 6
 
 
-def test_what_a_pipeline_writes_to_an_output_is_not_kept():
+def test_changes_of_an_output_are_not_kept():
     pipe = make("flux")
     kept = EncodedPrompts(pipe)
     ids = torch.tensor([[1, 2, 3]])

@@ -52,7 +52,7 @@ def load(folder, weights, dtype=None):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("weights", "dtype"), [("fsdp", None), ("fsdp", torch.bfloat16), ("tensor", None)])
-def test_what_was_loaded_in_parts_generates_the_same(rank_pool, folder, weights, dtype):
+def test_pipeline_loaded_in_parts_generates_the_same(rank_pool, folder, weights, dtype):
     for shared, whole in rank_pool.run(load, 2, folder, weights, dtype):
         assert torch.equal(shared, whole) if weights == "fsdp" else relative_error(shared, whole) < 1e-5
 
@@ -73,7 +73,7 @@ def load_stages(folder, dtype):
 
 
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
-def test_what_was_loaded_in_stages_generates_the_same(rank_pool, folder, dtype):
+def test_pipeline_loaded_in_stages_generates_the_same(rank_pool, folder, dtype):
     for output, whole, held in rank_pool.run(load_stages, 2, folder, dtype):
         assert torch.equal(output, whole)
         assert held == ({True, False}, {dtype or torch.float32})
@@ -183,7 +183,7 @@ def load_incomplete(folder):
         ),
     ],
 )
-def test_what_is_missing_is_named_as_what_it_is(rank_pool, tmp_path, how, message):
+def test_missing_file_is_named_by_its_kind(rank_pool, tmp_path, how, message):
     flux_pipe().save_pretrained(tmp_path, max_shard_size="300KB" if how == "no index" else "1GB")
     part = tmp_path / "transformer"
     if how == "no index":

@@ -129,7 +129,7 @@ def test_one_process_equals_patches_by_hand(num_patches, options):
     assert torch.equal(output, exact) if num_patches == 1 else 0 < relative_error(output, exact) < 0.2
 
 
-def test_with_every_step_whole_nothing_changes():
+def test_whole_steps_only_are_exact():
     output, report = fused(4, warmup_steps=STEPS)
     assert torch.equal(output, run(flux_pipe()))
     assert report.patched_calls == 0
@@ -595,7 +595,7 @@ def test_few_steps_switch_it_off_with_a_warning():
     assert torch.equal(output, flux_pipe()(**flux_call(num_inference_steps=4))[0])
 
 
-def test_what_it_does_not_go_with_is_refused():
+def test_incompatible_options_are_refused():
     with pytest.raises(TypeError, match=r"PipeFusion .*SD3Transformer2DModel"):
         parallelize_pipe(PIPELINES["stable diffusion 3"].build(), pipefusion=PipeFusion())
     with pytest.raises(ValueError, match=r"3 frames .*num_patches=4 "):

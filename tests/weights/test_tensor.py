@@ -131,7 +131,7 @@ DEFAULT_ON_TWO = ("flux", "qwen-image, masked", "wan, image context", "hunyuan",
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in DEFAULT_ON_TWO else pytest.mark.long) for name in CONFIGS]
 )
-def test_two_tensor_ranks_compute_what_one_device_does(rank_pool, name):
+def test_two_tensor_ranks_equal_one_device(rank_pool, name):
     check(rank_pool, name, (1, 1, 1, 2))
 
 
@@ -265,7 +265,7 @@ def test_unknown_tensor_ranks_and_whole_adapters_raise(rank_pool):
         ({"offload_policy": CPUOffloadPolicy()}, ValueError, "offload_policy "),
     ],
 )
-def test_what_has_no_tensor_plan_or_mesh_is_refused(options, error, message):
+def test_model_without_tensor_plan_or_mesh_is_refused(options, error, message):
     with fake_group(2), pytest.raises(error, match=message):
         shard_weights(flux_pipe(), init_context_parallel_mesh("cpu"), method="tensor", **options)
 

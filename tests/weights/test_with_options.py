@@ -60,7 +60,7 @@ def undone(name, method):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("method", MESHES)
 @pytest.mark.parametrize("name", ["flux", pytest.param("ltx", marks=pytest.mark.long)])
-def test_undone_weights_take_the_gradients_that_they_took(rank_pool, name, method):
+def test_undone_weights_require_the_same_gradients(rank_pool, name, method):
     rank_pool.run(undone, num_ranks(name, method), name, method)
 
 

@@ -265,7 +265,7 @@ def test_bad_arguments_are_errors_before_anything_is_generated(options, match):
 
 
 @pytest.mark.long
-def test_another_threshold_compiles_nothing_anew():
+def test_another_threshold_recompiles_nothing():
     torch._dynamo.reset()
     # The number of graphs does not depend on the backend, and this one is the fastest.
     counter = CompileCounterWithBackend("eager")

@@ -130,7 +130,7 @@ def test_closest_supported_names_are_few_and_begin_with_the_nearest(name, closes
         ),
     ],
 )
-def test_another_transformer_is_refused_with_what_is_supported(make, message):
+def test_unsupported_transformer_is_refused_with_a_list(make, message):
     model = make()
     for attempt, target in ((parallelize_pipe, OtherTransformer(model)), (parallelize_transformer, model)):
         expected = f"^{type(target).__name__} .*{message}.*{SUPPORTED}"

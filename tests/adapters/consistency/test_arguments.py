@@ -153,7 +153,7 @@ def call_with_the_same():
     return pipe(prompt, **(options | ({"latents": None} if dist.get_rank() else {}))).images
 
 
-def test_what_is_equal_passes_however_it_is_given(rank_pool):
+def test_equal_arguments_pass_in_any_form(rank_pool):
     expected = flux_pipe()(**flux_call(num_inference_steps=1)).images
     for out in rank_pool.run(call_with_the_same, 2):
         assert relative_error(out, expected) < 1e-5

@@ -162,7 +162,7 @@ def run_with_text(source):
     return outs
 
 
-def test_text_is_sharded_too_with_what_goes_with_it(rank_pool):
+def test_text_and_its_weights_are_sharded(rank_pool):
     transformer = fill(Weighted(), seed=1)
     proposal = propose_plan(transformer, (weighted_inputs(17), weighted_inputs(31)))
     assert proposal.plan.cuts("text")
