@@ -148,7 +148,7 @@ def test_schedule_may_begin_after_first_step():
     call = flux_call(num_inference_steps=8, output_type="latent", height=32, width=32, strength=0.5)
     pipe(**call, image=torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32))
     rows = cache_report(pipe).rows
-    # Four of the eight steps are kept.
+    # With this strength four of the eight steps run.
     assert [row.step for row in rows] == [0, 1, 2, 3]
     assert verdicts(cache_report(pipe)) == ["warmup", "hit", "hit", "schedule"]
 
