@@ -44,7 +44,7 @@ def test_command_of_the_container_starts_a_server(monkeypatch):
     monkeypatch.setenv("PARA_CORE_API_KEY", "secret")
     command = json.loads(instructions("ENTRYPOINT")[0])
     options = dict(zip(SERVICE["command"][::2], SERVICE["command"][1::2], strict=True))
-    options.pop("--model")  # This model is on the Hub.
+    options.pop("--model")  # is on the Hub
     assert command.pop(0) == "para_core"
     assert run([*command, *[word for pair in options.items() for word in pair]]) == 1
     ((_, _, server, _), rest) = started[0]

@@ -34,8 +34,8 @@ def observe(module, first=()):
 
 @pytest.fixture(scope="module")
 def changes():
-    """Return the changes by importing para_core.adapters, which imports para_core, after all modules of other packages
-    were imported.
+    """Return what importing para_core.adapters, which imports para_core, changes once all modules of other packages are
+    imported.
     """
     return observe("para_core.adapters", first=observe("para_core.adapters")["modules"])
 

@@ -188,7 +188,7 @@ def encode_first_parts() -> dict[str, list[str]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/planner.md: the errors of the prediction, with a row for each model."""
+    """Return the table of docs/planner.md: the errors of the prediction, a row for each model."""
     errors: dict[str, list[str]] = {}
     for row in read_results("memory_check")["rows"]:
         errors.setdefault(row["stack"], []).append(f"{row['mesh']}: {row['error']:+.1%}")

@@ -75,9 +75,7 @@ def check(table: Published, work: Workload) -> tuple[float, list[Checked]]:
 
 
 def ratios_of(rows: Sequence[Checked]) -> dict[str, list[float]]:
-    """Return the smallest and largest ratio of published to predicted seconds without a fit, over all rows of a
-    kind.
-    """
+    """Return the smallest and largest ratio of published to predicted seconds without a fit, of all rows of a kind."""
     ratios = {
         kind: [row.published / row.unfitted for row in rows if row.table.runtime.compiled == (kind == "compiled")]
         for kind in ("compiled", "eager")
