@@ -21,7 +21,7 @@ from diffusers import FluxPipeline
 
 from para_core.adapters import parallelize_pipe
 
-PROMPTS = ["a large red circle", "a small blue square", "a green triangle"]
+PROMPTS = ["a large red circle", "a blue square", "a green triangle"]
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="black-forest-labs/FLUX.1-dev", help="a name on the Hub, or a folder")
 parser.add_argument("--size", type=int, default=1024, help="height and width in pixels")

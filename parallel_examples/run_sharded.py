@@ -32,7 +32,7 @@ held = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in weigh
 print(f"rank {dist.get_rank()} holds {held / 1e6:.1f} of {whole / 1e6:.1f} MB of the transformer", flush=True)
 
 image = pipe(
-    "a large red circle at the top left, on white",
+    "a large red circle in the top left on a white background",
     height=options.size,
     width=options.size,
     num_inference_steps=28,

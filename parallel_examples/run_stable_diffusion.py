@@ -27,7 +27,7 @@ pipe = AutoPipelineForText2Image.from_pretrained(options.model, dtype=dtype).to(
 parallelize_pipe(pipe, vae=True)
 
 image = pipe(
-    "a large red circle at the top left, on white",
+    "a large red circle in the top left on a white background",
     height=options.size,
     width=options.size,
     num_inference_steps=30,

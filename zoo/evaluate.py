@@ -50,6 +50,17 @@ def held_out_images(seed: int, num_things: int, count: int) -> list[images.Image
     return _different(lambda rng: images.held_out_scene(rng, num_things), count, seed, num_things)
 
 
+def short_scenes() -> list[images.ImageScene]:
+    """Return the scenes of which a short caption names a colour and a shape alone, three times each, mixed."""
+    cell = images.USUAL_CELLS[1][0]
+    scenes = [
+        images.ImageScene((images.Thing(colour, shape, images.USUAL_SIZE, cell),), images.USUAL_BACKGROUND)
+        for colour in images.COLOURS
+        for shape in images.SHAPES
+    ]
+    return [scenes[index] for _ in range(3) for index in np.random.default_rng(WORD).permutation(len(scenes))]
+
+
 def held_out_videos(seed: int, count: int) -> list[videos.VideoScene]:
     """Return ``count`` different scenes that were not in the training set."""
     return _different(lambda rng: videos.random_scene(rng, held_out=True), count, seed)
@@ -63,7 +74,8 @@ def generate(
     for start in range(0, len(captions), batch):
         part = captions[start : start + batch]
         generators = [torch.Generator().manual_seed(seed * 100_000 + start + i) for i in range(len(part))]
-        outputs = pipe(part, num_inference_steps=steps, generator=generators, output_type="np", **call, **options)[0]
+        arguments = {"num_inference_steps": steps, "generator": generators, "output_type": "np", **call, **options}
+        outputs = pipe(part, **arguments)[0]
         yield from enumerate(_to_8_bit(outputs), start)
 
 
@@ -130,7 +142,10 @@ def evaluate_images(pipe: Any, args: argparse.Namespace) -> tuple[dict[str, Any]
         figures[f"things_{num_things}"] = {**row, "ceiling_all": ceiling(pipe, scenes, args.seed)["all"]}
         few = 12 if num_things == 1 else 6
         shown, shown_captions = shown + outputs[:few], shown_captions + captions[:few]
-    return figures, sheet(shown, shown_captions, columns=6)
+    scenes = short_scenes()
+    captions = [images.short_caption(scene) for scene in scenes]
+    figures["short"], outputs = _judge(args, pipe, scenes, captions, seed=args.seed + 4, max_sequence_length=512)
+    return figures, sheet(shown + outputs[:6], shown_captions + captions[:6], columns=6)
 
 
 def evaluate_videos(pipe: Any, args: argparse.Namespace) -> tuple[dict[str, Any], Image.Image]:

@@ -11,7 +11,7 @@ training, the held-out triples never, whether the caption states the cell or not
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -114,6 +114,37 @@ def caption(scene: ImageScene, rng: np.random.Generator | None = None) -> str:
     return f"{where}, {text}" if not full and rng is not None and rng.random() < 0.5 else f"{text} {where}"
 
 
+# What a short caption leaves out: of each thing the size, the place, and the background, if they are these.
+USUAL_SIZE, USUAL_BACKGROUND = "large", "white"
+USUAL_CELLS = {1: ("centre",), 2: ("left", "right"), 3: ("left", "centre", "right")}  # by the number of things
+
+
+def short_caption(scene: ImageScene, rng: np.random.Generator | None = None) -> str:
+    """Return the caption without the words that name what is usual; with ``rng`` each of them may stay.
+
+    Places are left out together or not at all.
+
+    >>> short_caption(ImageScene((Thing("red", "circle", "large", "centre"),), "white"))
+    'a red circle'
+    """
+
+    def leaves_out(usual: bool) -> bool:
+        return usual and (rng is None or bool(rng.random() < 0.8))
+
+    nouns = []
+    for thing in scene.things:
+        size = "" if leaves_out(thing.size == USUAL_SIZE) else f"{thing.size} "
+        nouns.append(f"a {size}{thing.colour} {thing.shape}")
+    cells = tuple(thing.cell for thing in scene.things)
+    if scene.relation is not None:
+        text = f"{nouns[0]} {scene.relation} {nouns[1]}"
+    else:
+        if not leaves_out(cells == USUAL_CELLS[len(cells)]):
+            nouns = [f"{noun} {CELLS[cell]}" for noun, cell in zip(nouns, cells, strict=True)]
+        text = nouns[0] if len(nouns) == 1 else f"{', '.join(nouns[:-1])} and {nouns[-1]}"
+    return text if leaves_out(scene.background == USUAL_BACKGROUND) else f"{text} on a {scene.background} background"
+
+
 def words() -> list[str]:
     """Return every word and sign that a caption can hold, sorted: the vocabulary of both tokenizers."""
     text = " ".join([*COLOURS, *SHAPES, *SIZES, *BACKGROUNDS, *CELLS.values(), *RELATIONS, "a and , on background"])
@@ -146,6 +177,27 @@ def training_scene(rng: np.random.Generator, weights: Sequence[float] = (0.6, 0.
         scene = _random_scene(rng, num_things)
         if not any(is_held_out(thing.colour, thing.shape, thing.cell) for thing in scene.things):
             return scene
+
+
+def usual_scene(rng: np.random.Generator, weights: Sequence[float]) -> ImageScene:
+    """Return a random training scene, of which two thirds have the sizes, the places or the background that a short
+    caption leaves out.
+
+    ``weights`` are the probabilities of one, two, three things.
+    """
+    while True:
+        scene = training_scene(rng, weights)
+        if rng.random() < 2 / 3:
+            scene = replace(scene, background=USUAL_BACKGROUND)
+        cells = tuple(thing.cell for thing in scene.things)
+        if scene.relation is None and rng.random() < 2 / 3:
+            cells = USUAL_CELLS[len(cells)]
+        sizes = [USUAL_SIZE if rng.random() < 2 / 3 else thing.size for thing in scene.things]
+        things = tuple(
+            replace(thing, size=size, cell=cell) for thing, size, cell in zip(scene.things, sizes, cells, strict=True)
+        )
+        if not any(is_held_out(thing.colour, thing.shape, thing.cell) for thing in things):
+            return replace(scene, things=things)
 
 
 def crowded_scene(rng: np.random.Generator) -> ImageScene:

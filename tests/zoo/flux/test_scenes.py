@@ -59,6 +59,28 @@ def test_full_captions_identify_scenes():
         assert scenes.setdefault(grammar.caption(scene), scene) == scene
 
 
+def test_short_captions_identify_scenes_and_leave_out_only_what_is_usual():
+    words, scenes = set(grammar.words()), dict[str, ImageScene]()
+    shorter = 0
+    for i in range(1000):
+        scene = grammar.usual_scene(rng(8, i), (0.4, 0.4, 0.2))
+        assert not any(grammar.is_held_out(thing.colour, thing.shape, thing.cell) for thing in scene.things)
+        short, varied = grammar.short_caption(scene), grammar.short_caption(scene, rng(9, i))
+        assert set(f"{short} {varied}".replace(",", " ,").split()) <= words
+        assert len(short) <= len(varied) <= len(grammar.caption(scene))
+        shorter += len(short) < len(grammar.caption(scene))
+        assert scenes.setdefault(short, scene) == scene
+    assert 700 < shorter < 1000
+
+
+def test_short_caption_names_what_is_unusual():
+    circle, square = Thing("red", "circle", "small", "left"), Thing("blue", "square", "large", "right")
+    assert grammar.short_caption(ImageScene((circle, square), "white")) == "a small red circle and a blue square"
+    black = ImageScene((circle, square), "black", relation="left of")
+    assert grammar.short_caption(black) == "a small red circle left of a blue square on a black background"
+    assert grammar.short_caption(ImageScene((circle,), "white")) == "a small red circle on the left"
+
+
 def test_same_seed_same_image():
     scene = grammar.training_scene(rng(4))
     assert np.array_equal(draw(scene, rng(5)), draw(scene, rng(5)))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from torch import nn
 from transformers import T5EncoderModel
 
+from zoo.flux import PIPELINE, tune
 from zoo.flux import scenes as grammar
 from zoo.flux.models import LATENT_CHANNELS, SHIFT, FluxDenoiser, Tokenizers, build_tokenizers, build_vae
 from zoo.flux.scenes import SIDE, ImageScene, draw
@@ -382,3 +385,41 @@ def test_trained_t5_knows_cells_of_two_things():
     trained = T5EncoderModel.from_pretrained(ROOT / "zoo/flux/pipeline/text_encoder_2", dtype=torch.float32)
     assert cells_known_to_t5(trained, tokenizers, steps=25) > 0.9
     assert cells_known_to_t5(fresh, tokenizers, steps=25) < 0.5
+
+
+def test_tuning_keeps_the_record_and_refuses_a_tuned_pipeline(tmp_path):
+    trained, tuned = tmp_path / "trained", tmp_path / "tuned"
+    shutil.copytree(PIPELINE, trained)
+    record = json.loads((PIPELINE / "training.json").read_text())
+    del record["tuning"]
+    (trained / "training.json").write_text(json.dumps(record))
+    numbers = ["--scenes", "4", "--steps", "2", "--batch", "2"]
+    folders = ["--checkpoints", str(tmp_path / "checkpoints"), "--output", str(tuned)]
+    tune.main([*numbers, *folders, "--input", str(trained)])
+    written = json.loads((tuned / "training.json").read_text())
+    assert written.pop("tuning")["options"]["steps"] == 2
+    assert written == record
+    # The tuned parts have moved, and the text encoder that stays has its reach limited.
+    pipes = [FluxPipeline.from_pretrained(folder, dtype=torch.float32) for folder in (trained, tuned)]
+    before, after = (pipe.transformer.proj_out.weight for pipe in pipes)
+    assert not torch.equal(before, after)
+    with pytest.raises(ValueError, match="already tuned"):
+        tune.main([*numbers, *folders, "--input", str(tuned)])
+
+
+def test_reach_of_t5_is_63_tokens_in_each_of_two_layers():
+    encoder = FluxDenoiser(build_tokenizers()).text_encoder_2.eval()
+    ids = torch.randint(3, 40, (1, 400), generator=torch.Generator().manual_seed(0))
+    changed = ids.clone()
+    changed[0, 200] = 3 + (ids[0, 200] - 2) % 37
+
+    def moved():
+        with torch.no_grad():
+            difference = (encoder(ids)[0] - encoder(changed)[0]).abs().amax(-1)[0]
+        return difference.nonzero().flatten()
+
+    assert len(moved()) == 400
+    tune.limit_reach(encoder)
+    assert moved().min() >= 200 - 2 * 63
+    assert moved().max() <= 200 + 2 * 63
+    assert {200 - 63, 200 + 63} <= set(moved().tolist())
