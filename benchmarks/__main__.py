@@ -22,6 +22,7 @@ PROGRAMS = (
     ("planner.published",),
     ("planner.sizes",),
     ("planner.propose",),
+    ("demo.chart",),
     ("pages",),
 )
 

@@ -38,7 +38,7 @@ def generate(pipe: FluxPipeline) -> np.ndarray:
     return images
 
 
-def save_images(images: dict[str, np.ndarray], path: Path, *, amplified: int, title: str = "") -> None:
+def save_images(images: dict[str, np.ndarray], path: Path, *, amplified: int) -> None:
     """Save images ``[1, H, W, 3]`` in 0 … 1, and below each its ``amplified`` difference from the first."""
     reference = next(iter(images.values()))
     figure, axes = plt.subplots(2, len(images), figsize=(3 * len(images), 6.6))
@@ -49,7 +49,6 @@ def save_images(images: dict[str, np.ndarray], path: Path, *, amplified: int, ti
         below.set_title("the reference" if image is reference else f"difference × {amplified:,}", fontsize=10)
         above.axis("off")
         below.axis("off")
-    figure.suptitle(title, fontsize=10)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
