@@ -43,7 +43,14 @@ EXTRAS = {
         "`para_core generate`, `bench`, `plan`, `doctor`, `calibrate`",
     ),
     "fleet": (
-        ["para_core[cli]", "ray[serve]>=2.60", "fastapi", "prometheus-client", "python-multipart"],
+        [
+            "para_core[cli]",
+            "ray[serve]>=2.60",
+            "fastapi",
+            "fastapi-offline>=1.7",
+            "prometheus-client",
+            "python-multipart",
+        ],
         "`para_core serve`, `generate --replicas`",
     ),
     "calibrate": (["matplotlib", "scikit-image", "tqdm"], "`calibrate --metric ssim`, plots of a calibration"),
@@ -53,6 +60,7 @@ EXTRAS = {
         [
             "build",
             "fastapi",
+            "fastapi-offline>=1.7",
             "gguf",
             "hypothesis",
             "matplotlib",
@@ -111,7 +119,7 @@ setup(
         "para_core": "para_core",
         **{f"para_core.{name}": name for name in ("adapters", "kernels", "fleet", "cli")},
     },
-    package_data={"para_core": ["py.typed"], "para_core.fleet": ["page.html"]},
+    package_data={"para_core": ["py.typed"], "para_core.fleet": ["page.html", "docs.html"]},
     entry_points={"console_scripts": ["para_core = para_core.__main__:main"]},
     install_requires=["torch>=2.11"],
     extras_require={name: packages for name, (packages, _) in EXTRAS.items()},

@@ -29,6 +29,7 @@ from para_core.fleet.foresee import (
 )
 from para_core.fleet.loading import dtype_of
 from para_core.fleet.models import Model
+from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import (
     Result,
     alone_in,
@@ -146,6 +147,7 @@ def run_task(task: GenerationTask, debug: bool) -> int:
     console = Console(stderr=True, soft_wrap=True, highlight=False, quiet=not first)
     for problem in task.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
+    _print_warnings(task, console)
     if task.finished:
         console.print(f"{len(task.finished)} of {len(task.finished) + len(task.lines)} exist already.")
     failures: list[Problem] = []
@@ -165,6 +167,17 @@ def run_task(task: GenerationTask, debug: bool) -> int:
     # torchrun stops all ranks as soon as one of them exits with an error. Only the first rank reports failed lines by
     # its exit code, because it writes the results and ends last.
     return 1 if first and (task.problems or failures) else 0
+
+
+def _print_warnings(task: GenerationTask, console: Console) -> None:
+    """Print one line for each different warning about the fields of the lines to generate."""
+    numbers: dict[str, list[int]] = {}
+    for line in task.lines:
+        for warning in warnings_of(line.request, task.model):
+            numbers.setdefault(warning, []).append(line.number)
+    for warning, lines in numbers.items():
+        where = f" (line {lines[0]} and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        console.print(f"warning: {warning}{where}", markup=False, soft_wrap=True)
 
 
 def _print_results(task: GenerationTask, failures: Sequence[Problem], console: Console) -> None:
@@ -238,6 +251,7 @@ def show_plan(task: GenerationTask) -> None:
     console.print(table)
     for problem in task.problems:
         console.print(f"line {problem.number}: {problem.reason}", markup=False, soft_wrap=True)
+    _print_warnings(task, console)
 
 
 def _vae(recipe: Recipe) -> str:

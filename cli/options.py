@@ -225,11 +225,13 @@ def name_options(text: str, arguments: Sequence[str]) -> str:
 
     def option_of(match: re.Match[str]) -> str:
         name = match["argument"] or match["field"]
+        if any(argument.startswith(f"{name}=") for argument in arguments):
+            return f"--set {name}"
         option = _OPTIONS.get(name, name).replace("_", "-")
         for candidate in (f"--{option}", f"--max-{option}"):
             if any(argument == candidate or argument.startswith(f"{candidate}=") for argument in arguments):
                 return candidate
-        return f"--set {name}" if any(argument.startswith(f"{name}=") for argument in arguments) else match[0]
+        return match[0]
 
     return _SUBJECT.sub(option_of, text)
 

@@ -1,4 +1,4 @@
-"""Access control of the server: the API key, the Host header, and requests from pages of other sites."""
+"""Access control of the server: the API key, the Host header, requests from pages of other sites; and its address."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_HEADER_BYTES = 2**16
 # Value of a Host header (RFC 9110): a host and an optional port. An IPv6 address is in brackets.
 _HOST = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
+# Path below which a reverse proxy shows the server, in characters that need no quoting.
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~%@:+=-]+)+")
 
 
 class Access:
@@ -71,3 +73,21 @@ class Access:
                 "foreign_page",
                 f"pages of {origin[:80]} may not use this server, which has no API key; see --cors.",
             )
+
+
+def public_address(http: HttpRequest) -> str:
+    """Return the address of the server as its client sees it, without a slash at the end.
+
+    A reverse proxy tells it by the headers ``X-Forwarded-Proto``, ``X-Forwarded-Host`` and ``X-Forwarded-Prefix``. If
+    there are several proxies, the first value counts. A header that is missing or malformed is ignored: then this
+    server's own scheme, Host header or path counts.
+    """
+    scheme, host, prefix = (
+        http.headers.get(f"x-forwarded-{name}", "").split(",")[0].strip() for name in ("proto", "host", "prefix")
+    )
+    prefix = prefix.rstrip("/")
+    own = http.base_url
+    scheme = scheme.lower() if scheme.lower() in ("http", "https") else own.scheme
+    host = host if _HOST.fullmatch(host) else own.netloc
+    prefix = prefix if _PREFIX.fullmatch(prefix) else ""
+    return f"{scheme}://{host}{prefix}{own.path.rstrip('/')}"

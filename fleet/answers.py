@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from para_core.fleet.failures import RequestError
@@ -22,24 +22,30 @@ _NO_USAGE = {
 }
 
 
-def answer_body(job: Job, result: Result, base_url: str | None) -> dict[str, Any]:
+def answer_body(job: Job, result: Result, base_url: str | None, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """Return the JSON body of the response to a finished request.
 
-    It has URLs of the result's files below ``base_url``, the address of the server, or without one the files as base64.
+    It has URLs of the result's files below ``base_url``, the address of the server, or without one the files as base64;
+    the seed of the request and of each file; and ``warnings`` about fields without effect.
     """
     if base_url is not None:
-        data = [{"url": f"{base_url}/v1/files/{job.id_}/{index}"} for index in range(len(result.outputs))]
+        data: list[dict[str, Any]] = [
+            {"url": f"{base_url}/v1/files/{job.id_}/{index}"} for index in range(len(result.outputs))
+        ]
     else:
         data = [{"b64_json": _base64(output)} for output in result.outputs]
+    for entry, seed in zip(data, job.request.seeds, strict=False):
+        entry["seed"] = seed
     names = ("seconds", "size", "mesh", "versions")
     metadata = {name: result.metadata[name] for name in names if name in result.metadata}
     body = {"id": job.id_, "created": int(time.time()), "data": data, "para_core": metadata}
+    body |= {"seed": job.request.seed, "warnings": list(warnings)}
     body |= {"size": metadata["size"]} if "size" in metadata else {}
     return {**body, "output_format": _API_FORMATS.get(result.outputs[0].format_, result.outputs[0].format_)}
 
 
 async def answer_events(
-    job: Job, waiting: asyncio.Future[Result], kind: str, base_url: str | None
+    job: Job, waiting: asyncio.Future[Result], kind: str, base_url: str | None, warnings: Sequence[str] = ()
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a job, encoded. Their types begin with ``kind``, such as ``"image_generation"``.
 
@@ -65,10 +71,10 @@ async def answer_events(
     except RequestError as refusal:
         yield _event({"type": "error", **refusal.body()})
         return
-    answer = answer_body(job, result, base_url)
+    answer = answer_body(job, result, base_url, warnings)
     for output, data in zip(result.outputs, answer["data"], strict=True):
         common = _common(job, output, result.metadata.get("size", job.request.size))
-        rest = {"usage": _NO_USAGE, "para_core": answer["para_core"]}
+        rest = {"usage": _NO_USAGE, "para_core": answer["para_core"], "warnings": answer["warnings"]}
         yield _event({"type": f"{kind}.completed", **common, **data, **rest})
 
 

@@ -36,7 +36,7 @@ class RequestError(Exception):
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich", "pydantic", "diffusers", "transformers", "accelerate", "peft"), "cli"),
     **dict.fromkeys(("PIL", "matplotlib", "imageio"), "cli"),
-    **dict.fromkeys(("ray", "fastapi", "starlette", "prometheus_client"), "fleet"),
+    **dict.fromkeys(("ray", "fastapi", "fastapi_offline", "starlette", "prometheus_client"), "fleet"),
     "skimage": "calibrate",
 }
 

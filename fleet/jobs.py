@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import re
+import logging
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from para_core.fleet.outputs import Output, Result
 from para_core.fleet.reading import ServerOptions
 from para_core.fleet.request import Request, batch_key
 
-_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+logger = logging.getLogger(__name__)
 # Interval in seconds at which a waiting request checks that its client is still connected.
 _POLL_SECONDS = 0.2
 
@@ -98,6 +97,7 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._waiting: list[Job] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._start: float | None = time.monotonic()  # None after the first request
         self.metrics = Metrics()
         # Replicas are called in a copy of this context, and not in that of an HTTP request: when a client disconnects,
         # Ray Serve cancels every Ray task started in the context of its request, even ranks in the middle of a step.
@@ -118,17 +118,18 @@ class Jobs:
             message = f"{len(self._jobs)} requests run or wait; at most {room} may. Retry in {seconds} s."
             raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
 
-    def start(self, request: Request, id_: str | None = None) -> Job:
-        """Send ``request`` to the queue, by default under a random name.
+    def start(self, request: Request, id_: str) -> Job:
+        """Send ``request`` to the queue under the name ``id_``.
 
-        Raise RequestError if too many requests wait already, or the name ``id_`` is in use or invalid.
+        Raise RequestError if too many requests wait already, or the name is in use.
         """
         self.require_room()
-        id_ = id_ or uuid.uuid4().hex
-        if not _ID.fullmatch(id_) or id_ in self._jobs:
-            raise RequestError(
-                409, "invalid_id", f"X-Request-Id {id_[:64]!r} is in use, or not 1 to 64 of A-Z a-z 0-9 _ -."
-            )
+        if id_ in self._jobs:
+            raise RequestError(409, "invalid_id", f"X-Request-Id {id_!r} is in use by a request that waits or runs.")
+        if self._start is not None:
+            logger.info("request %s is the first, %.1f s after the start", id_, time.monotonic() - self._start)
+            self._start = None
+        logger.debug("request %s: accepted, seed %d, %d before it", id_, request.seed, len(self._jobs))
         job = self._jobs[id_] = Job(id_, request, self.metrics)
         self._enqueue(job)
         job.task = asyncio.ensure_future(self._run(job))
@@ -207,6 +208,7 @@ class Jobs:
                 job.steps_done, retries = 0, retries - 1
                 if retries < 0:
                     raise
+                logger.warning("request %s: its replica died; it waits again", job.id_)
                 self._enqueue(job)
 
     def _enqueue(self, job: Job) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from para_core.fleet.failures import sentence
 from para_core.fleet.models import Model
-from para_core.fleet.request import Request, make_request, request_schema
+from para_core.fleet.request import Request, make_request, merge_fields, request_schema
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read_prompts(
                 raise ValueError(
                     f'it is {text.strip()[:40]!r}; expected an object such as {{"prompt": "a red circle"}}.'
                 )
-            values = {**common, **values}
+            values = merge_fields(common, values, model)
             request = make_request(values, model, seed=seed + number - 1, read_image=read_image, schema=schema)
         except json.JSONDecodeError as error:
             problems.append(Problem(number, f"it is not JSON: {error.msg} at column {error.colno}."))

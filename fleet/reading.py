@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import secrets
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,15 +20,18 @@ from starlette.requests import Request as HttpRequest
 
 from para_core.fleet.failures import RequestError
 from para_core.fleet.foresee import Memory
+from para_core.fleet.image_classes import edited_images, takes_no_image
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import FORMATS
 from para_core.fleet.request import (
+    LARGEST_SEED,
     Delivery,
     Request,
     describe_error,
     estimated_pixels,
     open_image,
+    parameter_of,
     request_from,
     request_schema,
 )
@@ -45,6 +49,10 @@ _MAX_NESTING = 16
 # Fields of OpenAI's API that are accepted and ignored, because pipelines have nothing like them.
 _IGNORED = ("user", "model", "quality", "style", "background", "moderation", "input_fidelity", "safety_identifier")
 _FORMAT_NAMES = {"jpeg": "jpg"}
+# Value of a seed that asks for a random one, like null.
+_RANDOM_SEED = -1
+# A drawn seed is below this number, so that every client can send it back: JavaScript's numbers are exact up to 2**53.
+_DRAWN_SEEDS = 2**32
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,7 @@ class ServerOptions:
     loras: Path | None = None  # folder of LoRAs that requests may name; None refuses requests with a LoRA
     cors: tuple[str, ...] = ()  # sites whose pages may use the server, or "*" for all
     request_log: Path | None = None  # file to which each request is logged
+    seed: int | None = None  # of every request that states none; None draws one for each
     waiting: int = 8  # requests that may wait while all replicas are busy
     pixels: int = 2048 * 2048  # of a result, summed over all images or frames
     steps: int = 200
@@ -78,7 +87,9 @@ def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
     """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images API."""
     limited = {"num_inference_steps": options.steps, "max_sequence_length": _MAX_TOKENS}
     formats = (*FORMATS[model.kind], *(["jpeg"] if model.kind == "image" else []))
+    seed = Annotated[int, Field(ge=_RANDOM_SEED, le=LARGEST_SEED, description="null or -1: a random one")]
     extra: dict[str, Any] = {
+        "seed": (seed | None, None),
         "response_format": (Literal["b64_json", "url"] | None, "b64_json"),
         "stream": (bool | None, False),
         "progress": (Annotated[bool, Field(description="Whether a stream reports each step.")] | None, False),
@@ -143,11 +154,12 @@ def read_request(
     ``schema`` is the result of :func:`body_schema`. Images are decoded to validate them. Raise RequestError if the body
     is not valid, or the request exceeds a limit.
     """
+    files = dict(files)
     if isinstance(values, dict):
-        values = {name if name in model.fields else _NAMES.get(name, name): value for name, value in values.items()}
-        reference = values.get("image")
-        if isinstance(reference, dict) and isinstance(reference.get("image_url"), str):
-            values["image"] = reference["image_url"]
+        try:
+            values = _with_pipeline_names(values, files, model)
+        except ValueError as error:
+            raise RequestError(400, "invalid_value", str(error)) from None
     try:
         # OpenAI's clients send null for a field that their user omits, so exclude_none drops such fields.
         fields = schema.model_validate(values).model_dump(exclude_unset=True, exclude_none=True)
@@ -182,10 +194,14 @@ def read_request(
                 raise ValueError(f"field {name!r} is a file; expected a text or a number.")
         if "seconds" in fields:
             seconds = fields.pop("seconds")
+            for name in {"frames", parameter_of("frames", model)} & fields.keys():
+                raise ValueError(f"field 'seconds' and field {name!r} both set the frames: expected one of them.")
             try:
                 fields["frames"] = max(1, round(float(seconds) * delivery.fps) + 1)
             except (ValueError, OverflowError):
                 raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
+        if fields.get("seed", _RANDOM_SEED) == _RANDOM_SEED:
+            fields["seed"] = secrets.randbelow(_DRAWN_SEEDS) if options.seed is None else options.seed
         adapter = None if loras is None or lora in (None, "none") else loras.find(lora)
         request = request_from(fields, model, read_image=read_image)
         request = replace(request, delivery=delivery, lora=adapter)
@@ -255,12 +271,79 @@ def _decode_base64(text: str) -> bytes:
         ) from None
 
 
-_MAX_FILES, _MAX_FIELDS = 32, 200
 # Field names of OpenAI's API, and the names that pipelines have for these fields.
-_NAMES = {"mask": "mask_image", "input_reference": "image"}
-# Values of these form fields, and of all with "prompt" in their name, are strings. Values of other fields are parsed as
-# JSON.
+_NAMES = {"mask": "mask_image", "input_reference": "image", "images": "image"}
+
+
+def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], model: Model) -> dict[str, Any]:
+    """Return the fields of a body with the pipeline's names, and with images as texts instead of OpenAI's objects.
+
+    The contents of a mask in OpenAI's form are converted, and added to ``files``. Raise ValueError if two fields set
+    the same image, or an image has another form.
+    """
+    named: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    edited = edited_images(model)
+    for source, value in values.items():
+        name = source if source in model.fields else _NAMES.get(source, source)
+        if source != name and name == "image" and "image" not in model.fields and edited:
+            name = edited[0]
+        if value is None:
+            named.setdefault(name, None)
+            continue
+        if name in sources:
+            raise ValueError(f"field {sources[name]!r} and field {source!r} both set {name!r}: expected one of them.")
+        if source in _NAMES and source not in model.fields and not edited:
+            raise ValueError(takes_no_image(model.pipeline))
+        sources[name] = source
+        is_image = name in model.images or source in _NAMES
+        named[name] = _image_texts(source, value) if is_image else value
+        if source == "mask":
+            named[name] = _converted_masks(named[name], files)
+    return named
+
+
+def _image_texts(name: str, value: Any) -> Any:
+    """Return ``value`` with each of OpenAI's objects ``{"image_url": …}`` replaced by its address, a text.
+
+    Raise ValueError if an object has no address. Other values are returned as they are.
+    """
+    if isinstance(value, list):
+        return [_image_texts(name, item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    url = value.get("image_url")
+    # The chat API has one more object around the address.
+    url = url.get("url") if isinstance(url, dict) else url
+    if isinstance(url, str):
+        return url
+    if "file_id" in value:
+        raise ValueError(
+            f"field {name!r} has a file_id, and this server keeps no uploaded files: send the image itself, as "
+            '{"image_url": "data:image/png;base64,…"} or as a file of a form.'
+        )
+    raise ValueError(
+        f"field {name!r} has an object with {', '.join(map(repr, value)) or 'nothing'}: expected "
+        '{"image_url": "data:image/png;base64,…"}.'
+    )
+
+
+def _converted_masks(value: Any, files: dict[str, bytes]) -> Any:
+    """Return masks of OpenAI's form as keys of ``files``, to which their conversions to diffusers' form are added."""
+    if isinstance(value, list):
+        return [_converted_masks(item, files) for item in value]
+    if not isinstance(value, str):
+        return value
+    key = f"mask {len(files)} of the body"
+    files[key] = _white_where_transparent(files[value] if value in files else _decode_base64(value))
+    return key
+
+
+_MAX_FILES, _MAX_FIELDS = 32, 200
+# Values of these form fields, and of all with "prompt" in their name, are strings, except those whose names begin with a
+# word of _NO_TEXTS, such as num_images_per_prompt. Values of other fields are parsed as JSON.
 _TEXTS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
+_NO_TEXTS = ("num_", "enhance_", "enable_", "use_")
 
 
 async def _read_form(
@@ -280,9 +363,10 @@ async def _read_form(
             if isinstance(value, UploadFile):
                 data = await value.read()
                 item: Any = f"file {len(files)} of the form"
-                files[item] = _white_where_transparent(data) if name == "mask" else data
+                files[item] = data
             else:
-                item = value if "prompt" in name or name in _TEXTS else _json_or_text(value)
+                is_text = name in _TEXTS or ("prompt" in name and not name.startswith(_NO_TEXTS))
+                item = value if is_text else _json_or_text(value)
             if name in fields:
                 fields[name] = [*(fields[name] if isinstance(fields[name], list) else [fields[name]]), item]
             else:

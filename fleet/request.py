@@ -16,16 +16,22 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from para_core.fleet.image_classes import edited_images, is_image_field, takes_no_image
 from para_core.fleet.models import Kind, Model, unknown_field
 
-# Short names that a request may use for diffusers' parameters.
-_ALIASES = {"steps": "num_inference_steps", "frames": "num_frames", "n": "num_images_per_prompt"}
+# Short names that a request may use, and the parameters of diffusers that each stands for: the first that the pipeline
+# has.
+_ALIASES = {
+    "steps": ("num_inference_steps",),
+    "frames": ("num_frames", "video_length"),
+    "n": ("num_images_per_prompt", "num_videos_per_prompt"),
+}
 _POSITIVE = (
     *("height", "width", "num_inference_steps", "num_frames", "video_length", "max_sequence_length"),
     *("num_images_per_prompt", "num_videos_per_prompt"),
 )
 _SIZE = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")
-_LARGEST_SEED = 2**63 - 1
+LARGEST_SEED = 2**63 - 1
 _LARGEST_INT = 2**31 - 1
 # Formats that Pillow may decode. Other formats are refused, so that no client's file reaches a rarely tested decoder.
 _FORMATS = ("PNG", "JPEG", "WEBP")
@@ -60,7 +66,7 @@ class Request:
     """One call of a pipeline."""
 
     fields: Mapping[str, Any]  # arguments of the call by diffusers' names, as JSON values
-    seed: int = 0  # of the torch.Generator
+    seed: int = 0  # of the torch.Generator of the first result, see seeds
     images: Mapping[str, tuple[bytes, ...]] = field(default_factory=dict)  # contents of files, by argument
     delivery: Delivery = Delivery()
     lora: Lora | None = None  # in addition to those of the recipe
@@ -80,6 +86,14 @@ class Request:
         prompts = len(prompt) if isinstance(prompt, list) else 1
         each = self.fields.get("num_images_per_prompt") or self.fields.get("num_videos_per_prompt") or 1
         return int(prompts * each)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seed of each result: that of the request, and one more for each next result.
+
+        So a result can be generated again alone, with its own seed.
+        """
+        return tuple((self.seed + index) % (LARGEST_SEED + 1) for index in range(self.results))
 
     @property
     def size(self) -> str:
@@ -119,16 +133,67 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
             kind = _json_type(model.annotations.get(name, Any))
         # The default only documents the field: a field that a request does not set is not passed to the pipeline.
         fields[name] = (kind | None, default if isinstance(default, (bool, int, float, str)) else None)
-    for alias, name in _ALIASES.items():
+    for alias in _ALIASES:
+        name = parameter_of(alias, model)
         if name in fields:
             fields.setdefault(alias, (fields[name][0], None))
-    fields["seed"] = (Annotated[int, Field(ge=0, le=_LARGEST_SEED)] | None, None)
+    fields["seed"] = (Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None, None)
     # "auto" is valid too, because OpenAI's clients send it to let the server choose the size.
     size = Annotated[str, Field(pattern=f"{_SIZE.pattern}|^auto$", description="width x height in pixels: 1024x768")]
     fields.setdefault("size", (size | None, None))
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     schema: type[BaseModel] = create_model(f"{model.pipeline}Request", __config__=config, **fields)
     return schema
+
+
+def parameter_of(name: str, model: Model) -> str:
+    """Return the parameter of the pipeline that a field named ``name`` sets: ``name`` itself unless it is an alias."""
+    if name in model.fields:
+        return name
+    return next((parameter for parameter in _ALIASES.get(name, ()) if parameter in model.fields), name)
+
+
+def _parameters_of(name: str, model: Model) -> tuple[str, ...]:
+    """Return all parameters that a field named ``name`` sets. Only ``size`` sets two."""
+    if name == "size" and "size" not in model.fields:
+        return ("width", "height")
+    return (parameter_of(name, model),)
+
+
+def require_one_name(values: Mapping[str, Any], model: Model) -> None:
+    """Raise ValueError if two fields set the same parameter, such as ``steps`` and ``num_inference_steps``.
+
+    A field whose value is None, or the size ``"auto"``, sets nothing.
+    """
+    names: dict[str, str] = {}
+    for name, value in values.items():
+        if value is None or (name == "size" and value == "auto"):
+            continue
+        for parameter in _parameters_of(name, model):
+            if parameter in names:
+                raise ValueError(
+                    f"field {names[parameter]!r} and field {name!r} both set {parameter!r}: expected one of them."
+                )
+            names[parameter] = name
+
+
+def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: Model) -> dict[str, Any]:
+    """Return the fields ``values``, and those of ``common`` whose parameters ``values`` does not set by any name.
+
+    >>> from para_core.fleet.models import Model
+    >>> model = Model("", "FluxPipeline", dict.fromkeys(("width", "height", "num_inference_steps")), "image")
+    >>> merge_fields({"size": "64x32", "steps": 4}, {"width": 16, "num_inference_steps": 8}, model)
+    {'height': 32, 'width': 16, 'num_inference_steps': 8}
+    """
+    rest = dict(common)
+    size = rest.get("size")
+    sides = {"width", "height"} & values.keys()
+    if sides and "size" not in model.fields and isinstance(size, str) and _SIZE.match(size):
+        del rest["size"]
+        rest["width"], rest["height"] = read_size(size)
+    sets = {parameter for name in values for parameter in _parameters_of(name, model)}
+    kept = {name: value for name, value in rest.items() if not sets.intersection(_parameters_of(name, model))}
+    return {**kept, **values}
 
 
 def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
@@ -161,7 +226,8 @@ def describe_error(error: ValidationError, model: Model, subject: str) -> str:
         return f'the {subject} is invalid: {first["msg"]}. Expected a JSON object such as {{"prompt": "a red circle"}}.'
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        return unknown_field(model, name)
+        no_image = is_image_field(name) and not edited_images(model)
+        return takes_no_image(model.pipeline) if no_image else unknown_field(model, name)
     if first["type"] == "string_pattern_mismatch":
         return f"field {name!r} is {_short(first['input'])}: expected width x height in pixels, such as '1024x768'."
     # pydantic reports one error for each member of a union, so the sentence joins all errors of the field.
@@ -205,9 +271,10 @@ def request_from(
     values: Mapping[str, Any], model: Model, *, seed: int = 0, read_image: Callable[[str], bytes] | None = None
 ) -> Request:
     """Return the request for fields that pydantic has validated. For the arguments see :func:`make_request`."""
+    require_one_name(values, model)
     fields, images = dict(model.defaults), dict[str, tuple[bytes, ...]]()
     for name, value in values.items():
-        full_name = name if name in model.fields else _ALIASES.get(name, name)
+        full_name = parameter_of(name, model)
         if name == "seed":
             seed = seed if value is None else value
         elif name == "size" and "size" not in model.fields:
@@ -232,8 +299,8 @@ def request_from(
     for name in model.required:
         if name not in images:
             raise ValueError(f"field {name!r} is missing; {model.pipeline} needs an image.")
-    if not 0 <= seed <= _LARGEST_SEED:
-        raise ValueError(f"seed is {seed}; expected 0 to {_LARGEST_SEED}.")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise ValueError(f"seed is {seed}; expected 0 to {LARGEST_SEED}.")
     return Request(fields, seed, images)
 
 

@@ -6,12 +6,11 @@ Requests wait in :class:`para_core.fleet.jobs.Jobs`; :mod:`para_core.fleet.servi
 from __future__ import annotations
 
 import asyncio
-import json
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,67 +18,29 @@ from fastapi import APIRouter, Depends, FastAPI, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from prometheus_client import generate_latest
-from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from para_core.fleet.access import Access
+from para_core.fleet.access import Access, public_address
 from para_core.fleet.answers import MEDIA_TYPES, answer_body, answer_events
 from para_core.fleet.failures import RequestError
 from para_core.fleet.foresee import Memory
+from para_core.fleet.image_classes import edited_images, takes_no_image
 from para_core.fleet.jobs import Job, Jobs, Replicas
 from para_core.fleet.loras import LoraFolder
+from para_core.fleet.middleware import ID, HeadAsGet, RequestLog, record_of
 from para_core.fleet.models import Model
+from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import Output, Result
+from para_core.fleet.pages import add_pages
 from para_core.fleet.reading import ServerOptions, body_schema, read_content, read_request
 from para_core.fleet.request import Request, estimated_pixels
 from para_core.fleet.videos import Videos
 
 # Size limit of the stored results in bytes. The latest result is kept even if it is larger.
 _STORED_BYTES = 256 * 2**20
-
-
-class RequestLog:
-    """ASGI middleware that appends one JSON object per finished HTTP request to a file, which may be rotated away.
-
-    The object has time, client, method, path, status, seconds and bytes, but never the body, API key or query string.
-    """
-
-    def __init__(self, app: ASGIApp, path: Path) -> None:
-        self._app, self._path = app, path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, and log the request when its response has ended or failed."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        start, sent = time.monotonic(), 0
-        answer: dict[str, Any] = {}
-
-        async def counted(message: Message) -> None:
-            nonlocal sent
-            if message["type"] == "http.response.start":
-                answer.update(message)
-            sent += len(message.get("body", b""))
-            await send(message)
-
-        try:
-            await self._app(scope, receive, counted)
-        finally:
-            record = {
-                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                "client": (scope.get("client") or [None])[0],
-                "method": scope["method"],
-                "path": scope["path"],
-                "status": answer.get("status"),
-                "seconds": round(time.monotonic() - start, 3),
-                "bytes": sent,
-                "id": Headers(raw=answer.get("headers", ())).get("x-request-id"),
-            }
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+logger = logging.getLogger(__name__)
 
 
 class Server:
@@ -90,7 +51,7 @@ class Server:
         loading: Whether requests are refused because no replica has loaded yet. Set by the creator of the server.
     """
 
-    def __init__(self, replicas: Replicas, model: Model, options: ServerOptions) -> None:
+    def __init__(self, replicas: Replicas, model: Model, options: ServerOptions, *, send_id: bool = True) -> None:
         self._replicas, self._model, self._options = replicas, model, options
         self._jobs = Jobs(replicas, options, self._fits)
         # The latest results whose requests asked for a URL instead of the data.
@@ -107,7 +68,12 @@ class Server:
         own: dict[Any, Any] = dict.fromkeys((RequestError, RequestValidationError, 500), _refuse)
         self.app = FastAPI(
             title=f"para_core: {model.pipeline}",
+            docs_url=None,
             redoc_url=None,
+            # A redirect would have the address by which a reverse proxy calls the server.
+            redirect_slashes=False,
+            # Relative to openapi.json, so that /docs calls the right routes behind a prefix.
+            servers=[{"url": "."}],
             exception_handlers={**own, 404: self._absent, 405: self._absent},
         )
         self._add_routes()
@@ -119,8 +85,8 @@ class Server:
                 allow_headers=["*"],
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
-        if options.request_log is not None:
-            self.app.add_middleware(RequestLog, path=options.request_log)
+        self.app.add_middleware(HeadAsGet)
+        self.app.add_middleware(RequestLog, path=options.request_log, send_id=send_id)
 
     def set_memory(self, memory: Memory | None) -> None:
         """Limit the pixels of results by the predicted memory of a rank. None sets no such limit."""
@@ -138,7 +104,7 @@ class Server:
         # a number of bytes. So the schema for /docs is passed separately.
         content = {"application/json": {"schema": self._body_schema.model_json_schema()}}
         body = {"requestBody": {"required": True, "content": content}}
-        self.app.get("/", include_in_schema=False)(self._page)
+        add_pages(self.app)
         self.app.get("/health")(self._health)
         router = APIRouter(dependencies=guard)
         router.get("/metrics")(self._show_metrics)
@@ -148,7 +114,7 @@ class Server:
             router.post(path, openapi_extra=body)(self._generate)
             router.delete(path + "/{request_id}")(self._cancel)
         if self._model.kind == "video" and self._options.videos is not None:
-            videos = Videos(self._jobs, self._read, self._options, self._card["id"])
+            videos = Videos(self._jobs, self._read, self._options, self._card["id"], self._warnings_of)
             router.post("/v1/videos", openapi_extra=body)(videos.create)
             router.get("/v1/videos")(videos.list)
             router.get("/v1/videos/{video_id}")(videos.get)
@@ -166,10 +132,7 @@ class Server:
             f"this server generates {self._model.kind}s: {posts}, DELETE {self._paths[0]}/ID, GET /docs, /health, "
             "/metrics, /v1/models."
         )
-        return await _refuse(http, RequestError(error.status_code, code, message))
-
-    async def _page(self) -> Response:
-        return FileResponse(Path(__file__).with_name("page.html"))
+        return await _refuse(http, RequestError(error.status_code, code, message, error.headers))
 
     async def _health(self) -> Response:
         """Report the number of ready replicas: status 200 if there are any, else 503."""
@@ -222,20 +185,34 @@ class Server:
 
     async def _generate(self, http: HttpRequest) -> Response:
         """Generate images or videos. With ``"stream": true`` the response is server-sent events."""
+        is_edit = http.url.path.endswith("/edits")
+        if is_edit and not edited_images(self._model):
+            # A thread imports diffusers' tables: the event loop must not be blocked.
+            message = await asyncio.to_thread(takes_no_image, self._model.pipeline)
+            raise RequestError(400, "invalid_value", message)
         request = await self._read(http)
-        if http.url.path.endswith("/edits") and not request.images:
-            takes = " or ".join(self._model.images) or "none, as this pipeline takes no image"
+        if is_edit and not request.images:
+            takes = " or ".join(edited_images(self._model))
             raise RequestError(400, "invalid_value", f"an edit needs an image; expected field {takes}.")
-        job = self._jobs.start(request, http.headers.get("x-request-id"))
-        headers = {"X-Request-Id": job.id_}
-        base_url = str(http.base_url).rstrip("/") if request.delivery.url else None
+        job = self._jobs.start(request, _id_of(http))
+        base_url = public_address(http) if request.delivery.url else None
         if request.delivery.stream:
+            # No proxy may keep the events until the response ends (nginx does by default).
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
             events = self._events(job, http, base_url)
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         try:
-            return JSONResponse(answer_body(job, await self._wait(job, http, base_url), base_url), headers=headers)
+            result = await self._wait(job, http, base_url)
+            return JSONResponse(answer_body(job, result, base_url, self._warnings_of(job)))
         finally:
             self._jobs.end(job)
+
+    def _warnings_of(self, job: Job) -> tuple[str, ...]:
+        """Return the warnings about the fields of a request, and log them."""
+        warnings = warnings_of(job.request, self._model)
+        for warning in warnings:
+            logger.warning("request %s: %s", job.id_, warning)
+        return warnings
 
     async def _wait(self, job: Job, http: HttpRequest, base_url: str | None) -> Result:
         result = await self._jobs.wait(job, http.is_disconnected, self._options.seconds)
@@ -251,9 +228,11 @@ class Server:
         waiting = asyncio.ensure_future(self._wait(job, http, base_url))
         kind = "image_edit" if http.url.path.endswith("/edits") else f"{self._model.kind}_generation"
         try:
-            async for event in answer_events(job, waiting, kind, base_url):
+            async for event in answer_events(job, waiting, kind, base_url, self._warnings_of(job)):
                 yield event
         finally:
+            if waiting.done() and not waiting.cancelled() and waiting.exception() is not None:
+                record_of(http.scope).reason = str(waiting.exception())
             waiting.cancel()
             self._jobs.end(job)
 
@@ -282,11 +261,21 @@ def _add_lora_routes(router: APIRouter, loras: LoraFolder) -> None:
         return await list_loras()
 
 
+def _id_of(http: HttpRequest) -> str:
+    """Return the id of a request to generate. Raise RequestError (409) if the client sent an id that cannot be used."""
+    sent = http.headers.get("x-request-id")
+    if sent and not ID.fullmatch(sent):
+        raise RequestError(409, "invalid_id", f"X-Request-Id {sent[:64]!r} is not 1 to 64 of A-Z a-z 0-9 _ -.")
+    return record_of(http.scope).id_
+
+
 async def _refuse(http: HttpRequest, error: Exception) -> Response:
     """Respond to an exception: a refusal, a parameter that FastAPI refuses, or else a failure of the server."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         error = RequestError(400, "invalid_value", f"parameter {first['loc'][-1]!r}: {first['msg'].lower()}.")
     if not isinstance(error, RequestError):
+        logger.error("request %s: the server failed", record_of(http.scope).id_, exc_info=error)
         error = RequestError(500, "server_error", "the server failed with this request; see its log.")
+    record_of(http.scope).reason = str(error)
     return JSONResponse(error.body(), error.status, error.headers)

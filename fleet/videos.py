@@ -18,6 +18,7 @@ from starlette.responses import FileResponse
 
 from para_core.fleet.failures import RequestError
 from para_core.fleet.jobs import Job, Jobs
+from para_core.fleet.middleware import printable
 from para_core.fleet.outputs import write_atomically
 from para_core.fleet.reading import ServerOptions
 from para_core.fleet.request import Request
@@ -32,13 +33,19 @@ class Videos:
 
     A video that was not finished when an earlier server ended gets the status ``failed``. The public methods are the
     routes below ``/v1/videos``. They return records in the form of OpenAI's API. ``read`` reads and validates the body
-    of an HTTP request. The folder ``options.videos`` is created if it does not exist.
+    of an HTTP request, and ``warn`` returns the warnings about its fields. The folder ``options.videos`` is created if
+    it does not exist.
     """
 
     def __init__(
-        self, jobs: Jobs, read: Callable[[HttpRequest], Awaitable[Request]], options: ServerOptions, model: str
+        self,
+        jobs: Jobs,
+        read: Callable[[HttpRequest], Awaitable[Request]],
+        options: ServerOptions,
+        model: str,
+        warn: Callable[[Job], tuple[str, ...]],
     ) -> None:
-        self._jobs, self._read, self._options, self._model = jobs, read, options, model
+        self._jobs, self._read, self._options, self._model, self._warn = jobs, read, options, model, warn
         self._folder = folder = options.videos or Path()
         self._running: dict[str, Job] = {}
         self._tasks: set[asyncio.Future[None]] = set()
@@ -73,6 +80,8 @@ class Videos:
             "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt),
             "seconds": f"{frames / self._options.delivery.fps:g}",
             "size": request.size,
+            "seed": request.seed,
+            "warnings": list(self._warn(job)),
             "completed_at": None,
             "expires_at": None,
             "error": None,
@@ -162,6 +171,11 @@ class Videos:
     def _end(self, record: dict[str, Any], **changes: Any) -> None:
         now = int(time.time())
         record |= {"completed_at": now, "expires_at": int(now + 3600 * self._options.keep_hours), **changes}
+        if record.get("error") is None:
+            logger.info("video %s: completed, %d s after it was requested", record["id"], now - record["created_at"])
+        else:
+            reason = printable(record["error"]["message"])
+            logger.warning("video %s: failed, %d s after: %s", record["id"], now - record["created_at"], reason)
         if record["id"] in self._records:
             try:
                 self._write(record)

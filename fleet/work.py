@@ -85,12 +85,12 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
 
     ``options`` are further arguments of the call, and override those of the requests.
     """
-    # CPU generators give the same noise on every device. Each request has its own generator, so that it gives the same
-    # result in a batch as alone.
-    generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+    # CPU generators give the same noise on every device. Each result has its own generator, so that it is the same in a
+    # batch, or among the images of one request, as alone.
+    generators = [torch.Generator().manual_seed(seed) for request in requests for seed in request.seeds]
     arguments = {
         **batch_arguments(requests),
-        "generator": generators[0] if len(requests) == 1 else generators,
+        "generator": generators[0] if len(generators) == 1 else generators,
         "output_type": "pil",
         **options,
     }
@@ -104,6 +104,7 @@ def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dic
     """Return the metadata that are stored in the JSON file of a result: request, recipe, mesh, seconds, versions."""
     return {
         "request": {**request.fields, "seed": request.seed},
+        "seeds": list(request.seeds),
         "recipe": {**asdict(recipe), "mesh": dict(recipe.mesh)},
         "pipeline": type(pipe).__name__,
         "mesh": mesh_shape(pipe),

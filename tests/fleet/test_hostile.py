@@ -102,7 +102,7 @@ CORPUS = {
     "steps above the limit": (400, field("steps", 201)),
     "steps huge": (400, field("steps", 10**30)),
     "steps with 5000 digits": (400, request(b'{"prompt": "a", "steps": ' + b"9" * 5000 + b"}")),
-    "seed negative": (400, field("seed", -1)),
+    "seed negative": (400, field("seed", -2)),
     "seed above 63 bits": (400, field("seed", 2**63)),
     "seed as a text": (400, field("seed", "7")),
     "seed as an array": (400, field("seed", [1, 2])),

@@ -35,7 +35,7 @@ def ended(client, id_):
 
 
 def test_video_is_made_and_survives_a_restart(tmp_path, client):
-    with videos(tmp_path) as (port, backend):
+    with videos(tmp_path, seed=0) as (port, backend):
         started = client(port).videos.create(prompt="a", size="1280x720", seconds="4")
         assert started.status == "queued"
         done = ended(client(port), started.id)

@@ -1,0 +1,70 @@
+"""Warnings about fields of a request that its pipeline accepts, and does not use with the other fields as they are."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from para_core.fleet.models import Model
+from para_core.fleet.request import Request
+
+# Beginnings of the class names of pipelines that add their guidance to the conditional prediction: they compute the
+# negative prompt if guidance_scale is above 0, and all other pipelines if it is above 1.
+_ADDED_GUIDANCE = ("ZImage", "Krea2")
+# Pipelines that compute guidance by another rule.
+_OTHER_RULES = ("DreamLitePipeline", "Cosmos3OmniPipeline")
+# This pipeline has the parameter true_cfg_scale, and decides by guidance_scale.
+_BY_GUIDANCE_SCALE = ("ChromaInpaintPipeline",)
+
+
+def warnings_of(request: Request, model: Model) -> tuple[str, ...]:
+    """Return a sentence for each field of ``request`` that changes nothing in the pipeline of ``model``.
+
+    These are a negative prompt without the guidance that uses it, and ``true_cfg_scale`` without a negative prompt.
+    """
+    texts = {name: value for name, value in request.fields.items() if name.startswith("negative_prompt")}
+    negative = ", ".join(name for name, value in texts.items() if _has_text(value))
+    if "true_cfg_scale" in model.fields and model.pipeline not in _BY_GUIDANCE_SCALE:
+        return _true_guidance_warnings(request, model, negative)
+    scale = _scale(request.fields, model, "guidance_scale")
+    other_scale = _scale(request.fields, model, "audio_guidance_scale") or 0.0
+    least = 0.0 if model.pipeline.startswith(_ADDED_GUIDANCE) else 1.0
+    if not negative or scale is None or model.modular or model.pipeline in _OTHER_RULES:
+        return ()
+    if max(scale, other_scale) > least:
+        return ()
+    return (_needs(negative, model, "guidance_scale", least, scale),)
+
+
+def _true_guidance_warnings(request: Request, model: Model, negative: str) -> tuple[str, ...]:
+    scale = _scale(request.fields, model, "true_cfg_scale")
+    if scale is None:
+        return ()
+    if negative and scale <= 1:
+        return (_needs(negative, model, "true_cfg_scale", 1.0, scale),)
+    # An empty negative prompt is one, too: these pipelines ask only whether there is any.
+    is_set = request.fields.get("true_cfg_scale") is not None
+    if is_set and scale > 1 and request.fields.get("negative_prompt") is None:
+        text = f"true_cfg_scale {scale:g} has no effect: {model.pipeline} uses it together with negative_prompt, "
+        return (text + "which is not set (an empty text counts).",)
+    return ()
+
+
+def _needs(names: str, model: Model, parameter: str, least: float, scale: float) -> str:
+    return f"{names} has no effect: {model.pipeline} uses it if {parameter} is above {least:g}, and it is {scale:g}."
+
+
+def _has_text(value: Any) -> bool:
+    texts = value if isinstance(value, list) else [value]
+    return any(isinstance(text, str) and text.strip() for text in texts)
+
+
+def _scale(fields: Mapping[str, Any], model: Model, name: str) -> float | None:
+    """Return the number that the request or else the pipeline has for this scale, None if there is no number."""
+    value = fields.get(name)
+    if value is None:
+        value = model.fields.get(name)
+    if value is inspect.Parameter.empty or isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value)
