@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 _RESULTS = Path("~/.cache/para_core/videos")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_LEVELS = ("debug", "info", "warning", "error")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,9 @@ def serve(
     api_key_env: Annotated[str, option("Variable with the API key.", "NAME", INPUT)] = "PARA_CORE_API_KEY",
     format_: options.Format = None,
     fps: options.Fps = 16,
+    seed: Annotated[
+        int | None, option("Of requests without one. Default: random.", "N", INPUT, min=0, max=2**63 - 1)
+    ] = None,
     run: options.RunOptions,
     groups: options.GroupOptions,
     spread: Annotated[bool, flag("--spread", "Place a replica on several nodes.", RANKS)] = False,
@@ -57,6 +64,7 @@ def serve(
     warmup: Annotated[list[str] | None, option("Generate this size before serving.", "WxH", INPUT)] = None,
     cors: Annotated[list[str] | None, option("Site whose pages may use the server.", "ORIGIN", INPUT)] = None,
     request_log: Annotated[Path | None, option("JSON lines, one per request.", "FILE", INPUT)] = None,
+    log_level: Annotated[str, option("debug, info, warning or error.", "LEVEL", INPUT)] = "info",
     # Read before the other options, because it sets their defaults.
     config: Annotated[
         Path | None, option("YAML with the names of options.", "FILE", INPUT, is_eager=True, callback=_read_config)
@@ -64,7 +72,7 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
-    from para_core.cli.ranks import count_ranks, quiet, terminable
+    from para_core.cli.ranks import count_ranks, describe_signal, quiet, terminable
 
     quiet(debug)
     api_key = os.environ.get(api_key_env) or None
@@ -74,6 +82,9 @@ def serve(
     from para_core.fleet.rank import ReplicaOptions
     from para_core.fleet.reading import ServerOptions
 
+    if log_level.lower() not in _LEVELS:
+        raise typer.BadParameter(f"--log-level {log_level}: expected {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}.")
+    level = logging.getLevelNamesMapping()[log_level.upper()]
     pipeline, recipe = options.model_and_recipe(model, run)
     if limits.waiting < 0 or limits.retries < 0:
         raise typer.BadParameter(
@@ -91,6 +102,7 @@ def serve(
         groups.replicas,
         api_key,
         delivery,
+        seed=seed,
         videos=results.expanduser().absolute(),
         loras=None if loras is None else loras.absolute(),
         cors=tuple(cors or ()),
@@ -108,15 +120,43 @@ def serve(
     )
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     # Ray prints messages on stdout, while this command uses stderr. docker stop and systemd send SIGTERM.
-    with Path(os.devnull).open("w") as sink, nullcontext() if debug else redirect_stdout(sink), terminable():
+    with (
+        Path(os.devnull).open("w") as sink,
+        nullcontext() if debug else redirect_stdout(sink),
+        _logged(level),
+        terminable(),
+    ):
+        log = None
         try:
-            serving.start(pipeline, recipe, server_options, replica_options, host=host, port=port, debug=debug)
+            log = serving.start(
+                pipeline, recipe, server_options, replica_options, host=host, port=port, log_level=level, debug=debug
+            )
             address = f"[{host}]" if ":" in host else host
             console.print(f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)", markup=False)
             while True:
                 time.sleep(1)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as end:
+            logger.info("stopping: %s", describe_signal(end)[0])
+            if log is not None:
+                log.close()
             serving.stop()
+            logger.info("stopped")
+
+
+@contextmanager
+def _logged(level: int) -> Iterator[None]:
+    """Inside this context, write what this package logs at ``level`` or above to stderr, with its time."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    package = logging.getLogger("para_core")
+    previous = package.level
+    package.setLevel(level)
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(previous)
 
 
 def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:

@@ -7,7 +7,14 @@ from typing import Any
 
 
 class ReplicaDied(RuntimeError):
-    """Raised if a rank of a replica ended or no longer answers. The replica must be restarted."""
+    """Raised if a rank of a replica ended or no longer answers. The replica must be restarted.
+
+    ``rank`` is the number of the rank that ended, None if it is not known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class RequestFailed(RuntimeError):

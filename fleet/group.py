@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.last_words import Notes, describe_death
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.rank import CONTROL, Answer, Rank, ReplicaOptions
@@ -29,16 +32,21 @@ _STARTS = 4
 # Seconds for the other ranks to answer after one rank failed or was cancelled. They are at most one step behind that
 # rank.
 _GRACE_SECONDS = 30.0
+logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """A group of ranks that runs one pipeline, one request at a time."""
+    """A group of ranks that runs one pipeline, one request at a time. ``name`` is its name in the log."""
 
-    def __init__(self, recipe: Recipe, options: ReplicaOptions) -> None:
-        self._recipe, self._options = recipe, options
+    def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:
+        self._recipe, self._options, self._name = recipe, options, name
         self._placement: Any = None
         self._turn = asyncio.Lock()
+        self._started = False  # whether start has ever ended
+        self._loaded = False  # whether it has ended since stop
         self.actors: list[Any] = []
+        self._processes: list[tuple[int, Notes]] = []  # process id and notes of each rank
+        self._dead: set[int] = set()  # ranks whose end was logged
 
     async def start(self) -> None:
         """Place the ranks and load the pipeline on them. If the replica runs already, it is stopped first.
@@ -46,7 +54,8 @@ class Replica:
         Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading fails.
         """
         await self.stop()
-        bundle, ranks = _bundle(), self._options.ranks
+        begun, bundle, ranks = time.monotonic(), _bundle(), self._options.ranks
+        logger.info("%s: %s, %d ranks", self._name, "restarting" if self._started else "starting", ranks)
         strategy = "PACK" if self._options.spread else "STRICT_PACK"
         self._placement = placement_group([bundle] * ranks, strategy=strategy)
         seconds = self._recipe.timeout
@@ -54,6 +63,7 @@ class Replica:
             await asyncio.wait_for(self._placement.ready(), seconds)
         except TimeoutError:
             await self.stop()
+            logger.error("%s: no resources within %g s", self._name, seconds)
             raise RuntimeError(
                 f"a replica of {ranks} ranks got no resources within {seconds:g} s: the Ray cluster is busy."
             ) from None
@@ -64,18 +74,44 @@ class Replica:
             placed = actor.options(scheduling_strategy=strategy, **resources)
             self.actors.append(placed.remote(self._recipe, rank, self._options))
         try:
+            watching = [actor.watch_signals.remote() for actor in self.actors]
+            self._processes = [(pid, Notes(folder)) for pid, folder in await asyncio.gather(*watching)]
             host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
             port = await self.actors[0].open_store.remote(host)
-            await asyncio.gather(*[actor.join.remote(host, port) for actor in self.actors])
-        except ray.exceptions.RayError as error:
+            await asyncio.gather(*[self._join(rank, host, port) for rank in range(ranks)])
+        except (ray.exceptions.RayError, ReplicaDied) as error:
             await self.stop()
+            logger.error("%s: cannot start: %s", self._name, cause(error))
             raise RuntimeError(cause(error)) from error
+        seconds, ready = time.monotonic() - begun, "ready again" if self._started else "ready"
+        self._started = self._loaded = True
+        ids = ", ".join(str(pid) for pid, _ in self._processes)
+        logger.info("%s: %s after %.1f s, process ids of its ranks: %s", self._name, ready, seconds, ids)
+
+    async def _join(self, rank: int, host: str, port: int) -> None:
+        """Let a rank load the pipeline together with the others. Raise ReplicaDied if it dies."""
+        try:
+            await self.actors[rank].join.remote(host, port)
+        except ray.exceptions.ActorDiedError as error:
+            raise ReplicaDied(f"rank {rank} died: {self._describe_end(rank, error)}.", rank) from error
+
+    def _describe_end(self, rank: int, error: BaseException) -> str:
+        """Return how rank ``rank`` ended, such as ``"SIGKILL"``, for an error that Ray raised; and log it once."""
+        pid, notes = self._processes[rank] if rank < len(self._processes) else (None, None)
+        death = describe_death(str(error), notes)
+        if rank not in self._dead:
+            self._dead.add(rank)
+            logger.error("%s: rank %d died: %s, process id %s", self._name, rank, death, pid)
+        return death
 
     async def stop(self) -> None:
         """Kill all ranks at once, even in the middle of a step, and free their resources."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
+        for _, notes in self._processes:
+            notes.close()
+        self._processes, self._dead, self._loaded = [], set(), False
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
@@ -131,10 +167,16 @@ class Replica:
 
         polling = asyncio.ensure_future(poll())
         try:
-            answers = (await _answers([actor.generate_batch.remote(batch) for actor in self.actors]))[0]
-        except ReplicaDied:
+            refs = [actor.generate_batch.remote(batch) for actor in self.actors]
+            answers = (await _answers(refs))[0]
+        except ReplicaDied as error:
+            if error.rank is None:
+                logger.error("%s: %s", self._name, error)
+                await self.stop()
+                raise
+            death = self._describe_end(error.rank, error.__cause__ or error)
             await self.stop()
-            raise
+            raise ReplicaDied(f"rank {error.rank} died: {death}.", error.rank) from error
         finally:
             polling.cancel()
         progress(answers[0].steps)
@@ -143,12 +185,17 @@ class Replica:
         return answers
 
     async def alive(self) -> bool:
-        """Whether the replica was started and none of its ranks has ended."""
-        try:
-            alive = [actor.process.options(concurrency_group=CONTROL).remote() for actor in self.actors]
-            return len(await asyncio.gather(*alive)) > 0
-        except ray.exceptions.RayError:
+        """Whether the replica has loaded and none of its ranks has ended."""
+        if not self._loaded:
             return False
+        actors = list(self.actors)
+        pings = [actor.process.options(concurrency_group=CONTROL).remote() for actor in actors]
+        answers = await asyncio.gather(*pings, return_exceptions=True)
+        errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, BaseException)}
+        if actors == self.actors:  # else the replica was stopped meanwhile
+            for rank, error in errors.items():
+                self._describe_end(rank, error)
+        return len(answers) > 0 and not errors
 
 
 def generate_lines(
@@ -167,8 +214,8 @@ def generate_lines(
     """
     queue, problems = iter(lines), list[Problem]()
 
-    async def generate_queued() -> None:
-        replica = Replica(recipe, options)
+    async def generate_queued(number: int) -> None:
+        replica = Replica(recipe, options, f"replica {number}")
         await replica.start()
         for line in queue:
             try:
@@ -185,7 +232,7 @@ def generate_lines(
         await replica.stop()
 
     async def generate_all() -> None:
-        await asyncio.gather(*[generate_queued() for _ in range(min(replicas, len(lines)))])
+        await asyncio.gather(*[generate_queued(number) for number in range(min(replicas, len(lines)))])
 
     connected = connect(options.ranks * replicas, debug=debug)
     try:
@@ -299,7 +346,7 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
                     continue
                 error = task.exception()
                 if error is not None:
-                    raise ReplicaDied(f"rank {rank} died: {cause(error)}") from error
+                    raise ReplicaDied(f"rank {rank} died: {cause(error)}", rank) from error
                 errors += [x.outcome for x in task.result() if isinstance(x.outcome, Exception)]
     finally:
         for task in pending:

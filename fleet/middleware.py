@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from para_core.fleet.failures import RequestError
 
 logger = logging.getLogger(__name__)
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -43,6 +46,7 @@ class RequestLog:
     The id is the header ``X-Request-Id`` of the request if that is 1 to 64 letters, digits, ``_`` and ``-``, else a
     random one. The log has one line per request, with a warning if it was refused and an error if it failed. The file
     ``path`` gets one JSON object per request; it may be rotated away. Neither has the body, API key or query string.
+    An exception of the application is logged with its traceback, and answered with status 500.
 
     Args:
         app: The application.
@@ -75,6 +79,13 @@ class RequestLog:
 
         try:
             await self._app({**scope, _KEY: record}, receive, counted)
+        except Exception as error:
+            logger.exception("request %s: the server failed", record.id_)
+            record.reason = f"{type(error).__name__}, see above"
+            if status:
+                raise  # The response has begun, so the web server must cut the connection.
+            failure = RequestError(500, "server_error", "the server failed with this request; see its log.")
+            await JSONResponse(failure.body(), failure.status)(scope, receive, counted)
         finally:
             seconds = time.monotonic() - start
             _log(scope, record, status, seconds)

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
+from para_core.fleet.last_words import LastWords
 from para_core.fleet.loading import build, mesh_shape
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.outputs import Output, Result
@@ -63,6 +64,7 @@ class Rank:
         self._recipe, self._rank, self._options = recipe, rank, options
         self._store: Any = None
         self._pipe: Any = None
+        self._last_words: LastWords | None = None
         self._steps_done: dict[str, int] = {}
         self._cancelled: set[str] = set()
         self._previews: list[Output] = []
@@ -150,3 +152,9 @@ class Rank:
     def process(self) -> int:
         """Return the process id. The caller uses only the fact that this rank answers."""
         return os.getpid()
+
+    def watch_signals(self) -> tuple[int, str]:
+        """Leave a note if a signal ends this process. Return its id, and the folder of the note."""
+        if self._last_words is None:
+            self._last_words = LastWords()
+        return os.getpid(), self._last_words.folder

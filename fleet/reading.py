@@ -340,8 +340,8 @@ def _converted_masks(value: Any, files: dict[str, bytes]) -> Any:
 
 
 _MAX_FILES, _MAX_FIELDS = 32, 200
-# Values of these form fields, and of all with "prompt" in their name, are strings, except those whose names begin with a
-# word of _NO_TEXTS, such as num_images_per_prompt. Values of other fields are parsed as JSON.
+# Values of these form fields, and of all with "prompt" in their name, are strings, but for names that begin with a word
+# of _NO_TEXTS, such as num_images_per_prompt. Values of other fields are parsed as JSON.
 _TEXTS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
 _NO_TEXTS = ("num_", "enhance_", "enable_", "use_")
 

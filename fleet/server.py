@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Security
@@ -30,6 +28,7 @@ from para_core.fleet.image_classes import edited_images, takes_no_image
 from para_core.fleet.jobs import Job, Jobs, Replicas
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.middleware import ID, HeadAsGet, RequestLog, record_of
+from para_core.fleet.model_card import model_card
 from para_core.fleet.models import Model
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import Output, Result
@@ -56,16 +55,12 @@ class Server:
         self._jobs = Jobs(replicas, options, self._fits)
         # The latest results whose requests asked for a URL instead of the data.
         self._stored: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
-        # If the model is a local folder, show only the last part of the path, because clients must not learn paths of
-        # this machine.
-        name = Path(model.name).name if Path(model.name).is_dir() else model.name
-        card = {"id": name or model.pipeline, "object": "model", "created": int(time.time()), "owned_by": "para_core"}
-        self._card: dict[str, Any] = {**card, "pipeline": model.pipeline, "kind": model.kind}
+        self._card = model_card(model)
         self.loading = False
         self._loras = None if options.loras is None else LoraFolder(options.loras)
         self._body_schema = body_schema(model, options)
         self._paths = ("/v1/videos/sync",) if model.kind == "video" else ("/v1/images/generations", "/v1/images/edits")
-        own: dict[Any, Any] = dict.fromkeys((RequestError, RequestValidationError, 500), _refuse)
+        own: dict[Any, Any] = dict.fromkeys((RequestError, RequestValidationError), _refuse)
         self.app = FastAPI(
             title=f"para_core: {model.pipeline}",
             docs_url=None,
@@ -269,13 +264,10 @@ def _id_of(http: HttpRequest) -> str:
     return record_of(http.scope).id_
 
 
-async def _refuse(http: HttpRequest, error: Exception) -> Response:
-    """Respond to an exception: a refusal, a parameter that FastAPI refuses, or else a failure of the server."""
+async def _refuse(http: HttpRequest, error: RequestError | RequestValidationError) -> Response:
+    """Respond to an exception: a RequestError, or a parameter that FastAPI refuses."""
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         error = RequestError(400, "invalid_value", f"parameter {first['loc'][-1]!r}: {first['msg'].lower()}.")
-    if not isinstance(error, RequestError):
-        logger.error("request %s: the server failed", record_of(http.scope).id_, exc_info=error)
-        error = RequestError(500, "server_error", "the server failed with this request; see its log.")
     record_of(http.scope).reason = str(error)
     return JSONResponse(error.body(), error.status, error.headers)

@@ -7,7 +7,8 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -17,6 +18,7 @@ from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import Job
+from para_core.fleet.log_relay import Entry, LogReader, LogRelay, Position
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import Output
 from para_core.fleet.rank import ReplicaOptions
@@ -31,6 +33,7 @@ _ANSWER_SECONDS = 10.0
 _REPORT_SECONDS, _SILENT_SECONDS = 1.0, 4.0
 # Seconds to wait, after all replicas have loaded, until all of them have reported.
 _READY_SECONDS = 60.0
+_LOG_SECONDS = 0.2
 logger = logging.getLogger(__name__)
 
 
@@ -40,13 +43,19 @@ class ReplicaDeployment:
     If a rank dies, the replica restarts all its ranks. Every second it reports to :class:`Front` that all ranks live.
     """
 
-    async def __init__(self, recipe: Recipe, options: ReplicaOptions) -> None:  # type: ignore[misc]
-        self._replica = group.Replica(recipe, options)
+    async def __init__(self, recipe: Recipe, options: ReplicaOptions, log_level: int) -> None:  # type: ignore[misc]
         self._id, self._busy, self._starting = uuid.uuid4().hex, False, asyncio.Lock()
+        self._log = LogRelay()
+        self._log.attach(log_level)
+        self._logging = asyncio.ensure_future(self._send_log())
+        name = f"replica {self._id[:4]}"
+        self._replica = group.Replica(recipe, options, name)
         await self._replica.start()
         self._memory = await self._replica.actors[0].memory.remote()
         for request in options.warmup:
+            start = time.monotonic()
             await self._replica.generate(request)
+            logger.info("%s: warmed up for %s after %.1f s", name, request.size, time.monotonic() - start)
         self._reporting = asyncio.ensure_future(self._report())
 
     async def generate(self, batch: Sequence[tuple[str, Request]]) -> AsyncIterator[tuple[str, Any]]:
@@ -84,6 +93,18 @@ class ReplicaDeployment:
             if not self._replica.actors:
                 await self._replica.start()
 
+    async def _send_log(self) -> None:
+        """Send what this process logs to :class:`Front`, for ever."""
+        sent = Position()
+        while True:
+            await asyncio.sleep(_LOG_SECONDS)
+            position, entries = self._log.read(sent)
+            # The front may be restarting, so the entries wait for the next try.
+            with suppress(Exception):
+                if entries:
+                    await serve.get_deployment_handle("Front", APP).add_log.remote(entries)
+                sent = position
+
     async def _report(self) -> None:
         """Report to :class:`Front` every second that all ranks live. Restart ranks that died while no request ran."""
         while True:
@@ -102,10 +123,13 @@ class ReplicaDeployment:
 class Front:
     """The Ray Serve deployment that answers HTTP. It holds the server and its queue, and sends batches to replicas."""
 
-    def __init__(self, model: Model, options: ServerOptions) -> None:
+    def __init__(self, model: Model, options: ServerOptions, log_level: int) -> None:
         self._handle: Any = None
         self._reports: dict[str, float] = {}
-        self._server = Server(self, model, options)
+        self._log = LogRelay()
+        self._log.attach(log_level)
+        # Ray Serve's proxy adds the header X-Request-Id to each response, and to a request that has none.
+        self._server = Server(self, model, options, send_id=False)
         self._server.loading = True
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -143,6 +167,14 @@ class Front:
         now = time.monotonic()
         return sum(now - last < _SILENT_SECONDS for last in self._reports.values())
 
+    async def add_log(self, entries: Iterable[Entry]) -> None:
+        """Keep what a replica logged, for :meth:`read_log`."""
+        self._log.add(entries)
+
+    async def read_log(self, position: Position) -> tuple[Position, list[Entry]]:
+        """Return what this process and the replicas logged after ``position``, and the next position."""
+        return self._log.read(position)
+
     async def replica_lives(self, id_: str, memory: Memory | None) -> None:
         """Note that all ranks of replica ``id_`` are running. ``memory`` is the predicted memory of a rank."""
         self._reports[id_] = time.monotonic()
@@ -158,16 +190,22 @@ def start(
     *,
     host: str,
     port: int,
+    log_level: int = logging.WARNING,
     debug: bool = False,
-) -> None:
+) -> LogReader:
     """Start the server on Ray at this address, and return when all replicas have loaded.
+
+    What its processes log at ``log_level`` or above is logged in this process, by the loggers of this package, until
+    the object that is returned is closed.
 
     Raise OSError if the port is in use, ValueError if the cluster is too small, and RuntimeError if a replica cannot
     start, the cluster runs such a server already, or Serve listens on another port. ``debug`` shows Ray's log messages.
     """
     if not debug:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    replicas = options.replicas
+    begun, replicas = time.monotonic(), options.replicas
+    logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
+    reader: LogReader | None = None
     _require_free(host, port)
     group.connect(replica_options.ranks * replicas, debug=debug)
     group.require_cluster(replica_options, replicas)
@@ -190,16 +228,21 @@ def start(
             ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         )
         # The front starts before the replicas, so that it can answer 503 while they load.
-        handle = serve.run(front.bind(model, options), name=APP, route_prefix="/")
+        handle = serve.run(front.bind(model, options, log_level), name=APP, route_prefix="/")
+        reader = LogReader(lambda position: handle.read_log.remote(position).result(timeout_s=_ANSWER_SECONDS))
         _require_answer(host, port)
         try:
-            serve.run(deployment.bind(recipe, replica_options), name=REPLICAS, route_prefix=None)
+            serve.run(deployment.bind(recipe, replica_options, log_level), name=REPLICAS, route_prefix=None)
         except RuntimeError as error:
             raise RuntimeError(f"a replica cannot start: {_constructor_error() or error}") from error
         deadline = time.monotonic() + _READY_SECONDS
         while handle.ready.remote().result() < replicas and time.monotonic() < deadline:
             time.sleep(_REPORT_SECONDS / 4)
+        logger.info("ready after %.1f s, on port %d of %s", time.monotonic() - begun, port, host)
+        return reader
     except BaseException:
+        if reader is not None:
+            reader.close()
         stop()
         raise
 

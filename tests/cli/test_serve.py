@@ -1,5 +1,7 @@
 """The options of ``para_core serve``, without starting replicas."""
 
+import logging
+
 import pytest
 
 from para_core.adapters import AttentionSchedule
@@ -37,6 +39,23 @@ def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, caps
 
 
 @pytest.mark.parametrize(
+    ("arguments", "seed", "level"),
+    [
+        ([], None, logging.INFO),
+        (["--seed", "0", "--log-level", "error"], 0, logging.ERROR),
+        (["--seed", "7", "--log-level", "DEBUG"], 7, logging.DEBUG),
+    ],
+)
+def test_seed_and_level_of_the_log(started, arguments, seed, level):
+    package = logging.getLogger("para_core")
+    before = (package.level, list(package.handlers))
+    assert run(["serve", *arguments]) == 1
+    (call,) = started
+    assert (call["options"].seed, call["log_level"]) == (seed, level)
+    assert (package.level, package.handlers) == before
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("prot: 1", "'prot'"),
@@ -65,6 +84,9 @@ def test_bad_config_file_is_named(started, tmp_path, capsys, text, message):
         (["--warmup", "64"], "--warmup 64"),
         (["--warmup", "64x64x0"], "--warmup 64x64x0"),
         (["--host", "0.0.0.0"], "PARA_CORE_API_KEY"),
+        (["--seed", "-1"], "--seed"),
+        (["--seed", "9223372036854775808"], "--seed"),
+        (["--log-level", "loud"], "--log-level loud"),
         (["--config", "/nowhere.yaml"], "cannot be read"),
     ],
 )

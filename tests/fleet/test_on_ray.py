@@ -7,9 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,10 +27,10 @@ from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.work import generate
+from tests.fleet.commands import messages, serve
 
 # Ray keeps sockets and threads open until the cluster ends, which raises warnings.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
-ROOT = Path(__file__).parents[2]
 PORT = 8123
 PATH = "/v1/images/generations"
 SMALL = {"size": "64x48", "steps": 3}
@@ -67,9 +64,9 @@ def server(model, recipe):
     end_cluster()
 
 
-def ask(body, *, method="POST", path=PATH, **headers):
+def ask(body, *, method="POST", path=PATH, port=PORT, **headers):
     headers = {"Content-Type": "application/json", **{name.replace("_", "-"): value for name, value in headers.items()}}
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", PORT, timeout=300)) as connection:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=300)) as connection:
         connection.request(method, path, json.dumps(body), headers)
         response = connection.getresponse()
         return response.status, response.read()
@@ -113,46 +110,54 @@ def test_impossible_replica_ends_server_with_reason(model, tmp_path):
 
 
 # This test starts its own cluster.
-def test_the_command_serves_until_it_is_told_to_end():
-    command = [sys.executable, "-m", "para_core", "serve", "--ranks", "1", "--port", str(PORT + 10)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        late = threading.Timer(500, process.kill)
-        late.start()
-        try:
-            line = process.stderr.readline()
-            assert f"http://127.0.0.1:{PORT + 10}/" in line
-            os.kill(rank_processes()[-1], signal.SIGKILL)  # Ray reports this to its driver
-            time.sleep(5)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
-            assert process.stderr.read() == process.stdout.read() == ""
-        finally:
-            late.cancel()
-            process.kill()
+def test_the_command_logs_what_happens_until_it_is_told_to_end():
+    with serve("--ranks", 2, "--port", PORT + 10, "--queue", 0) as command:
+        command.read_until(f"http://127.0.0.1:{PORT + 10}/")
+        fields = {"prompt": PROMPTS[0], **SMALL}
+        assert ask(fields, port=PORT + 10, X_Request_Id="good")[0] == 200
+        assert ask({**fields, "steps": 0}, port=PORT + 10, X_Request_Id="bad")[0] == 400
+        ask(None, method="GET", path="/health", port=PORT + 10)
+        (pid, *_) = rank_processes()
+        with ThreadPoolExecutor(1) as threads:
+            long = threads.submit(ask, {**fields, "steps": 200}, port=PORT + 10, X_Request_Id="long")
+            time.sleep(2)
+            os.kill(pid, signal.SIGKILL)
+            status, body = long.result()
+        assert (status, b"SIGKILL" in body) == (500, True)
+        command.read_until("ready again")
+        (pid, *_) = rank_processes()
+        os.kill(pid, signal.SIGSEGV)  # while no request runs
+        command.read_until("ready again")
+        logged = messages(command.end())
+
+    def index_of(level, *words):
+        return next(i for i, (at, text) in enumerate(logged) if at == level and all(word in text for word in words))
+
+    order = [
+        index_of("INFO", "starting", "FluxPipeline"),
+        index_of("INFO", "ready after"),
+        index_of("INFO", "good", "first"),
+        index_of("INFO", "good", f"POST {PATH}", "200", " s"),
+        index_of("WARNING", "bad", "400", "refused", "'steps'"),
+        index_of("ERROR", "rank", "died", "SIGKILL"),
+        index_of("INFO", "restarting"),
+        index_of("INFO", "ready again after"),
+        index_of("ERROR", "rank", "SIGSEGV", str(pid)),
+        index_of("INFO", "stopping"),
+        index_of("INFO", "stopped"),
+    ]
+    assert order == sorted(order)
+    assert index_of("ERROR", "long", "500", "SIGKILL")
+    assert not any("/health" in text for _, text in logged)
 
 
 def test_the_command_ends_while_a_replica_loads():
-    command = [sys.executable, "-m", "para_core", "serve", "--ranks", "1", "--port", str(PORT + 13)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     before = set(rank_processes())
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        late = threading.Timer(300, process.kill)
-        late.start()
-        try:
-            while not set(rank_processes()) - before and process.poll() is None:
-                time.sleep(0.05)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
-            assert process.stderr.read() == process.stdout.read() == ""
-            assert set(rank_processes()) <= before
-        finally:
-            late.cancel()
-            process.kill()
+    with serve("--ranks", 1, "--port", PORT + 13, "--log-level", "warning") as command:
+        while not set(rank_processes()) - before and command.process.poll() is None:
+            time.sleep(0.05)
+        assert command.end() == []
+        assert set(rank_processes()) <= before
 
 
 def test_same_request_gives_same_bytes_on_any_replica(server, model, recipe):
@@ -279,7 +284,7 @@ def test_dying_rank_costs_its_request_and_is_replaced(server):
         answers = [future.result() for future in long]
     statuses = sorted(status for status, _ in answers)
     assert statuses == [200, 500], answers
-    assert any(b"died" in body for _, body in answers)
+    assert any(b"rank" in body and b"SIGKILL" in body for _, body in answers)
     assert image(ask(fields)) == expected
     deadline = time.monotonic() + 300
     while len(rank_processes()) < 4:

@@ -3,13 +3,7 @@
 import base64
 import contextlib
 import io
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import openai
@@ -22,13 +16,13 @@ from PIL import Image, ImageDraw
 pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
 
 from para_core.fleet.models import find_tiny_flux
+from tests.fleet.commands import messages, serve
 from tests.fleet.test_openai import strict
 from tests.modular_folders import plain_modular, save_modular
 from tests.scripts import command_on_ranks
 from zoo.video import PIPELINE as WAN
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
-ROOT = Path(__file__).parents[2]
 PORT = 8151
 SECONDS = 300
 PROMPT = "a red circle moves right"
@@ -37,22 +31,11 @@ PROMPT = "a red circle moves right"
 @contextlib.contextmanager
 def served(*arguments):
     """Yield a client of a server over one replica of two ranks. The server must end without an error."""
-    words = [sys.executable, "-m", "para_core", "serve", "--ranks", "2", "--port", str(PORT), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(words, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        late = threading.Timer(SECONDS, process.kill)
-        late.start()
-        try:
-            line = process.stderr.readline()
-            assert f":{PORT}/" in line, line + process.stderr.read()
-            with openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0) as client:
-                yield client
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
-            assert process.stderr.read() == ""
-        finally:
-            late.cancel()
-            process.kill()
+    with serve("--ranks", 2, "--port", PORT, *arguments, seconds=SECONDS) as command:
+        command.read_until(f":{PORT}/")
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0) as client:
+            yield client
+        assert not [text for level, text in messages(command.end()) if level == "ERROR"]
 
 
 def ended(client, id_):

@@ -1,0 +1,59 @@
+"""The served model as ``GET /v1/models`` shows it: OpenAI's fields, and what a page needs to fill its form."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from para_core.fleet.models import TINY_FLUX_FIELDS, Model, find_tiny_flux
+
+# Parameters of pipelines' calls whose defaults are shown.
+_SHOWN = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "num_frames")
+_PROMPTS = {
+    "image": "a lighthouse on a cliff at dusk, oil painting",
+    "video": "waves break on a beach, seen from above, slow camera",
+}
+# The small model knows only such captions: a size, a color, a shape, where it is, and the background.
+_TINY_PROMPT = "a large red circle in the centre on a white background"
+
+
+def model_card(model: Model) -> dict[str, Any]:
+    """Return the JSON object that describes ``model``.
+
+    Besides OpenAI's fields it has ``pipeline``; ``kind``; ``defaults`` of fields that a request leaves out, where
+    ``size`` is None if only the loaded pipeline knows it; and ``example``, fields of a request that fits the model.
+    """
+    # If the model is a local folder, show only the last part of the path, because clients must not learn paths of this
+    # machine.
+    name = Path(model.name).name if Path(model.name).is_dir() else model.name
+    is_tiny = _is_tiny(model)
+    values = {**model.fields, **model.defaults}
+    defaults = {key: values[key] for key in _SHOWN if _is_number(values.get(key))}
+    sides = values.get("width"), values.get("height")
+    size = f"{sides[0]}x{sides[1]}" if all(map(_is_number, sides)) else None
+    example = {"prompt": _PROMPTS[model.kind]}
+    if is_tiny:
+        tiny_size = f"{TINY_FLUX_FIELDS['width']}x{TINY_FLUX_FIELDS['height']}"
+        example = {"prompt": _TINY_PROMPT, "size": tiny_size}
+    return {
+        "id": "tiny-flux" if is_tiny else name or model.pipeline,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "para_core",
+        "pipeline": model.pipeline,
+        "kind": model.kind,
+        "defaults": {"size": size, **defaults},
+        "example": example,
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_tiny(model: Model) -> bool:
+    with suppress(OSError):
+        return Path(model.name).resolve() == find_tiny_flux().resolve()
+    return False

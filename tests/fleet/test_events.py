@@ -1,0 +1,119 @@
+"""The log of the server: records of other processes, and the signal that ended a rank."""
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from para_core.fleet.last_words import Notes, describe_death
+from para_core.fleet.log_relay import Entry, LogReader, LogRelay, Position, log_entries
+
+CHILD = """
+import time
+from para_core.fleet.last_words import LastWords
+
+words = LastWords()
+print(words.folder, flush=True)
+time.sleep(60)
+"""
+VANISHED = (
+    "The actor died.\nWorker exit type: SYSTEM_ERROR Worker exit detail: connection error code 2. End of file. {}"
+)
+HINT = "Some common causes include: (3) the worker crashed unexpectedly due to SIGSEGV"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGHUP", "SIGUSR1"])
+def test_signal_that_ended_a_process_is_known(name):
+    with subprocess.Popen([sys.executable, "-c", CHILD], stdout=subprocess.PIPE, text=True) as process:
+        folder = process.stdout.readline().strip()
+        notes = Notes(folder)
+        assert not Path(folder).exists()
+        assert notes.read_signal() == ""
+        process.send_signal(getattr(signal, name))
+        assert process.wait(30) == -getattr(signal, name)
+    assert describe_death(VANISHED.format(HINT), notes) == name
+    notes.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "death"),
+    [
+        (VANISHED.format(HINT), "a signal, most likely SIGKILL"),
+        ("Worker exit detail: Worker exits with an exit code 1. The process receives a SIGTERM.", "SIGTERM"),
+        ("Worker exit detail: Worker exits with an exit code 7.", "exit code 7"),
+        ("\n The node died.\nmore", "The node died."),
+        ("", "for an unknown reason"),
+    ],
+)
+def test_rank_without_notes(message, death):
+    assert describe_death(message, None) == death
+
+
+def test_notes_on_another_node_are_not_readable(tmp_path):
+    notes = Notes(str(tmp_path / "none"))
+    assert (notes.readable, notes.read_signal()) == (False, "")
+
+
+@pytest.fixture
+def relay():
+    relay = LogRelay()
+    package = logging.getLogger("para_core")
+    level = package.level
+    relay.attach(logging.INFO)
+    yield relay
+    package.removeHandler(relay)
+    package.setLevel(level)
+
+
+def test_records_arrive_once_although_an_answer_is_lost(relay, caplog):
+    logger = logging.getLogger("para_core.fleet.test")
+    logger.info("first %d", 1)
+    logger.debug("not kept")
+    relay.read(Position())  # this answer is lost
+    position, entries = relay.read(Position())
+    assert [(entry.level, entry.logger, entry.message) for entry in entries] == [
+        (logging.INFO, "para_core.fleet.test", "first 1")
+    ]
+    relay.add([Entry(5.0, logging.ERROR, "para_core.fleet.other", "second")])
+    position, entries = relay.read(position)
+    assert [entry.message for entry in entries] == ["second"]
+    assert relay.read(position)[1] == []
+    # Another process, in which numbers begin again.
+    assert LogRelay().read(position)[1] == []
+    other = LogRelay()
+    other.add(entries)
+    assert other.read(position)[1] == entries
+
+
+def test_entries_are_logged_with_their_own_time(caplog):
+    caplog.set_level(logging.INFO, "para_core")
+    entries = [
+        Entry(5.25, logging.ERROR, "para_core.fleet.a", "100 %s"),
+        Entry(6.0, logging.DEBUG, "para_core.b", "no"),
+    ]
+    log_entries(entries)
+    (record,) = caplog.records
+    assert (record.created, record.levelname, record.name) == (5.25, "ERROR", "para_core.fleet.a")
+    assert record.getMessage() == "100 %s"
+
+
+def test_reader_goes_on_after_a_failure_and_reads_the_last_records(caplog):
+    source, calls = LogRelay(), []
+
+    def read(position):
+        calls.append(position)
+        if len(calls) == 1:
+            raise ConnectionError
+        return source.read(position)
+
+    reader = LogReader(read)
+    while len(calls) < 2:
+        time.sleep(0.01)
+    source.add([Entry(1.0, logging.ERROR, "para_core.fleet", "last")])
+    reader.close()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == ["last"]
