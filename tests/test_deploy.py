@@ -19,6 +19,14 @@ COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 SERVICE = COMPOSE["services"]["para_core"]
 
 
+MANIFESTS = {
+    (manifest["kind"], manifest["metadata"]["name"]): manifest
+    for manifest in yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text())
+}
+POD = MANIFESTS["Deployment", "para-core"]["spec"]["template"]
+(CONTAINER,) = POD["spec"]["containers"]
+
+
 def instructions(name):
     return [line.removeprefix(name).strip() for line in LINES if line.startswith(name + " ")]
 
@@ -38,12 +46,13 @@ def test_server_runs_without_root():
     assert users[-1][1].partition(":")[0] not in ("root", "0")
 
 
-def test_command_of_the_container_starts_a_server(monkeypatch):
+@pytest.mark.parametrize("arguments", [SERVICE["command"], CONTAINER["args"]], ids=["compose", "kubernetes"])
+def test_command_of_the_container_starts_a_server(monkeypatch, arguments):
     started = []
     monkeypatch.setattr(serving, "start", lambda *args, **rest: started.append((args, rest)) or 1 / 0)
     monkeypatch.setenv("PARA_CORE_API_KEY", "secret")
     command = json.loads(instructions("ENTRYPOINT")[0])
-    options = dict(zip(SERVICE["command"][::2], SERVICE["command"][1::2], strict=True))
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
     options.pop("--model")  # is on the Hub
     assert command.pop(0) == "para_core"
     assert run([*command, *[word for pair in options.items() for word in pair]]) == 1
@@ -67,3 +76,43 @@ def test_volumes_and_ports_agree():
     assert volumes == set(json.loads(instructions("VOLUME")[0]))
     assert SERVICE["ports"] == [f"{instructions('EXPOSE')[0]}:{instructions('EXPOSE')[0]}"]
     assert COMPOSE["volumes"].keys() == {volume.partition(":")[0] for volume in SERVICE["volumes"]}
+
+
+def test_manifest_fits_the_container():
+    port = int(instructions("EXPOSE")[0])
+    assert {each["name"]: each["containerPort"] for each in CONTAINER["ports"]} == {"http": port}
+    assert MANIFESTS["Service", "para-core"]["spec"]["ports"][0]["targetPort"] == "http"
+    assert MANIFESTS["Service", "para-core"]["spec"]["selector"] == POD["metadata"]["labels"]
+    assert MANIFESTS["Deployment", "para-core"]["spec"]["selector"]["matchLabels"] == POD["metadata"]["labels"]
+    volumes = {volume["name"]: volume for volume in POD["spec"]["volumes"]}
+    mounted = {mount["mountPath"]: volumes[mount["name"]] for mount in CONTAINER["volumeMounts"]}
+    assert mounted.keys() == {"/dev/shm", *json.loads(instructions("VOLUME")[0])}
+    assert mounted["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    claims = {volume["persistentVolumeClaim"]["claimName"] for path, volume in mounted.items() if path != "/dev/shm"}
+    assert claims == {name for kind, name in MANIFESTS if kind == "PersistentVolumeClaim"}
+    assert str(POD["spec"]["securityContext"]["fsGroup"]) in (ROOT / "deploy" / "Dockerfile").read_text()
+    ranks = CONTAINER["args"][CONTAINER["args"].index("--ranks") + 1]
+    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ranks)
+
+
+@pytest.mark.parametrize(("ready", "status"), [(1, 200), (0, 503)])
+def test_probes_ask_the_route_that_knows(ready, status):
+    # A probe sends the address of the pod as its host, and no key.
+    with test_server.serving(api_key="secret") as (port, backend):
+        backend.count = ready
+        for name in ("startupProbe", "readinessProbe"):
+            path = CONTAINER[name]["httpGet"]["path"]
+            assert test_server.ask(port, None, method="GET", path=path, Host="10.0.0.7:8000")[0] == status
+
+
+@pytest.mark.parametrize(("page", "file"), [("nginx", "nginx.conf"), ("caddy", "Caddyfile")])
+def test_proxy_configurations_of_the_page_are_those_of_the_files(page, file):
+    def directives(text):
+        lines = [line.partition("#")[0].split() for line in text.splitlines()]
+        return [line for line in lines if line]
+
+    (block,) = re.findall(rf"^```{page}\n(.*?)^```", (ROOT / "docs" / "serving.md").read_text(), re.M | re.S)
+    whole = directives((ROOT / "deploy" / file).read_text())
+    shown = directives(block)
+    begin = whole.index(shown[0])
+    assert whole[begin : begin + len(shown)] == shown

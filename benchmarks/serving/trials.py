@@ -253,7 +253,7 @@ PARTS = {"first": try_first, "prompts": try_prompts, "server": try_server}
 ROWS = (
     (
         "first",
-        "the first image in a fresh clone: one process; {ranks} ranks; difference from the unmodified pipeline",
+        "first image in a fresh clone: one process; {ranks} ranks; against the plain pipeline",
         "{seconds[image]:.0f} s; {seconds[image_on_ranks]:.0f} s; off by at most {largest_difference} of 255",
     ),
     (

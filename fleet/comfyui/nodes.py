@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import logging
 import os
 import urllib.error
 import urllib.request
@@ -16,14 +17,19 @@ import torch
 from PIL import Image, ImageSequence
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
 Spec = tuple[Any, ...]
+_RANDOM_SEED = -1
 _COMMON: dict[str, Spec] = {
     "server": ("STRING", {"default": "http://127.0.0.1:8000"}),
     "prompt": ("STRING", {"multiline": True, "default": ""}),
     "width": ("INT", {"default": 1024, "min": 16, "max": 16384, "step": 16}),
     "height": ("INT", {"default": 1024, "min": 16, "max": 16384, "step": 16}),
     "steps": ("INT", {"default": 28, "min": 1, "max": 1000}),
-    "seed": ("INT", {"default": 0, "min": 0, "max": 2**63 - 1}),
+    "seed": (
+        "INT",
+        {"default": _RANDOM_SEED, "min": _RANDOM_SEED, "max": 2**63 - 1, "tooltip": "-1: another one for each run."},
+    ),
 }
 _OPTIONAL: dict[str, Spec] = {
     "negative_prompt": ("STRING", {"multiline": True, "default": ""}),
@@ -37,20 +43,29 @@ _STRENGTH: Spec = ("FLOAT", {"default": 0.0, "min": 0.0, "max": 1.0})
 class _Node:
     """Base of the nodes, with the attributes that ComfyUI requires."""
 
-    RETURN_TYPES = ("IMAGE",)
+    RETURN_TYPES: tuple[str, ...] = ("IMAGE", "INT")
+    RETURN_NAMES: tuple[str, ...] = ("image", "seed")
     FUNCTION = "run"
     CATEGORY = "para_core"
     path: str
     format_ = "png"
 
-    def run(self, server: str, image: Tensor | None = None, mask: Tensor | None = None, **inputs: Any) -> tuple[Tensor]:
-        """Return the image, or the frames of the video, ``[N, H, W, 3]`` from 0 to 1."""
+    @classmethod
+    def IS_CHANGED(cls, seed: int = 0, **inputs: Any) -> float:
+        """Return a value whose change lets ComfyUI run the node again: NaN, which equals nothing, for a random seed."""
+        return float("nan") if seed == _RANDOM_SEED else 0.0
+
+    def run(
+        self, server: str, image: Tensor | None = None, mask: Tensor | None = None, **inputs: Any
+    ) -> tuple[Tensor, int]:
+        """Return the image, or the frames of the video, ``[N, H, W, 3]`` from 0 to 1; and the seed that was used."""
         fields = {**_fields(inputs), "output_format": self.format_}
         if image is not None:
             fields["image"] = _encode(image)
         if mask is not None:
             fields["mask_image"] = _encode(mask.reshape(1, *mask.shape[-2:], 1).expand(-1, -1, -1, 3))
-        return (_decode(generate(server, self.path, fields, _progress())),)
+        files, seed = generate(server, self.path, fields, _progress())
+        return (_decode(files), seed)
 
 
 class TextToImage(_Node):
@@ -77,7 +92,7 @@ class EditImage(_Node):
 class Video(_Node):
     """Node that generates a video from text, and from an image if the server's pipeline takes one."""
 
-    RETURN_NAMES = ("frames",)
+    RETURN_NAMES = ("frames", "seed")
     path, format_ = "/v1/videos/sync", "webp"
 
     @classmethod
@@ -87,10 +102,24 @@ class Video(_Node):
 
 
 def _fields(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request for the inputs of a node, without empty optional inputs. Changes ``inputs``."""
+    """Return the fields of a request for the inputs of a node, without empty optional inputs. Changes ``inputs``.
+
+    Raise RuntimeError if ``more`` is no JSON object, or sets a field that another input sets. The server refuses a
+    field that has another name there, such as ``num_inference_steps``.
+    """
     width, height, more = inputs.pop("width"), inputs.pop("height"), inputs.pop("more", "")
     fields = {name: value for name, value in inputs.items() if value or name not in (*_OPTIONAL, "strength")}
-    return {**fields, "size": f"{width}x{height}", **(json.loads(more) if more.strip() else {})}
+    fields["size"] = f"{width}x{height}"
+    try:
+        others = json.loads(more) if more.strip() else {}
+    except ValueError as error:
+        raise RuntimeError(f"more is no JSON: {error}") from None
+    if not isinstance(others, dict):
+        raise RuntimeError(f'more is {more[:80]!r}; expected a JSON object, such as {{"max_sequence_length": 256}}.')
+    for name in others.keys() & {*fields, "width", "height"}:
+        inputs_for = "width and height" if name in ("size", "width", "height") else name
+        raise RuntimeError(f"more has {name!r}, which the input {inputs_for} of this node sets: expected one of them.")
+    return {**fields, **others}
 
 
 def _progress() -> Callable[[int, int | None], None]:
@@ -133,8 +162,8 @@ _SECONDS = 3600.0
 
 def generate(
     server: str, path: str, fields: dict[str, Any], progress: Callable[[int, int | None], None]
-) -> list[bytes]:
-    """Send a request to the server, wait for the result, and return the contents of its files.
+) -> tuple[list[bytes], int]:
+    """Send a request to the server, wait for the result, and return the contents of its files and its seed.
 
     The API key is read from the environment variable ``PARA_CORE_API_KEY``, because a workflow file that is shared
     should not contain it. ``progress`` is called with the number of finished steps, and the number of all steps or
@@ -147,7 +176,8 @@ def generate(
     if not server.startswith(("http://", "https://")):
         raise RuntimeError(f"server is {server!r}; expected an address such as http://127.0.0.1:8000.")
     request = urllib.request.Request(server.rstrip("/") + path, body, headers)
-    files = []
+    files: list[bytes] = []
+    seeds: list[int] = []
     try:
         # If progress raises, leaving this block closes the connection, and the server cancels the request.
         with urllib.request.urlopen(request, timeout=_SECONDS) as answer:
@@ -158,6 +188,9 @@ def generate(
                     raise RuntimeError(event["error"]["message"])
                 elif event["type"].endswith(".completed"):
                     files.append(base64.b64decode(event["b64_json"]))
+                    seeds.append(event["seed"])
+                    for warning in event["warnings"] if len(files) == 1 else ():
+                        logger.warning("para_core: %s", warning)
     except urllib.error.HTTPError as error:
         with error:
             raise RuntimeError(_message(error)) from None
@@ -165,7 +198,7 @@ def generate(
         raise RuntimeError(f"{server} cannot be reached: {error.reason}. Is para_core serve running?") from None
     if not files:
         raise RuntimeError(f"{server} ended the connection before the result.")
-    return files
+    return files, seeds[0]
 
 
 def _events(answer: Any) -> Iterator[dict[str, Any]]:

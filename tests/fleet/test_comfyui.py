@@ -89,7 +89,7 @@ def run(node, port, **inputs):
     defaults = {name: spec[1]["default"] for name, spec in specs.items() if len(spec) > 1}
     inputs = {**defaults, "server": f"http://127.0.0.1:{port}", **inputs}
     outputs = getattr(node(), node.FUNCTION)(**inputs)
-    assert len(outputs) == len(node.RETURN_TYPES)
+    assert len(outputs) == len(node.RETURN_TYPES) == len(node.RETURN_NAMES)
     return outputs[0]
 
 
@@ -149,3 +149,43 @@ def test_errors_are_the_servers_sentences(nodes, monkeypatch):
         run(node, port, **COMMON)
     with pytest.raises(RuntimeError, match=r"file:///etc/passwd.*http"):
         run(node, port, **COMMON, server="file:///etc/passwd")
+
+
+def test_random_seed_is_drawn_by_the_server_and_returned(nodes):
+    node = nodes["ParaCoreTextToImage"]
+    with serving(Painter(), pipeline=FluxPipeline) as (port, backend):
+        fields = {**COMMON, "server": f"http://127.0.0.1:{port}"}
+        seeds = [getattr(node(), node.FUNCTION)(**{**fields, "seed": seed})[1] for seed in (-1, -1, 7)]
+        assert seeds == [request.seed for _, request in backend.ran]
+    assert seeds[0] != seeds[1]
+    assert seeds[2] == 7
+    assert node.INPUT_TYPES()["required"]["seed"][1]["default"] == -1
+    # ComfyUI runs a node again if this value changes, which NaN always does.
+    unequal = node.IS_CHANGED(**{**fields, "seed": -1})
+    assert unequal != unequal
+    assert node.IS_CHANGED(**{**fields, "seed": 7}) == node.IS_CHANGED(**{**fields, "seed": 7})
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ('{"steps": 5}', "'steps'.*steps"),
+        ('{"seed": 5}', "'seed'"),
+        ('{"size": "64x64"}', "'size'.*width and height"),
+        ('{"width": 64}', "'width'.*width and height"),
+        ('{"num_inference_steps": 5}', "'steps'.*'num_inference_steps'"),
+        ("[1]", "JSON object"),
+        ("{", "no JSON"),
+    ],
+)
+def test_more_fields_contradict_no_input(nodes, more, message):
+    with serving(Painter(), pipeline=FluxPipeline) as (port, backend):
+        with pytest.raises(RuntimeError, match=message):
+            run(nodes["ParaCoreTextToImage"], port, **COMMON, more=more)
+        assert not backend.ran
+
+
+def test_warnings_of_the_server_are_logged(nodes, caplog):
+    with serving(Painter(), pipeline=FluxPipeline) as (port, _):
+        run(nodes["ParaCoreTextToImage"], port, **COMMON, negative_prompt="text")
+    assert any(record.getMessage().startswith("para_core: negative_prompt") for record in caplog.records)
