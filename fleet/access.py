@@ -86,8 +86,10 @@ def public_address(http: HttpRequest) -> str:
         http.headers.get(f"x-forwarded-{name}", "").split(",")[0].strip() for name in ("proto", "host", "prefix")
     )
     prefix = prefix.rstrip("/")
+    # The path below which an application has mounted this one. http.base_url has only that of the application.
+    mounted = http.scope.get("root_path", "").rstrip("/")
     own = http.base_url
     scheme = scheme.lower() if scheme.lower() in ("http", "https") else own.scheme
     host = host if _HOST.fullmatch(host) else own.netloc
     prefix = prefix if _PREFIX.fullmatch(prefix) else ""
-    return f"{scheme}://{host}{prefix}{own.path.rstrip('/')}"
+    return f"{scheme}://{host}{prefix}{mounted}"
