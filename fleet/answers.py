@@ -65,7 +65,9 @@ async def answer_events(
             yield _event({"type": f"{kind}.partial_image", **common, "partial_image_index": partials})
             partials += 1
         elif progress:
-            yield _event({"type": "progress", "step": event, "steps": job.request.fields.get("num_inference_steps")})
+            each = job.request.fields.get("num_inference_steps")
+            steps = None if each is None else each * job.request.calls
+            yield _event({"type": "progress", "step": event, "steps": steps})
     try:
         result = await waiting
     except RequestError as refusal:

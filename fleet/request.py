@@ -11,7 +11,7 @@ import operator
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -96,10 +96,32 @@ class Request:
         return tuple((self.seed + index) % (LARGEST_SEED + 1) for index in range(self.results))
 
     @property
+    def calls(self) -> int:
+        """Number of calls of the pipeline that generate the results, see :func:`split_request`."""
+        return len(split_request(self))
+
+    @property
     def size(self) -> str:
         """The requested size as ``"WIDTHxHEIGHT"``, or ``"auto"`` if the pipeline chooses a side."""
         width, height = self.fields.get("width"), self.fields.get("height")
         return "auto" if width is None or height is None else f"{width}x{height}"
+
+
+_COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
+
+
+def split_request(request: Request) -> list[Request]:
+    """Return the requests whose results, one after the other, are those of ``request``. Often this is itself.
+
+    Several images that begin from an image are generated one by one: diffusers encodes that image only once for all,
+    with the generator of the first, so the others would differ from what their own seeds give alone.
+    """
+    if not request.images or request.results == 1 or isinstance(request.fields.get("prompt"), list):
+        return [request]
+    fields = {name: value for name, value in request.fields.items() if name not in _COUNTS}
+    parts = [replace(request, fields=fields, seed=seed) for seed in request.seeds]
+    without_previews = replace(request.delivery, partial_images=0)
+    return [parts[0], *(replace(part, delivery=without_previews) for part in parts[1:])]
 
 
 def estimated_pixels(request: Request, kind: Kind) -> int:

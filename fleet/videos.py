@@ -106,7 +106,8 @@ class Videos:
             raise RequestError(404, "not_found", f"no video {id_[:64]!r} exists (any more).")
         job = self._running.get(id_)
         if job is not None and job.steps_done:
-            steps = job.request.fields.get("num_inference_steps") or job.steps_done + 1
+            each = job.request.fields.get("num_inference_steps")
+            steps = each * job.request.calls if each else job.steps_done + 1
             record |= {"status": "in_progress", "progress": min(99, 100 * job.steps_done // steps)}
         return {name: value for name, value in record.items() if name != "files"}
 

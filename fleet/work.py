@@ -22,7 +22,7 @@ from para_core.fleet.loading import mesh_shape
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Request, batch_arguments
+from para_core.fleet.request import Request, batch_arguments, split_request
 from para_core.instance_patching import original_class
 from para_core.version import __version__
 
@@ -57,6 +57,8 @@ def generate_batch(
 
     Arguments, the return value on other ranks, and exceptions are those of :func:`generate`.
     """
+    if len(requests) == 1 and requests[0].calls > 1:
+        return _generate_parts(pipe, requests[0], recipe, watch)
     mesh, previews = mesh_of(pipe), None
     first = mesh is None or mesh.rank == 0
     if watch.preview is not None and requests[0].delivery.partial_images:
@@ -78,6 +80,30 @@ def generate_batch(
         described = {**metadata(pipe, request, recipe, seconds), "size": f"{image.width}x{image.height}"}
         results.append(Result(tuple(encode(share, request.delivery)), described))
     return results
+
+
+def _generate_parts(pipe: Any, request: Request, recipe: Recipe, watch: Watch) -> list[Result] | None:
+    """Run a call of the pipeline for each part of ``request``, and join the results. See :func:`split_request`."""
+    done, last = 0, 0
+
+    def progress(step: int) -> None:
+        nonlocal last
+        last = step
+        if watch.progress is not None:
+            watch.progress(done + step)
+
+    results = []
+    for part in split_request(request):
+        results.append(generate(pipe, part, recipe, replace(watch, progress=progress)))
+        done += last
+    firsts = [result for result in results if result is not None]
+    if not firsts:
+        return None
+    files = [output for result in firsts for output in result.outputs]
+    outputs = tuple(Output(f"-{index}.{output.format_}", output.data) for index, output in enumerate(files))
+    seconds = sum(result.metadata["seconds"] for result in firsts)
+    described = {**metadata(pipe, request, recipe, seconds), "size": firsts[0].metadata["size"]}
+    return [Result(outputs, described)]
 
 
 def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:

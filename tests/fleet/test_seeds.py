@@ -1,16 +1,20 @@
 """Seeds of requests: drawn, fixed by the server, sent by the client, and returned with every result."""
 
+import io
 import json
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FluxImg2ImgPipeline, FluxPipeline, WanPipeline
+from PIL import Image
 
 from para_core.fleet.loading import build, find_model
+from para_core.fleet.models import describe, find_tiny_flux
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, make_request
-from para_core.fleet.work import generate
+from para_core.fleet.work import Watch, generate
 from tests.fleet.test_hostile import form
 from tests.fleet.test_server import StandIn, ask, image_url, serving
 
@@ -104,11 +108,26 @@ def test_images_of_one_request_are_those_of_their_own_seeds():
     assert difference(together.outputs[0].data, other.outputs[0].data) > 1
 
 
+def test_edits_of_one_request_are_those_of_their_own_seeds():
+    pipe = FluxImg2ImgPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    model, recipe = describe("", FluxImg2ImgPipeline, {}), Recipe("")
+    buffer = io.BytesIO()
+    Image.new("RGB", (64, 48), "red").save(buffer, "PNG")
+    fields = {"prompt": "a", "image": "a.png", "size": "64x48", "steps": 4, "max_sequence_length": 16, "strength": 0.5}
+
+    def edit(**others):
+        request = make_request({**fields, **others}, model, read_image=lambda _: buffer.getvalue())
+        steps = []
+        return generate(pipe, request, recipe, Watch(progress=steps.append)), steps
+
+    together, steps = edit(n=2, seed=3)
+    # With this strength two of four steps are done, for each image.
+    assert steps == [1, 2, 3, 4]
+    assert [output.suffix for output in together.outputs] == ["-0.png", "-1.png"]
+    assert [output.data for output in together.outputs] == [edit(seed=seed)[0].outputs[0].data for seed in (3, 4)]
+
+
 def difference(first, second):
-    import io
-
-    import numpy as np
-    from PIL import Image
-
     pixels = [torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).int() for data in (first, second)]
     return int((pixels[0] - pixels[1]).abs().max())
