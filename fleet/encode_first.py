@@ -15,7 +15,7 @@ from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Request
+from para_core.fleet.request import Request, split_request
 from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method
 
 _KEY = "encode first"
@@ -95,7 +95,8 @@ class EncodeFirst:
                     line = left.pop(0)
                     try:
                         with suppress(_EncodedError):  # A pipeline may also finish without calling a denoiser.
-                            run(line.request)
+                            # All parts of a request have the same prompt.
+                            run(split_request(line.request)[0])
                         done.append(line)
                     except Exception:
                         # If all ranks raised, ignore the error for now: the line runs again at the end and raises then.
