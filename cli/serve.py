@@ -136,11 +136,10 @@ def serve(
             while True:
                 time.sleep(1)
         except KeyboardInterrupt as end:
-            logger.info("stopping: %s", describe_signal(end)[0])
+            logger.info("%s", describe_signal(end)[0])
             if log is not None:
                 log.close()
             serving.stop()
-            logger.info("stopped")
 
 
 @contextmanager

@@ -283,5 +283,10 @@ def stop() -> None:
     """Delete the server's deployments, if there are any. Ray and Serve themselves keep running."""
     if not ray.is_initialized():
         return  # serve.status() would start a Ray cluster.
-    for name in {APP, REPLICAS} & serve.status().applications.keys():
+    names = {APP, REPLICAS} & serve.status().applications.keys()
+    if names:
+        logger.info("stopping")
+    for name in names:
         serve.delete(name)
+    if names:
+        logger.info("stopped")
