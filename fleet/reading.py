@@ -286,7 +286,7 @@ def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], mod
     edited = edited_images(model)
     for source, value in values.items():
         name = source if source in model.fields else _NAMES.get(source, source)
-        if source != name and name == "image" and "image" not in model.fields and edited:
+        if name == "image" and "image" not in model.fields and edited:
             name = edited[0]
         if value is None:
             named.setdefault(name, None)
@@ -377,6 +377,9 @@ async def _read_form(
 
 
 def _json_or_text(text: str) -> Any:
+    """Return the JSON value that ``text`` is, or else the text. An empty text, as of an empty box, is None."""
+    if not text:
+        return None
     try:
         return from_json(text)
     except ValueError:

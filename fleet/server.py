@@ -226,7 +226,9 @@ class Server:
             async for event in answer_events(job, waiting, kind, base_url, self._warnings_of(job)):
                 yield event
         finally:
-            if waiting.done() and not waiting.cancelled() and waiting.exception() is not None:
+            if not waiting.done():
+                record_of(http.scope).reason = "the client disconnected; cancelled."
+            elif not waiting.cancelled() and waiting.exception() is not None:
                 record_of(http.scope).reason = str(waiting.exception())
             waiting.cancel()
             self._jobs.end(job)

@@ -82,9 +82,18 @@ def test_lines_of_a_prompt_file(tmp_path):
     assert values == [(16, 48, 3), (16, 32, 5), (64, 48, 5)]
 
 
-def test_options_of_the_command(capsys):
-    command = ["generate", "--prompt", "a", "--steps", "2", "--set", "num_inference_steps=3", "--dry-run"]
-    assert run(command) == 2
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--steps", "2", "--set", "num_inference_steps=3"], ("--steps", "--set num_inference_steps")),
+        (["--size", "64x64", "--set", "width=32"], ("--size", "--set height or width")),
+        (["--set", "n=1", "--set", "num_images_per_prompt=1"], ("--set n", "--set num_images_per_prompt")),
+        (["--set", "size=64x64", "--set", "width=32"], ("--set size", "--set width")),
+        (["--guidance", "2", "--set", "guidance_scale=3"], ("--set guidance_scale",)),
+        (["--seed", "2", "--set", "seed=3"], ("--set seed",)),
+    ],
+)
+def test_options_of_the_command(capsys, options, named):
+    assert run(["generate", "--prompt", "a", "--dry-run", *options]) == 2
     error = capsys.readouterr().err
-    assert "--steps" in error
-    assert "--set num_inference_steps" in error
+    assert all(name in error for name in named), error

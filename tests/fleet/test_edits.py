@@ -55,8 +55,11 @@ def test_several_images_keep_their_order():
 
 def test_images_are_the_image_of_pipelines_with_another_name():
     with serving(pipeline=FluxControlPipeline) as (port, backend):
-        assert ask(port, {"prompt": "a", "images": [reference(image_url())]}, path=EDITS)[0] == 200
-        assert list(backend.ran[0][1].images) == ["control_image"]
+        for fields in ({"images": [reference(image_url())]}, {"image": image_url()}, {"control_image": image_url()}):
+            assert ask(port, {"prompt": "a", **fields}, path=EDITS)[0] == 200
+            assert list(backend.ran[-1][1].images) == ["control_image"]
+        body = ask(port, {"prompt": "a", "image": image_url(), "control_image": image_url()}, path=EDITS)[2]
+        assert "'image' and field 'control_image'" in body["error"]["message"]
 
 
 def test_transparent_part_of_a_mask_in_json_is_generated():

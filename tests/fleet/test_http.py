@@ -195,12 +195,13 @@ def test_failure_of_the_server_is_logged_with_its_traceback(caplog):
     assert record.exc_info[0] is KeyError
 
 
-def test_client_that_leaves_is_logged(caplog):
+@pytest.mark.parametrize(("stream", "words"), [(b"false", "499"), (b"true", "disconnected")])
+def test_client_that_leaves_is_logged(caplog, stream, words):
     with serving(StandIn(0.1), pipeline=FluxPipeline) as (port, _):
         with contextlib.closing(socket.create_connection(("127.0.0.1", port))) as connection:
-            body = b'{"prompt": "a", "steps": 100}'
+            body = b'{"prompt": "a", "steps": 100, "stream": %s}' % stream
             connection.sendall(request(body, extra=b"X-Request-Id: leaves\r\n"))
             time.sleep(0.5)
         time.sleep(1)
         assert send(port, request(b"", method="GET", path="/health", kind=None)) == 200
-    assert any("leaves" in record.getMessage() and "499" in record.getMessage() for record in caplog.records)
+    assert any("leaves" in record.getMessage() and words in record.getMessage() for record in caplog.records)

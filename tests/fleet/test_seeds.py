@@ -64,7 +64,7 @@ def test_each_of_several_images_has_the_next_seed():
     assert [image["seed"] for image in answer["data"]] == [2**63 - 2, 2**63 - 1, 0, 1]
 
 
-@pytest.mark.parametrize(("text", "seed"), [("5", 5), ("-1", None), ("null", None)])
+@pytest.mark.parametrize(("text", "seed"), [("5", 5), ("-1", None), ("null", None), ("", None)])
 def test_seeds_of_forms_and_edits(text, seed):
     with serving(pipeline=FluxImg2ImgPipeline) as (port, _):
         answers = [ask(port, path=EDITS, **as_form(prompt="a", seed=text, image=image_url()))[2] for _ in range(2)]
