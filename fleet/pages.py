@@ -57,6 +57,6 @@ def _page(name: str, *directives: str) -> HTMLResponse:
     headers = {
         "Content-Security-Policy": "; ".join(f"{key} {value}" for key, value in policy.items()),
         "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
+        "Referrer-Policy": "same-origin",
     }
     return HTMLResponse(text, headers=headers)
