@@ -119,7 +119,11 @@ setup(
         "para_core": "para_core",
         **{f"para_core.{name}": name for name in ("adapters", "kernels", "fleet", "cli")},
     },
-    package_data={"para_core": ["py.typed"], "para_core.fleet": ["page.html", "docs.html"]},
+    package_data={
+        "para_core": ["py.typed"],
+        "para_core.fleet": ["page.html", "docs.html"],
+        "para_core.adapters.planner": ["*.json"],
+    },
     entry_points={"console_scripts": ["para_core = para_core.__main__:main"]},
     install_requires=["torch>=2.11"],
     extras_require={name: packages for name, (packages, _) in EXTRAS.items()},

@@ -1,49 +1,23 @@
 """Run diffusers pipelines in parallel or with a cache; contains the adapters that describe diffusers' models."""
 
-from para_core.adapters.adapter import Adapter
-from para_core.adapters.cache.calibration.calibrate import calibrate_cache
-from para_core.adapters.cache.calibration.result import Calibration, CalibrationRow
-from para_core.adapters.cache.pipeline import (
-    apply_cache_on_pipe,
-    apply_cache_on_transformer,
-    cache_report,
-    remove_cache_from_pipe,
-)
-from para_core.adapters.parallel.load import from_pretrained_sharded
-from para_core.adapters.parallel.model import parallelize_transformer, parallelize_unet, unparallelize_transformer
-from para_core.adapters.parallel.parallelize import parallelize_pipe, pipefusion_report, unparallelize_pipe
-from para_core.adapters.planner.plan_mesh import plan_mesh
-from para_core.adapters.propose.proposal import Proposal
-from para_core.adapters.propose.propose import propose_plan
-from para_core.adapters.rows.unet import unparallelize_unet
-from para_core.adapters.rows.vae import parallelize_vae, unparallelize_vae
-from para_core.adapters.weights.shard import shard_weights, unshard_weights
-from para_core.attention.attention_options import AttentionSchedule, KeptKeys
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Adapter",
-    "AttentionSchedule",
-    "Calibration",
-    "CalibrationRow",
-    "KeptKeys",
-    "Proposal",
-    "apply_cache_on_pipe",
-    "apply_cache_on_transformer",
-    "cache_report",
-    "calibrate_cache",
-    "from_pretrained_sharded",
-    "parallelize_pipe",
-    "parallelize_transformer",
-    "parallelize_unet",
-    "parallelize_vae",
-    "pipefusion_report",
-    "plan_mesh",
-    "propose_plan",
-    "remove_cache_from_pipe",
-    "shard_weights",
-    "unparallelize_pipe",
-    "unparallelize_transformer",
-    "unparallelize_unet",
-    "unparallelize_vae",
-    "unshard_weights",
-]
+if TYPE_CHECKING:
+    from para_core.adapters.api import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Import :mod:`para_core.adapters.api` at the first access to a public name, and return the value of ``name``.
+
+    ``para_core plan`` reads the stored counts of this package without importing torch.
+    """
+    api = importlib.import_module("para_core.adapters.api")
+    globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

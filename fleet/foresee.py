@@ -15,8 +15,7 @@ from para_core.adapters.planner.inputs import default_guidance, number_of_heads
 from para_core.adapters.planner.plan_mesh import workload
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.block_offload import num_resident
-from para_core.distributed.create_mesh import choose_mesh_shape, largest_divisor
-from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM
+from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.models import Model
 from para_core.fleet.modular import open_modular
 from para_core.fleet.recipe import Recipe
@@ -172,14 +171,4 @@ def mesh_of_recipe(recipe: Recipe, ranks: int) -> dict[str, int]:
 
     Raise ValueError if ``ranks`` exceeds the product of these sizes.
     """
-    limits, left = dict(recipe.mesh), ranks
-    outer: dict[str, int] = {}
-    for name in (TENSOR_DIM, PIPE_DIM):
-        size = largest_divisor(left, limits.pop(name, 1))
-        left //= size
-        outer |= {name: size} if size > 1 else {}
-    try:
-        sizes = choose_mesh_shape(left, **{f"max_{name}_dim_size": size for name, size in limits.items()})
-    except ValueError as error:
-        raise ValueError(f"mesh is too small: {error}") from None
-    return {**dict(zip(MESH_DIMS, sizes, strict=True)), **outer}
+    return mesh_sizes(ranks, dict(recipe.mesh))

@@ -26,7 +26,7 @@ from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.instance_patching import original_class
 from para_core.user_warnings import ParallelWarning
 from para_core.verify import verification
-from para_core.weights.pipefusion import PipeFusion
+from para_core.weights.pipefusion_options import PipeFusion
 
 
 def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:

@@ -42,6 +42,7 @@ LAYERS = (
     ("adapters/compatibility",),
     ("adapters/cache",),
     ("adapters/parallel", "adapters/propose"),
+    ("adapters/api.py",),
     ("adapters/__init__.py",),
     ("fleet",),
     ("cli",),

@@ -47,7 +47,7 @@ from para_core.instance_patching import (
 from para_core.plans.region import region_of
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.verify.verification import VERIFIED, Verification
-from para_core.weights.pipefusion import PipeFusion
+from para_core.weights.pipefusion_options import PipeFusion
 from para_core.weights.stages import stages_of
 
 _GUIDANCE = "guidance"

@@ -48,7 +48,7 @@ from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, remove_plan
 from para_core.verify.verification import VERIFIED, Verification
-from para_core.weights.pipefusion import PipeFusion
+from para_core.weights.pipefusion_options import PipeFusion
 
 Transformer = TypeVar("Transformer", bound=nn.Module)
 Unet = TypeVar("Unet", bound=nn.Module)

@@ -23,7 +23,8 @@ from para_core.attention.attention_options import AttentionSchedule, RotateMetho
 from para_core.attention.backend_selection import Backend
 from para_core.attention.local import AttnFunc
 from para_core.instance_patching import original_class
-from para_core.weights.pipefusion import PipeFusion, PipeFusionReport
+from para_core.weights.pipefusion import PipeFusionReport
+from para_core.weights.pipefusion_options import PipeFusion
 
 Pipeline = TypeVar("Pipeline")
 

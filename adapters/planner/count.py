@@ -16,7 +16,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from para_core.adapters.components import blocks_of, config_and_depths, patch_plan_for, stack_of, why_no_stages
-from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
+from para_core.adapters.planner.inputs import INPUTS
+from para_core.adapters.planner.sizes import DECODED_SIDE, DecoderCounts, GenerationSizes
 from para_core.adapters.registry import plan_for, tensor_plan_for
 from para_core.instance_patching import unwrapped_class
 from para_core.planner.observe import observed
@@ -206,31 +207,28 @@ class _Operations(TorchFunctionMode):
         return out
 
 
-# Side of the small latents that are decoded to count operations. The count is then scaled to the real size:
-# convolutions by the number of pixels, attention by its square.
-_SIDE = 8
+def decoder_counts(vae: Any, channels: int) -> DecoderCounts:
+    """Return the floating-point operations of decoding small latents with ``channels``. Call inside :func:`on_meta`."""
 
-
-def decoder_operations(vae: Any, channels: int, sizes: GenerationSizes, tiled: float) -> float:
-    """Return the floating-point operations of decoding latents of ``sizes``. Call it inside :func:`on_meta`.
-
-    ``channels`` is that of the latents, and ``tiled`` the fraction of a tile that overlaps with the next one.
-    """
-
-    def decode(*frames: int) -> _Operations:
+    def decode(*frames: int) -> tuple[float, float]:
         operations = _Operations()
         with operations:
-            vae.decode(torch.empty(1, channels, *frames, _SIDE, _SIDE))
-        return operations
+            vae.decode(torch.empty(1, channels, *frames, DECODED_SIDE, DECODED_SIDE))
+        return operations.convolutions, operations.attention
 
-    frames, height, width = sizes.latents
-    is_image_vae = sizes.frames == 1 and not hasattr(vae, "temperal_downsample")
-    counted = decode() if is_image_vae else decode(min(frames, 2))
-    convolutions, attention = counted.convolutions, counted.attention
-    if frames > 2:
-        # The first latent frame decodes to fewer frames than later ones, so count with 2 and with 3 latent frames.
-        longer = decode(3)
-        convolutions += (frames - 2) * (longer.convolutions - convolutions)
-        attention += (frames - 2) * (longer.attention - attention)
-    scale = height * width / _SIDE**2
-    return (convolutions * scale + attention * scale**2) / (1.0 - tiled) ** 2
+    decodes_videos = any(isinstance(module, nn.Conv3d) for module in vae.modules())
+    return DecoderCounts(tuple(decode(frames) for frames in (1, 2, 3)) if decodes_videos else (decode(),))
+
+
+def encoder_operations(encoders: Sequence[nn.Module], tokens: int) -> float:
+    """Return the floating-point operations of encoding one prompt of ``tokens`` tokens.
+
+    Encoding takes 2 operations per token and weight of a linear layer, except the head.
+    """
+    linears = [
+        module.weight
+        for encoder in encoders
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.Linear) and "lm_head" not in name
+    ]
+    return 2.0 * tokens * sum(weight.numel() for weight in linears)

@@ -4,44 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from para_core.adapters.planner.sizes import GenerationSizes
 from para_core.instance_patching import original_class
-
-
-@dataclass(frozen=True)
-class GenerationSizes:
-    """Sizes of one generation: pixels, frames (1 for an image) and text tokens; and the dtype of its inputs.
-
-    A latent pixel has ``spatial`` pixels along each side, and a latent frame after the first has ``temporal`` frames.
-    """
-
-    height: int
-    width: int
-    frames: int
-    text: int
-    spatial: int = 8
-    temporal: int = 4
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def latents(self) -> tuple[int, int, int]:
-        """Number of frames, height and width of the latents."""
-        return (self.frames - 1) // self.temporal + 1, self.height // self.spatial, self.width // self.spatial
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of an image or of a latent frame, each of 2 × 2 latent pixels."""
-        _, height, width = self.latents
-        return (height // 2) * (width // 2)
-
-    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.empty(shape, dtype=dtype or self.dtype)
-
 
 MakeInputs = Callable[[Any, GenerationSizes], dict[str, Any]]
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from para_core.adapters.planner.sizes import GenerationSizes
+from para_core.planner.prediction import PublishedRun
 
-from para_core.adapters.planner.inputs import GenerationSizes
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -134,3 +141,51 @@ PUBLISHED: Mapping[str, PublishedModel] = {
     ),
 }
 # fmt: on
+
+
+def find_published(name: str) -> str:
+    """Return the published model with this name or Hub repository. Case, spaces and punctuation do not matter.
+
+    >>> find_published("flux.1 dev"), find_published("Wan-AI/Wan2.2-T2V-A14B-Diffusers")
+    ('FLUX.1-dev', 'Wan 2.2 A14B')
+
+    Raises:
+        ValueError: No published model has this name.
+    """
+    wanted = _letters(name)
+    by_name = {_letters(key): key for key in PUBLISHED}
+    by_name |= {_letters(model.repository): key for key, model in PUBLISHED.items()}
+    if wanted in by_name:
+        return by_name[wanted]
+    close = [by_name[key] for key in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.6)]
+    close += [key for key in PUBLISHED if wanted and wanted in _letters(key) and key not in close]
+    hint = f" Did you mean {' or '.join(dict.fromkeys(close))}?" if close else ""
+    raise ValueError(
+        f"{name!r} is no published model.{hint} Expected one of {', '.join(PUBLISHED)}, or a pipeline (on the command "
+        "line: its folder, or its repository on the Hub)."
+    )
+
+
+def is_published(name: str) -> bool:
+    """Whether a published model has this name or Hub repository."""
+    try:
+        find_published(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+@functools.cache
+def _all_runs() -> tuple[dict[str, Any], ...]:
+    runs: list[dict[str, Any]] = json.loads(Path(__file__).with_name("runs.json").read_text(encoding="utf-8"))
+    return tuple(runs)
+
+
+def published_runs(name: str, sizes: GenerationSizes, steps: int) -> tuple[PublishedRun, ...]:
+    """Return the published runs of model ``name`` that generated ``sizes`` in ``steps`` steps, end to end."""
+    wanted = [sizes.height, sizes.width, sizes.frames, steps]
+    return tuple(PublishedRun(**run["run"]) for run in _all_runs() if [run["model"], *run["sizes"]] == [name, *wanted])

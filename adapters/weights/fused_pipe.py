@@ -19,7 +19,8 @@ from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_method
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.patch_plan import PatchPlan
-from para_core.weights.pipefusion import FEWEST_STEPS, Fusion, PipeFusion, PipeFusionReport, fusion_of
+from para_core.weights.pipefusion import Fusion, PipeFusionReport, fusion_of
+from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion
 
 _KEY = "pipefusion"
 

@@ -28,9 +28,10 @@ from para_core.instance_patching import (
     wrap_alike,
     wrap_method,
 )
+from para_core.weights.balance import balanced
 from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.pipefusion import fusion_of
-from para_core.weights.stages import Stages, balanced, free_others, gather_stages, others, require_sendable, stages_of
+from para_core.weights.stages import Stages, free_others, gather_stages, others, require_sendable, stages_of
 
 _KEY = "weights in stages"
 _MERGE_KEY = "merge in stages"

@@ -30,7 +30,8 @@ from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.planner.count import count_calls, weights_of, without_data
-from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
+from para_core.adapters.planner.inputs import INPUTS
+from para_core.adapters.planner.sizes import GenerationSizes
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.loading import build
 from para_core.fleet.prompts import Line

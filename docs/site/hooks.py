@@ -27,7 +27,7 @@ ELSEWHERE = {
 SEARCH = {"CHANGELOG.md": {"exclude": True}, "questions.md": {"boost": 2}}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 # Of each, the file whose __all__ lists the public names.
-PACKAGES = {"para_core": "para_core/api.py", "para_core.adapters": "adapters/__init__.py"}
+PACKAGES = {"para_core": "para_core/api.py", "para_core.adapters": "adapters/api.py"}
 INSTALLED = ROOT / "build/site_source/para_core"
 
 

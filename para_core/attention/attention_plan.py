@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from para_core.attention.grid_shape import choose_grid
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded_runs
 from para_core.attention.ulysses import Heads, UlyssesPlan
@@ -114,23 +115,6 @@ class RingPlan:
         steps = self.spec.mesh.ring.size if self.rotates else 1
         runs = [self.key_runs(step) for step in range(steps)]
         return Tiling(self.query_runs, runs, is_causal=self.spec.is_causal, visible=self.spec.options.block_mask)
-
-
-def choose_grid(ranks: int, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
-    """Return ``(rows, columns)`` of the grid of ``ranks`` ring ranks in which the fewest bytes are sent.
-
-    The function assumes as many keys as queries. Queries and their results are sent along a row, keys and values along
-    a column: 2 · H · (columns - 1) + 2 · H_kv · (rows - 1) vectors per token. If two grids send equally many, the one
-    with fewer columns is returned, because results are sent with their lse, which is not counted here. A prime number
-    of ranks forms one column: every rank gets all keys and values, and no query is sent.
-
-    >>> choose_grid(4, 8, 8), choose_grid(6, 8, 8), choose_grid(5, 8, 8)
-    ((2, 2), (3, 2), (5, 1))
-    >>> choose_grid(4, 8, 2)
-    (4, 1)
-    """
-    shapes = [(ranks // columns, columns) for columns in range(1, ranks + 1) if ranks % columns == 0]
-    return min(shapes, key=lambda shape: (shape[1] - 1) * num_heads + (shape[0] - 1) * num_kv_heads)
 
 
 @dataclass(frozen=True, eq=False)

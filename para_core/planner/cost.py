@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from para_core.attention.attention_plan import choose_grid
+from para_core.attention.grid_shape import choose_grid
 from para_core.planner.hardware import Device, Host, Topology
 from para_core.planner.traffic import (
     AttentionBytes,
@@ -92,6 +92,7 @@ class Machine:
     Args:
         slowdown (`float`): Measured compute seconds of one device, divided by the predicted compute seconds. All
             predicted compute seconds are multiplied by this factor.
+        room (`float`, *optional*): Bytes that a rank may hold. Defaults to the memory of the device, less a reserve.
     """
 
     device: Device
@@ -99,6 +100,7 @@ class Machine:
     host: Host = field(default_factory=Host)
     runtime: Runtime = field(default_factory=Runtime)
     slowdown: float = 1.0
+    room: float | None = None
 
     @property
     def bandwidth(self) -> float:

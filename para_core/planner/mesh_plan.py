@@ -6,11 +6,9 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.device_mesh import DeviceMesh
-
-from para_core.distributed.create_mesh import init_context_parallel_mesh
+from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.planner.cost import Machine
 from para_core.planner.prediction import (
     MeshPrediction,
@@ -21,7 +19,10 @@ from para_core.planner.prediction import (
     with_most_resident,
 )
 from para_core.planner.traffic import MeshShape
-from para_core.planner.weights import Choices, Placement
+from para_core.planner.weights import Choices, Placement, TextEncoders
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Published seconds of other software on several devices, divided by the predicted seconds: the smallest and the largest
 # ratio if the transformer is compiled (True), and if it runs eagerly (False). See
@@ -169,6 +170,9 @@ class MeshPlan:
 
     def init_mesh(self, device_type: str | None = None) -> DeviceMesh:
         """Create the best mesh over all ranks, of the accelerator of this machine or the CPU unless told otherwise."""
+        # Imported here, because predictions need no torch.
+        from para_core.distributed.create_mesh import init_context_parallel_mesh
+
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 
     def plot(self, path: str | Path, *, rows: int = 8) -> None:
@@ -259,14 +263,24 @@ def _rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> lis
 
 
 def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices) -> list[MeshPrediction]:
-    """Return a prediction for each mesh, and if it does not fit also those with FSDP2 and with offloaded blocks."""
+    """Return a prediction for each mesh, and if it does not fit also those with FSDP2 and with offloaded blocks.
+
+    Only meshes that have what ``choices`` demand are returned.
+    """
     rows = []
-    for shape in shapes(ranks, sharing=choices.sharing, pipefusion=choices.pipefusion):
-        row = _with_text_encoders(shape, work, machine, choices)
-        rows.append(row)
-        if row.fits or row.problem is not None:
+    for shape in _allowed_shapes(ranks, choices):
+        shards = shape.sequence > 1 and shape.tensor == shape.pipe == 1
+        if choices.demanded == "fsdp" and ranks > 1:
+            rows += [_with_text_encoders(replace(shape, fsdp=True), work, machine, choices)] if shards else []
             continue
-        if "fsdp" in choices.sharing and shape.sequence > 1 and shape.tensor == shape.pipe == 1:
+        row = _with_text_encoders(shape, work, machine, choices)
+        if choices.offload == "blocks":
+            rows.append(_with_blocks_offloaded(row, work, machine))
+            continue
+        rows.append(row)
+        if row.fits or row.problem is not None or choices.offload == "model":
+            continue
+        if "fsdp" in choices.sharing and shards:
             rows.append(_with_text_encoders(replace(shape, fsdp=True), work, machine, choices))
         if choices.offload:
             placed = with_most_resident(row, work)
@@ -274,19 +288,59 @@ def _placed_rows(work: Workload, machine: Machine, ranks: int, choices: Choices)
     return rows
 
 
+def _allowed_shapes(ranks: int, choices: Choices) -> list[MeshShape]:
+    """Return the shapes of meshes of ``ranks`` ranks that ``choices`` allow. Raise ValueError if there are none."""
+    allowed = list(shapes(ranks, sharing=choices.sharing, pipefusion=choices.pipefusion))
+    if choices.mesh and ranks > 1:
+        sizes = {"tensor": 1, "pipe": 1, **mesh_sizes(ranks, choices.mesh)}
+        allowed = [x for x in allowed if all(getattr(x, name) == size for name, size in sizes.items())]
+    if choices.demanded == "tensor" and ranks > 1:
+        allowed = [x for x in allowed if x.tensor > 1]
+    if choices.demanded == "fsdp" and ranks > 1:
+        allowed = [x for x in allowed if x.sequence > 1 and x.tensor == x.pipe == 1]
+    if not allowed:
+        demanded = "" if choices.demanded is None else f" and weights {choices.demanded!r}"
+        given = ", ".join(f"{name}={size}" for name, size in choices.mesh.items())
+        raise ValueError(
+            f"mesh is {given!r}{demanded}: no mesh of {ranks} ranks has both. Use other sizes, or leave one out."
+        )
+    return allowed
+
+
+def _with_blocks_offloaded(row: MeshPrediction, work: Workload, machine: Machine) -> MeshPrediction:
+    """Return the prediction of ``row`` with blocks in host memory, as many as needed; a problem if none can wait."""
+    placed = with_most_resident(row, work)
+    if placed is not None:
+        return predict(row.shape, work, machine, placed)
+    if row.problem is not None:
+        return row
+    if not work.weights.blocks or row.shape.tensor > 1 or row.shape.pipe > 1:
+        return replace(row, problem="its blocks cannot wait in host memory")
+    # Not even one block fits: predict what remains on the device, so that the plan says what is missing.
+    return predict(row.shape, work, machine, replace(row.placement, resident=0))
+
+
 def _with_text_encoders(shape: MeshShape, work: Workload, machine: Machine, choices: Choices) -> MeshPrediction:
     """Return the prediction for a mesh, with the text encoders in host memory if the weights do not fit otherwise."""
     usual = Placement(
-        choices.text_encoders or default_text_encoders(shape),
+        choices.text_encoders or _default_text_encoders(shape, choices),
         quantize=choices.quantize,
         vae=choices.vae_placement or "replicate",
+        takes_turns=choices.offload == "model",
     )
     row = predict(shape, work, machine, usual)
+    if usual.takes_turns:
+        return row
     # Keep the usual placement if the user has chosen it, or if moving text encoders does not help: the mesh cannot run,
     # or fits already, or the pipeline has no text encoders.
     if choices.text_encoders is not None or row.problem or row.fits or not work.weights.encoders.total:
         return row
     return predict(shape, work, machine, replace(usual, text_encoders="first" if shape.ranks > 1 else "offload"))
+
+
+def _default_text_encoders(shape: MeshShape, choices: Choices) -> TextEncoders:
+    """Return where text encoders are unless the user says it: with offloaded blocks in host memory, too."""
+    return "offload" if choices.offload == "blocks" else default_text_encoders(shape)
 
 
 def _why(row: MeshPrediction, best: MeshPrediction) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from para_core.attention.attention_plan import choose_grid
+from para_core.attention.grid_shape import choose_grid
 from para_core.planner.cost import (
     Machine,
     Seconds,
@@ -38,12 +38,30 @@ from para_core.planner.weights import (
     with_copied_weights,
     with_gathered_weights,
 )
-from para_core.weights.pipefusion import PipeFusion
+from para_core.weights.pipefusion_options import PipeFusion
 
 # Bytes of device memory that a model cannot use: the CUDA context and the allocator's fragmentation take them.
 RESERVED = 6e9
 # Bytes of an NCCL communicator, mostly for buffers. An assumption: it depends on the links and on NCCL's channels.
 COMMUNICATOR = 0.2e9
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """Seconds of one generation, end to end, that others published.
+
+    Args:
+        name (`str`): The software and the table.
+        compiled (`bool`): Whether the transformer was compiled.
+        source (`str`): Address of the table; empty if there is none.
+    """
+
+    name: str
+    device: str
+    ranks: int
+    compiled: bool
+    seconds: float
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,7 @@ class Workload:
         heads (`int`): Number of key heads of the transformer.
         frames (`int`): Number of frames of the result; 1 for an image.
         encodings (`int`): Number of times that each text encoder is called.
+        published (`tuple[PublishedRun, ...]`): Published runs of the same generation.
     """
 
     name: str
@@ -70,6 +89,7 @@ class Workload:
     heads: int
     frames: int = 1
     encodings: int = 1
+    published: tuple[PublishedRun, ...] = ()
 
     def of_rank(self, shape: MeshShape) -> tuple[CallWork, int]:
         """Return the work of a transformer call on the first rank of a mesh, and the number of its calls per step."""
@@ -125,6 +145,8 @@ class MeshPrediction:
             words.append(f"VAE {placement.vae}")
         if placement.resident is not None:
             words.append(f"blocks offloaded ({placement.resident} resident)")
+        if placement.takes_turns:
+            words.append("components offloaded")
         if placement.quantize is not None:
             words.append(f"{placement.quantize} (not exact)")
         return ", ".join(words)
@@ -141,7 +163,10 @@ class MeshPrediction:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments of ``parallelize_pipe`` for this mesh, except ``mesh``."""
+        """The keyword arguments of ``parallelize_pipe`` for this mesh, except ``mesh``.
+
+        With components that take turns on the device there are none: that is a method of the pipeline.
+        """
         shape, options = self.shape, dict[str, Any]()
         if shape.ring_method != "rotate":
             options["rotate_method"] = "2d" if shape.ring_method == "2d" else "allgather"
@@ -167,6 +192,8 @@ class MeshPrediction:
     def call(self) -> str:
         """The line of code that parallelizes a pipeline ``pipe`` over this mesh."""
         quantized = self.placement.quantize
+        if self.placement.takes_turns:
+            return "pipe.enable_model_cpu_offload()  # one component at a time is on the device"
         if quantized is not None:
             return f"# {quantized}: para_core generate --quantize {quantized}, or from_pretrained_sharded(quantize=)"
         if self.shape.ranks == 1 and not self.options:
@@ -256,6 +283,8 @@ def communicators(shape: MeshShape) -> int:
 
 def room_of(machine: Machine, shape: MeshShape) -> float:
     """Return how many bytes of device memory a rank can use for weights and activations."""
+    if machine.room is not None:
+        return machine.room
     return machine.device.memory - RESERVED - COMMUNICATOR * communicators(shape)
 
 
@@ -286,9 +315,11 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
     encoder = work.encoder / (device.products * device.of_products) * machine.slowdown
     encoder += encoding_seconds(work.encodings, work.weights, shape, placement, machine)
     decoder = work.decoder / (device.products * device.of_convolutions) * machine.slowdown
-    if placement.vae_waits:
+    if placement.vae_waits or placement.takes_turns:
         decoder += work.weights.vae / device.host_bandwidth
     denoising = step.total * (work.steps - exact_steps) + exact_step.total * exact_steps
+    if placement.takes_turns:
+        denoising += work.weights.transformers * work.weights.transformer.total / device.host_bandwidth
     return MeshPrediction(
         shape,
         step,
@@ -363,6 +394,8 @@ def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = No
     attention = own.attention if shape.ulysses > 1 else []
     largest = max((exchanged(of_tensor_rank(x, shape.tensor)) for x in attention), default=0.0)
     gathered = weights.transformer.at_once if shape.fsdp else 0.0
+    if placement.takes_turns:
+        gathered = float(weights.transformer.total)
     denoising = gathered + own.peak[0] * share + own.peak[1] + kept + largest
     other = max(weights.while_encoding(placement), weights.while_decoding(placement))
     return weights.at_rest(shape, placement) + max(denoising, other)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from para_core.attention.attention_plan import choose_grid
-from para_core.weights.pipefusion import PipeFusion
+from para_core.attention.grid_shape import choose_grid
+from para_core.weights.pipefusion_options import PipeFusion
 
 # The lse has 4 bytes per element, because it is float32 for all dtypes except float64.
 _LSE_BYTES = 4

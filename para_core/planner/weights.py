@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from para_core.planner.cost import Machine, Seconds, call_seconds, local_rows, overlap_cost
 from para_core.planner.traffic import CallWork, CountedAttention, MeshShape, Operation, Product, Tokens
-from para_core.weights.pipefusion import PipeFusion
-from para_core.weights.stages import balanced
+from para_core.weights.balance import balanced
+from para_core.weights.pipefusion_options import PipeFusion
 
 # Ways to shard weights. Meshes that replicate all weights are always considered as well.
 Sharing = Literal["tensor", "stages", "fsdp"]
 SHARING: tuple[Sharing, ...] = get_args(Sharing)
+# What a user may demand instead, with the names of parallelize_pipe; "replicate" is its default.
+Demanded = Literal["replicate", "fsdp", "tensor"]
+Offload = Literal["blocks", "model"]
+MESH_DIMS = ("pipe", "batch", "ring", "ulysses", "tensor")
 # Where text encoders and the VAE are, as in ``parallelize_pipe``.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 VaePlacement = Literal["replicate", "offload", "first"]
@@ -26,46 +30,107 @@ QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 class Choices:
     """The user's choices besides the sizes of a mesh. The planner chooses what the user leaves at its default.
 
-    ``sharing`` lists the ways to shard weights. It and the other arguments are as in ``plan_mesh``, which documents
-    them; ``sharing`` is named ``weights`` there.
+    ``weights`` is one way to shard weights that is demanded, or several that may be used. It and the other arguments
+    are as in ``plan_mesh``, which documents them.
 
     Raises:
-        ValueError, TypeError: An argument has an unknown value.
+        ValueError, TypeError: An argument has an unknown value, or two exclude each other.
     """
 
-    sharing: Sequence[Sharing] = SHARING
+    weights: Sequence[Sharing] | Demanded = SHARING
     text_encoders: TextEncoders | None = None
     vae_placement: VaePlacement | None = None
-    offload: bool = True
+    offload: bool | Offload = True
     quantize: str | None = None
     pipefusion: PipeFusion | None = None
+    mesh: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.sharing, str) or not set(self.sharing) <= set(SHARING):
-            raise ValueError(f"weights is {self.sharing!r}; expected some of {SHARING}, or () to replicate them.")
+        if isinstance(self.weights, str):
+            _require_one_of("weights", self.weights, get_args(Demanded))
+        elif not set(self.weights) <= set(SHARING):
+            raise ValueError(
+                f"weights is {self.weights!r}; expected one of {', '.join(map(repr, get_args(Demanded)))}, or a "
+                f"sequence of some of {SHARING}, () to replicate them."
+            )
         accepted = {
             "text_encoders": get_args(TextEncoders),
             "vae_placement": get_args(VaePlacement),
             "quantize": QUANTIZE,
         }
         for name, values in accepted.items():
-            if getattr(self, name) not in (None, *values):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(map(repr, values))}.")
+            if getattr(self, name) is not None:
+                _require_one_of(name, getattr(self, name), values)
+        if not isinstance(self.offload, bool):
+            _require_one_of("offload", self.offload, get_args(Offload))
+        self._require_compatible()
         if self.pipefusion is not None and not isinstance(self.pipefusion, PipeFusion):
             raise TypeError(
                 f"pipefusion is {self.pipefusion!r}; expected a PipeFusion of para_core, or None for exact meshes "
                 "alone."
             )
 
+    def _require_compatible(self) -> None:
+        """Raise ValueError if two choices exclude each other, as ``para_core generate`` does."""
+        if self.offload in get_args(Offload) and self.demanded in ("fsdp", "tensor"):
+            raise ValueError(f"weights is {self.demanded!r} with offload {self.offload!r}; expected 'replicate'.")
+        for name in ("text_encoders", "vae_placement"):
+            if self.offload == "model" and getattr(self, name) not in (None, "replicate"):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r} with offload 'model', which moves all components; leave one "
+                    "out."
+                )
+        if self.demanded == "tensor" and self.mesh and "tensor" not in self.mesh:
+            raise ValueError(
+                "weights is 'tensor', but the mesh has no tensor dim; expected a size, such as --mesh tensor=2."
+            )
+        if self.quantize is not None and self.demanded == "fsdp" and self.quantize != "int8":
+            raise ValueError(
+                f"quantize is {self.quantize!r} with weights 'fsdp', which can gather weights in int8 only. Use "
+                "quantize='int8', or replicate the weights."
+            )
+        if self.quantize is not None and self.demanded == "tensor" and self.quantize.endswith("-dynamic"):
+            raise ValueError(
+                f"quantize is {self.quantize!r} with weights 'tensor', where a rank holds a part of a token's "
+                "features. Use quantize='int8', or replicate the weights."
+            )
+        for name, size in self.mesh.items():
+            if name not in MESH_DIMS:
+                raise ValueError(f"mesh has a dim {name!r}; expected some of {', '.join(MESH_DIMS)}.")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"mesh has {size!r} ranks along {name}; expected a positive integer.")
+
+    @property
+    def demanded(self) -> str | None:
+        """The one way to shard weights that is demanded; None if the planner may choose."""
+        return self.weights if isinstance(self.weights, str) else None
+
+    @property
+    def sharing(self) -> tuple[Sharing, ...]:
+        """The ways to shard weights that meshes may use."""
+        if self.demanded is None:
+            allowed: set[str] = set(self.weights)
+        else:
+            allowed = {self.demanded} - {"replicate"}
+        # A mesh that names these dims asks for them.
+        allowed |= {"tensor"} if self.mesh.get("tensor", 1) > 1 else set()
+        allowed |= {"stages"} if self.mesh.get("pipe", 1) > 1 else set()
+        return tuple(way for way in SHARING if way in allowed)
+
     def fallbacks(self, weights: Weights, ranks: int) -> Iterator[Choices]:
         """Yield these choices, then alternatives to try if no mesh fits: VAE in host memory, int8 weights, and both."""
         placements, schemes = [self.vae_placement], [self.quantize]
-        if self.vae_placement is None and weights.vae:
+        if self.vae_placement is None and weights.vae and self.offload not in (False, "model"):
             placements.append("first" if ranks > 1 else "offload")
         if self.quantize is None and weights.in_8_bits is not None:
             schemes.append("int8")
         for quantize, placement in product(schemes, placements):
             yield replace(self, quantize=quantize, vae_placement=placement)
+
+
+def _require_one_of(name: str, value: Any, values: Sequence[str]) -> None:
+    if value not in values:
+        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, values))}.")
 
 
 @dataclass(frozen=True)
@@ -77,12 +142,15 @@ class Placement:
         resident (`int`, *optional*): Number of transformer blocks, counted from the first, that stay on the device; the
             others wait in host memory. None if all blocks stay on the device.
         quantize (`str`, *optional*): Scheme of ``from_pretrained_sharded(quantize=...)``, which is not exact.
+        takes_turns (`bool`): Whether each component is on the device only while it runs, all others in host memory
+            (diffusers' ``enable_model_cpu_offload``).
     """
 
     text_encoders: TextEncoders = "replicate"
     resident: int | None = None
     quantize: str | None = None
     vae: VaePlacement = "replicate"
+    takes_turns: bool = False
 
     @property
     def vae_waits(self) -> bool:
@@ -142,22 +210,28 @@ class Weights:
 
     def at_rest(self, shape: MeshShape, placement: Placement) -> float:
         """Return the bytes of weights that are always on the device, on the rank that holds most."""
+        if placement.takes_turns:
+            return 0.0
         vae = 0.0 if placement.vae_waits else self.vae
         encoders = {"replicate": float(self.encoders.total), "fsdp": self.encoders.at_rest(shape.ranks)}
         return self._transformers(shape, placement) + encoders.get(placement.text_encoders, 0.0) + vae + self.other
 
     def while_encoding(self, placement: Placement) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the text encoders run."""
+        if placement.takes_turns:
+            return float(self.encoders.total)
         if placement.text_encoders == "fsdp":
             return self.encoders.at_once
         return self.encoders.largest_layer if placement.text_encoders in ("offload", "first") else 0.0
 
     def while_decoding(self, placement: Placement) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the VAE runs."""
-        return self.vae if placement.vae_waits else 0.0
+        return self.vae if placement.vae_waits or placement.takes_turns else 0.0
 
     def in_host_memory(self, placement: Placement) -> float:
         """Return the bytes of weights in the host memory of each rank: text encoders, VAE and transformer blocks."""
+        if placement.takes_turns:
+            return self.transformers * self.transformer.total + self.encoders.total + self.vae + self.other
         encoders = self.encoders.total if placement.text_encoders in ("offload", "first") else 0
         vae = self.vae if placement.vae_waits else 0.0
         return encoders + vae + self.transformers * self.copied(placement)
@@ -202,6 +276,8 @@ def encoding_seconds(
 ) -> float:
     """Return the seconds that ``encodings`` calls of all text encoders wait for weights to be copied or gathered."""
     encoders = weights.encoders
+    if placement.takes_turns:
+        return encoders.total / machine.device.host_bandwidth
     if placement.text_encoders in ("offload", "first"):
         return encodings * encoders.total / machine.device.host_bandwidth
     if placement.text_encoders == "fsdp" and shape.ranks > 1:

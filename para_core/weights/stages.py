@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from para_core.instance_patching import WrapperPriority, is_compiled, original_c
 from para_core.plans.current_call import STAGES, attention_is_skipped
 from para_core.plans.module_matching import parameters_of
 from para_core.torch_internals import is_registered, pytree
+from para_core.weights.balance import balanced
 from para_core.weights.parameters import (
     Gradients,
     is_plain_weight,
@@ -46,41 +46,6 @@ class StagedBlock:
     block: nn.Module
     streams: tuple[str, ...]
     cost: float
-
-
-def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Split blocks into stages of minimal largest cost, and return each stage's range of block indices.
-
-    Each stage gets at least one block, and of several optimal splits earlier stages get more. Raise ``ValueError`` if
-    there are fewer blocks than stages.
-
-    >>> balanced([2, 2, 1, 1, 1, 1], 2)
-    [range(0, 2), range(2, 6)]
-    """
-    if num_stages > len(costs):
-        raise ValueError(
-            f"the model has {len(costs)} blocks, too few for {num_stages} stages. Give fewer ranks to 'pipe': "
-            f"max_pipe_dim_size={len(costs)} at most."
-        )
-    before = [0.0, *accumulate(costs)]
-    # starts[n][end] describes the best split of the first `end` blocks into n + 1 stages: (cost of the slowest stage,
-    # index of the first block of the last stage).
-    best = [(total, 0) for total in before]
-    starts = [best]
-    for stage in range(1, num_stages):
-        best = [
-            min(
-                ((max(best[start][0], before[end] - before[start]), start) for start in range(stage, end)),
-                key=lambda split: (split[0], -split[1]),
-                default=(float("inf"), 0),
-            )
-            for end in range(len(before))
-        ]
-        starts.append(best)
-    ends = [len(costs)]
-    for split in reversed(starts[1:]):
-        ends.append(split[ends[-1]][1])
-    return [range(start, end) for start, end in zip([0, *ends[:0:-1]], ends[::-1], strict=True)]
 
 
 class Stages:

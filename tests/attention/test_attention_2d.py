@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.attention_plan import choose_grid
+from para_core.attention.grid_shape import choose_grid
 from para_core.planner.traffic import CountedAttention, MeshShape, Tokens, bytes_of_attention
 from tests.attention import test_exactness, test_gradients
 from tests.attention.cases import BALANCED, IMAGE_FIRST, TEXT_FIRST, Case, Mask

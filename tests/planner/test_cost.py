@@ -30,7 +30,7 @@ from para_core.planner.mesh_plan import PUBLISHED_RATIOS, make_plan
 from para_core.planner.prediction import Workload, divisors, memory_of, predict, shapes
 from para_core.planner.traffic import CallWork, CountedAttention, CountedGather, MeshShape, ModelCall, Product, Tokens
 from para_core.planner.weights import Choices, ModuleBytes, Placement, Weights
-from para_core.weights.pipefusion import PipeFusion
+from para_core.weights.pipefusion_options import PipeFusion
 from tests.planner.gpus import gpu_named
 
 WIDTH = 3072
@@ -522,8 +522,76 @@ def test_variants_have_their_own_memory_and_link(name, device, memory, link):
 
 
 @pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("rtx4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("RTX-3090-24GB", "RTX 3090"),
+        ("h100 sxm", "H100"),
+        ("H100SXM5", "H100"),
+        ("h100pcie", "H100 PCIe"),
+        ("a100 40g", "A100 40GB"),
+        ("L 40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA A10", "A10"),
+        ("rtxA6000", "A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("rtx6000ada", "RTX 6000 Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000"),
+        ("rtxpro6000", "RTX PRO 6000"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("a800-sxm4-80gb", "A800"),
+    ],
+)
+def test_device_is_found_in_any_spelling(spelling, name):
+    assert device_named(spelling) is DEVICES[name]
+
+
+def test_every_device_is_found_by_its_own_name():
+    assert {name: device_named(name.lower()).name for name in DEVICES} == {name: name for name in DEVICES}
+    assert {device.link for device in DEVICES.values()} <= LINKS.keys()
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"), [("rtx 5900", "RTX 5090"), ("rtx 6000", "RTX PRO 6000 or RTX 6000 Ada"), ("mi300", "MI300X")]
+)
+def test_misspelt_device_names_what_was_meant(typo, meant):
+    with pytest.raises(ValueError, match=f"did you mean {meant}"):
+        device_named(typo)
+
+
+def test_device_can_be_described():
+    device = device_named(" my card, 24,140.5 ,NVLink")
+    assert (device.name, device.memory, device.products, device.link) == ("my card", 24e9, 140.5e12, "nvlink4")
+    fast, slow = (device_named(f"card,80,{speed},pcie5") for speed in (600, 300))
+    seconds = [make_plan(work(), replace(machine(), device=device), 1).best.seconds for device in (fast, slow)]
+    assert seconds[0] < 0.7 * seconds[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("card,24,140", "four parts"),
+        ("card,24,140,pcie,3", "four parts"),
+        (",24,140,pcie", "four parts"),
+        ("card,24 GB,140,pcie", "'24 GB' stands for GB of memory"),
+        ("card,24,-1,pcie", "'-1' stands for TFLOPs"),
+        ("card,nan,140,pcie", "'nan' stands for GB"),
+        ("card,24,inf,pcie", "'inf' stands for TFLOPs"),
+        ("card,24,140,nvlnk", "link is 'nvlnk' .did you mean nvlink"),
+    ],
+)
+def test_device_that_is_described_wrongly_raises(text, error):
+    with pytest.raises(ValueError, match=error):
+        device_named(text)
+
+
+@pytest.mark.parametrize(
     ("name", "unknown"),
     [
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "'server'"),
+        ("RTX 4080 SUPER", "'super'"),
+        ("4090 48GB", "RTX 4090 has 24 GB"),
         ("NVIDIA A100-SXM-64GB", "A100 has 80 GB"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "'1g.5gb mig'"),
         ("NVIDIA H100 NVL", "'nvl'"),

@@ -1,6 +1,9 @@
 """Counts without data equal those of the whole model, and give the bytes that ranks then hold and send."""
 
+import json
+import re
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import diffusers
@@ -8,12 +11,16 @@ import pytest
 import torch
 
 from benchmarks.harness import PeakMemory
+from benchmarks.planner import counts
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, pipefusion_report, plan_mesh, unparallelize_pipe
 from para_core.adapters.planner.count import _extrapolated, bytes_of, count_calls, on_meta, without_data
-from para_core.adapters.planner.inputs import INPUTS, GenerationSizes
+from para_core.adapters.planner.inputs import INPUTS
+from para_core.adapters.planner.pipe_workload import counted_workload, published_modules
 from para_core.adapters.planner.plan_mesh import workload
-from para_core.adapters.planner.published import PUBLISHED
+from para_core.adapters.planner.published import PUBLISHED, find_published
+from para_core.adapters.planner.sizes import GenerationSizes
+from para_core.adapters.planner.stored import COUNTS, stored_workload
 from para_core.adapters.registry import plan_for, tensor_plan_for
 from para_core.planner.cost import Seconds
 from para_core.planner.observe import observed
@@ -83,7 +90,6 @@ def test_a_published_model_has_a_plan_without_a_hub():
     assert plan.best.memory > plan.work.weights.transformer.total / 4
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_published_model_is_counted(name):
     work = workload(name)
@@ -95,6 +101,60 @@ def test_every_published_model_is_counted(name):
     )
     all_of_them = sum(x.samples * sum(y.total for y in x.rows) * x.inner * x.columns for x in products)
     assert sharded > 0.99 * all_of_them
+
+
+# All models are counted again in the long tests.
+STORED = [pytest.param(x, marks=[] if x in ("FLUX.1-dev", "Wan 2.1 1.3B") else pytest.mark.long) for x in PUBLISHED]
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_stored_counts_equal_those_of_the_model_at_other_sizes(name):
+    model, modules = PUBLISHED[name], published_modules(name)
+    videos = model.sizes.frames > 1
+    changes = [{}, {"height": 704, "width": 1152, **({"frames": 2 * model.sizes.temporal + 1} if videos else {})}]
+    # A side that is no whole number of tokens, and with few tokens.
+    changes.append({"height": 520, "width": 392, "frames": 1})
+    for change in changes:
+        sizes = replace(model.sizes, **change)
+        stored, counted = stored_workload(name, sizes, 7), counted_workload(name, sizes, 7, modules)
+        assert stored.calls.keys() == counted.calls.keys()
+        for batch, call in counted.calls.items():
+            for own, part in zip(stored.calls[batch].parts, call.parts, strict=True):
+                assert own.operations == part.operations
+                assert own.returned == part.returned
+                # A video model copies some views of one frame, and modulations decide the peak of few tokens.
+                usual = sizes.frames > 1 or not videos
+                assert own.launches == pytest.approx(part.launches, rel=0 if usual else 0.03)
+                assert sum(own.moved) == pytest.approx(sum(part.moved), rel=1e-3 if usual else 0.05)
+                assert sum(own.peak) == pytest.approx(sum(part.peak), rel=1e-3, abs=0 if usual else 2e7)
+        assert stored.weights == counted.weights
+        assert stored.decoder == pytest.approx(counted.decoder)
+        fixed = ("name", "branches", "steps", "encoder", "heads", "frames", "encodings")
+        assert [getattr(stored, x) for x in fixed] == [getattr(counted, x) for x in fixed]
+
+
+def test_stored_runs_are_those_of_the_published_tables():
+    assert json.loads(COUNTS.with_name("runs.json").read_text()) == counts.runs()
+
+
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [
+        ("flux.1-dev", "FLUX.1-dev"),
+        ("FLUX 2 dev", "FLUX.2-dev"),
+        ("wan2.2 a14b", "Wan 2.2 A14B"),
+        ("Qwen/Qwen-Image", "Qwen-Image"),
+        ("black-forest-labs/flux.1-DEV", "FLUX.1-dev"),
+    ],
+)
+def test_published_models_are_found_in_any_spelling(spelling, name):
+    assert find_published(spelling) == name
+
+
+@pytest.mark.parametrize(("typo", "meant"), [("FLUX.1-dve", "FLUX.1-dev"), ("hunyuan", "HunyuanVideo")])
+def test_misspelt_model_names_what_was_meant(typo, meant):
+    with pytest.raises(ValueError, match=f"Did you mean .*{re.escape(meant)}"):
+        find_published(typo)
 
 
 @pytest.mark.long
@@ -129,7 +189,19 @@ def test_what_is_not_known_is_said_with_what_is():
         ({"ranks_per_host": -8}, ValueError, "ranks_per_host .*-8; "),
         ({"frames": 81}, ValueError, r"frames .*81, .*FLUX\.1-dev "),
         ({"height": 8}, ValueError, r"1024 × 8 .*FLUX\.1-dev; .*16 × 16"),
-        ({"weights": "fsdp"}, ValueError, r"weights .*'fsdp'; .*\('tensor', 'stages', 'fsdp'\)"),
+        ({"weights": "stages"}, ValueError, "weights .*'stages'; .*'replicate', 'fsdp', 'tensor'"),
+        ({"weights": ["fsdp", "blocks"]}, ValueError, r"weights .*'blocks'.*\('tensor', 'stages', 'fsdp'\)"),
+        ({"weights": "fsdp", "offload": "blocks"}, ValueError, "weights .*'fsdp' with offload 'blocks'"),
+        ({"weights": "tensor", "mesh": {"ring": 2}}, ValueError, "tensor=2"),
+        ({"weights": "fsdp", "mesh": {"batch": 2}}, ValueError, "'batch=2' and weights 'fsdp'"),
+        ({"weights": "fsdp", "quantize": "fp8"}, ValueError, "quantize .*'fp8' with weights 'fsdp'"),
+        ({"offload": "disk"}, ValueError, "offload .*'disk'; .*'blocks', 'model'"),
+        ({"offload": "model", "text_encoders": "first"}, ValueError, "text_encoders .*'first' with offload 'model'"),
+        ({"mesh": {"rings": 2}}, ValueError, "mesh .*'rings'; .*ring, ulysses"),
+        ({"mesh": {"ring": 0}}, ValueError, "mesh has 0 ranks along ring"),
+        ({"mesh": {"ring": 2, "ulysses": 1}, "ranks": 4}, ValueError, "mesh is too small"),
+        ({"memory": -1.0}, ValueError, "memory .*-1.0; "),
+        ({"memory": float("nan")}, ValueError, "memory .*nan; "),
         ({"pipefusion": 4}, TypeError, "pipefusion .*4; .*PipeFusion"),
     ],
 )

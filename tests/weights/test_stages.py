@@ -30,7 +30,8 @@ from para_core.adapters import (
 )
 from para_core.adapters.components import cost_of, stack_of
 from para_core.distributed.mesh import guided_mesh
-from para_core.weights.stages import StagedBlock, Stages, balanced, free_others, gather_stages, stages_of
+from para_core.weights.balance import balanced
+from para_core.weights.stages import StagedBlock, Stages, free_others, gather_stages, stages_of
 from tests.tiny import flux_pipe, flux_transformer
 from tests.weights.pipes import generate, make
 

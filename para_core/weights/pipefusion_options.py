@@ -1,0 +1,41 @@
+"""The options of PipeFusion. Imports no torch, so that the planner starts at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# A generation with fewer steps is computed without patches, because its consecutive steps differ too much.
+FEWEST_STEPS = 8
+
+
+@dataclass(frozen=True)
+class PipeFusion:
+    """Options of PipeFusion, for ``parallelize_pipe(pipe, pipefusion=PipeFusion(...))``. The output is not exact.
+
+    Args:
+        num_patches (`int`, defaults to `4`): Number of patches into which the tokens of an image or video are split.
+            More patches mean less idle time of the stages, but more work for the host.
+        warmup_steps (`int`, defaults to `1`): Number of steps at the start, at least one, that are computed exactly,
+            without patches.
+        cooldown_steps (`int`, defaults to `0`): Number of steps at the end that are computed exactly, without patches.
+
+    Raises:
+        TypeError, ValueError: A value is not an integer, or too small.
+    """
+
+    num_patches: int = 4
+    warmup_steps: int = 1
+    cooldown_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name, smallest in {"num_patches": 1, "warmup_steps": 1, "cooldown_steps": 0}.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"PipeFusion({name}={value!r}): expected an integer.")
+            if value < smallest:
+                why = ", because patches need the keys of an earlier step" if name == "warmup_steps" else ""
+                raise ValueError(f"PipeFusion({name}={value}): expected at least {smallest}{why}.")
+
+    def is_whole(self, index: int, total: int) -> bool:
+        """Whether step ``index`` of ``total`` steps is computed exactly, without patches."""
+        return total < FEWEST_STEPS or index < self.warmup_steps or index >= total - self.cooldown_steps
