@@ -98,7 +98,7 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
 
 def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[float, int]:
     """Return ``(bytes of a rank, pixels of all frames)`` for square frames of ``side``, in the default number."""
-    work = workload(pipe, height=side, width=side)
+    work = workload(pipe, height=side, width=side, ends=False)
     usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
     resident = num_resident(recipe.resident_blocks) if recipe.offload == "blocks" else None
     placement = Placement(recipe.text_encoders or usual, resident, recipe.quantize, recipe.vae_placement or "replicate")

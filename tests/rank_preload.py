@@ -20,7 +20,7 @@ _MODULES = (
     "torch._inductor.compile_fx",
     "diffusers",
     "transformers",
-    "para_core.adapters",
+    "para_core.adapters.api",
     "tests.tiny",
     "zoo.tiny.pipelines",
 )

@@ -133,7 +133,7 @@ def test_without_extra_command_names_the_missing_package(environment):
 @pytest.mark.long
 def test_diffusers_alone_brings_pipelines_and_loras(environment):
     python = environment("diffusers")
-    code = "import para_core.adapters, peft, diffusers; assert diffusers.utils.is_peft_available()"
+    code = "import para_core.adapters.api, peft, diffusers; assert diffusers.utils.is_peft_available()"
     python.runs("-c", f"{code}; diffusers.DiffusionPipeline.from_pretrained({TINY_FLUX!r})")
 
 

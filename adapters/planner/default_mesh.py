@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.planner.count import UnknownModelError
 from para_core.adapters.planner.inputs import default_guidance, number_of_heads
-from para_core.adapters.planner.plan_mesh import plan_mesh
+from para_core.adapters.planner.plan_mesh import plan_mesh, workload
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.attention.attention_options import RotateMethod
 from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
@@ -177,7 +177,7 @@ def fastest_mesh(pipe: Any, ranks: int, weights: str | None = None) -> MeshChoic
         # By default parallelize_pipe places the weights of text encoders in the same way.
         placed: Any = "fsdp" if sharing else "replicate"
         plan = plan_mesh(
-            pipe,
+            workload(pipe, ends=False),
             ranks=ranks,
             device=device,
             ranks_per_host=ranks,

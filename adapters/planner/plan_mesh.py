@@ -49,8 +49,8 @@ def plan_mesh(
     Nothing is downloaded or computed: operations and bytes are counted on the model without weights.
 
     Args:
-        pipe_or_name (`DiffusionPipeline` or `str`): A pipeline with a transformer, or the name or the Hub repository of
-            a published model (``"FLUX.1-dev"``, ``"Wan 2.2 A14B"``, …), in any spelling.
+        pipe_or_name (`DiffusionPipeline`, `str` or `Workload`): A pipeline with a transformer, the name or the Hub
+            repository of a published model (``"FLUX.1-dev"``, ``"Wan 2.2 A14B"``, …) in any spelling, or counted work.
         ranks (`int`): Number of ranks.
         device (`str` or `Device`, defaults to `"H100"`): The device of each rank: a name, your own figures as
             ``"name,GB,TFLOPs,link"``, or a :class:`Device`.
@@ -103,7 +103,10 @@ def plan_mesh(
     per_host = ranks_per_host or (72 if accelerator.name == "GB200" else 8)
     topology = Topology(inside, link_named(between, accelerator), per_host)
     machine = Machine(accelerator, topology, host, Runtime(compiled=compiled), room=memory)
-    work = workload(pipe_or_name, height=height, width=width, frames=frames, steps=steps)
+    if isinstance(pipe_or_name, Workload):
+        work = pipe_or_name
+    else:
+        work = workload(pipe_or_name, height=height, width=width, frames=frames, steps=steps)
     return make_plan(work, machine, ranks, choices)
 
 
@@ -114,8 +117,12 @@ def workload(
     width: int | None = None,
     frames: int | None = None,
     steps: int | None = None,
+    ends: bool = True,
 ) -> Workload:
-    """Return the work of one generation with a pipeline or a published model. Arguments as in :func:`plan_mesh`."""
+    """Return the work of one generation with a pipeline or a published model. Arguments as in :func:`plan_mesh`.
+
+    Without ``ends`` the seconds of encoding and decoding with a pipeline are left out.
+    """
     options = {"height": height, "width": width, "frames": frames}
     changed: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     for name, value in {**changed, "steps": steps}.items():
@@ -125,11 +132,10 @@ def workload(
         # Imported here, because a published model needs no torch.
         from para_core.adapters.planner.pipe_workload import pipe_workload
 
-        return pipe_workload(pipe_or_name, changed, steps)
+        return pipe_workload(pipe_or_name, changed, steps, ends=ends)
     name = find_published(pipe_or_name)
     model = PUBLISHED[name]
     sizes = replace(model.sizes, **changed)
     require_size(name, sizes, is_video=model.sizes.frames > 1)
-    return replace(
-        stored_workload(name, sizes, steps or model.steps), published=published_runs(name, sizes, steps or model.steps)
-    )
+    work = stored_workload(name, sizes, steps or model.steps)
+    return replace(work, published=published_runs(name, sizes, work.steps))

@@ -152,18 +152,27 @@ def find_published(name: str) -> str:
     Raises:
         ValueError: No published model has this name.
     """
-    wanted = _letters(name)
-    by_name = {_letters(key): key for key in PUBLISHED}
-    by_name |= {_letters(model.repository): key for key, model in PUBLISHED.items()}
-    if wanted in by_name:
-        return by_name[wanted]
-    close = [by_name[key] for key in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.6)]
-    close += [key for key in PUBLISHED if wanted and wanted in _letters(key) and key not in close]
-    hint = f" Did you mean {' or '.join(dict.fromkeys(close))}?" if close else ""
+    by_name = _by_letters()
+    if _letters(name) in by_name:
+        return by_name[_letters(name)]
     raise ValueError(
-        f"{name!r} is no published model.{hint} Expected one of {', '.join(PUBLISHED)}, or a pipeline (on the command "
-        "line: its folder, or its repository on the Hub)."
+        f"model is {name!r}, which is no published model{similar_published(name)}; expected one of "
+        f"{', '.join(PUBLISHED)}, or a pipeline (on the command line its folder, or its repository on the Hub)."
     )
+
+
+def similar_published(name: str) -> str:
+    """Return a phrase that suggests up to three published models with similar names; empty if there are none."""
+    by_name, wanted = _by_letters(), _letters(name)
+    close = [by_name[key] for key in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.6)]
+    close += [key for key in PUBLISHED if len(wanted) > 1 and wanted in _letters(key)]
+    return f" (did you mean {' or '.join(list(dict.fromkeys(close))[:3])}?)" if close else ""
+
+
+def _by_letters() -> dict[str, str]:
+    """Return the published models by the letters and digits of their names and repositories."""
+    by_repository = {_letters(model.repository): key for key, model in PUBLISHED.items()}
+    return by_repository | {_letters(key): key for key in PUBLISHED}
 
 
 def is_published(name: str) -> bool:

@@ -74,6 +74,8 @@ def stored_workload(name: str, sizes: GenerationSizes, steps: int) -> Workload:
         heads=stored["heads"],
         frames=sizes.frames,
         encodings=model.prompts,
+        height=sizes.height,
+        width=sizes.width,
     )
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import para_core.adapters  # noqa: F401  before the first fork
+import para_core.adapters.api  # noqa: F401  before the first fork
 from benchmarks.faults.cells import (
     FAULTY_HOST,
     FAULTY_RANK,

@@ -17,9 +17,10 @@ from benchmarks.harness import markdown_table, parser_of, read_results, write_re
 from para_core.adapters.planner.plan_mesh import workload
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Host, Topology, device_named, link_named
-from para_core.planner.mesh_plan import duration, make_plan
+from para_core.planner.mesh_plan import make_plan
 from para_core.planner.prediction import MeshPrediction, Workload, predict
 from para_core.planner.traffic import MeshShape
+from para_core.planner.verdict import duration
 from para_core.planner.weights import Choices, Placement
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Wan 2.2 TI2V 5B", "CogVideoX-5B")

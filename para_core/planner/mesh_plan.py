@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +19,11 @@ from para_core.planner.prediction import (
     with_most_resident,
 )
 from para_core.planner.traffic import MeshShape
+from para_core.planner.verdict import Fit, duration, first_lines
 from para_core.planner.weights import Choices, Placement, TextEncoders
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-# Published seconds of other software on several devices, divided by the predicted seconds: the smallest and the largest
-# ratio if the transformer is compiled (True), and if it runs eagerly (False). See
-# benchmarks/results/planner_check.json.
-PUBLISHED_RATIOS = {True: (1.0, 1.64), False: (0.66, 3.75)}
 
 
 @dataclass(frozen=True)
@@ -42,6 +38,8 @@ class MeshPlan:
         fewer (`Mapping[int, MeshPrediction]`): For smaller numbers of ranks, the fastest mesh, if one runs.
         more (`MeshPrediction`, *optional*): If no mesh of ``ranks`` ranks runs, the fastest mesh of the next larger
             number of ranks with which a mesh runs.
+        larger (`Mapping[int, MeshPrediction]`): Of a plan for one rank: the fastest mesh of 2, 4 and 8 ranks that run.
+        fit (`Fit`, *optional*): Whether one card holds everything, and what makes it fit.
     """
 
     work: Workload
@@ -50,6 +48,13 @@ class MeshPlan:
     rows: tuple[MeshPrediction, ...]
     fewer: Mapping[int, MeshPrediction]
     more: MeshPrediction | None = None
+    larger: Mapping[int, MeshPrediction] = field(default_factory=dict)
+    fit: Fit | None = None
+
+    @property
+    def verdict(self) -> list[str]:
+        """The first lines of the plan: whether it fits and which seconds are normal, and what makes it fit."""
+        return [] if self.fit is None else [*first_lines(self.fit, self.best, self.work, self.machine)]
 
     @property
     def best(self) -> MeshPrediction:
@@ -79,7 +84,9 @@ class MeshPlan:
                 f"{_largest_loss(best, fastest)})."
             )
         if self.ranks == 1:
-            return f"One rank takes {duration(best.seconds)} (predicted)."
+            larger = [f"{ranks} take {duration(row.seconds)} ({row})" for ranks, row in self.larger.items()]
+            more = f" More ranks: {'; '.join(larger)}." if larger else ""
+            return f"One rank takes {duration(best.seconds)} (predicted).{more}"
         if 1 not in self.fewer:
             return f"{self.ranks} ranks take {duration(best.seconds)}; one rank does not have the memory."
         alone = self.fewer[1].seconds
@@ -114,8 +121,7 @@ class MeshPlan:
         """Sentences about the best mesh: whether it fits, the code that uses it, and how reliable the prediction is."""
         best, notes = self.best, []
         if best.runs:
-            held, room = best.memory / 1e9, best.room / 1e9
-            notes.append(f"The first row fits: {held:.0f} GB of {room:.0f} on each rank. {best.call}")
+            notes.append(f"In Python: {best.call}")
         if best.host_memory:
             notes.append(f"Each rank keeps {best.host_memory / 1e9:.0f} GB in host memory.")
         if best.placement.quantize is not None:
@@ -123,20 +129,18 @@ class MeshPlan:
                 f"{best.placement.quantize} is not exact, and its speed is not predicted: these are the seconds of "
                 "bfloat16."
             )
-        compiled = self.machine.runtime.compiled
-        least, most = PUBLISHED_RATIOS[compiled]
-        notes.append(
-            f"Published {'compiled' if compiled else 'eager'} runs took {least:g} to {most:g} times the seconds that "
-            "are predicted for them (docs/planner.md)."
-        )
-        if not compiled:
+        if self.work.uncounted:
+            notes.append(f"Not included in the seconds: {', '.join(self.work.uncounted)}.")
+        if not self.machine.runtime.compiled:
             notes.append("The host bounds eager code: measure it (python -m para_core.doctor), or compile.")
         return notes
 
     def __str__(self) -> str:
         left = len(self.rows) - len(self.printed)
         more = [f"{left} more rows: plan.rows."] if left > 0 else []
-        return "\n\n".join([self.title, "\n".join(self.lines()), *more, *self.notes, self.advice])
+        return "\n\n".join(
+            ["\n".join([*self.verdict, "", self.title]), "\n".join(self.lines()), *more, *self.notes, self.advice]
+        )
 
     def runs(self, row: MeshPrediction) -> bool:
         """Whether ``row`` can run and fits into device memory."""
@@ -153,7 +157,7 @@ class MeshPlan:
             seconds = [row.seconds, step.total, step.compute, step.communication, step.host, row.encoder, row.decoder]
             cells = [str(row), *[f"{x:.3g}" for x in seconds], f"{row.sent / 1e9:.2f}", f"{row.memory / 1e9:.0f}"]
             lines.append("| " + " | ".join([*cells, row.problem or row.why]) + " |")
-        return "\n\n".join([self.title, "\n".join(lines), *self.notes, self.advice])
+        return "\n\n".join([*self.verdict, self.title, "\n".join(lines), *self.notes, self.advice])
 
     def lines(self, width: int = 80) -> list[str]:
         """Return the lines of a text table of the first rows. A line has at most ``width`` characters."""
@@ -176,36 +180,16 @@ class MeshPlan:
         return init_context_parallel_mesh(device_type, **self.best.mesh_options)
 
     def plot(self, path: str | Path, *, rows: int = 8) -> None:
-        """Save a bar chart to ``path``: milliseconds per step of the first ``rows`` meshes that run and fit.
+        """Save a bar chart to ``path``: seconds of the first ``rows`` meshes that run and fit, by their parts.
+
+        The fastest mesh is marked, and the last bar is one rank, for comparison. See :mod:`~para_core.planner.chart`.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from matplotlib.figure import Figure
+        from para_core.planner.chart import draw
 
-        shown = [row for row in self.rows if self.runs(row)][:rows][::-1]
-        figure = Figure(figsize=(9, 1.5 + 0.35 * len(shown)), layout="constrained")
-        panel = figure.subplots()
-        names, left = [str(row) for row in shown], [0.0] * len(shown)
-        for part in ("products", "attention", "other", "communication", "host"):
-            widths = [1e3 * getattr(row.step, part) for row in shown]
-            panel.barh(names, widths, left=left, label=part)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        panel.set(xlabel="ms per step", title=self.title)
-        panel.legend()
-        figure.savefig(path)
-
-
-def duration(seconds: float) -> str:
-    """Return a duration as text: seconds with three digits if it is below two minutes, else in two units.
-
-    >>> print(duration(9.876), duration(754), duration(5025), sep=", ")
-    9.88 s, 12 min 34 s, 1 h 23 min
-    """
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+        draw(self, path, rows)
 
 
 def _largest_loss(row: MeshPrediction, best: MeshPrediction) -> str:
@@ -231,9 +215,55 @@ def make_plan(work: Workload, machine: Machine, ranks: int, choices: Choices | N
     fewer = {size: row for size, row in smaller.items() if row.runs}
     more = None
     if not rows[0].runs:
-        larger = (_rows(work, machine, size, choices)[0] for size in (2, 4, 8, 16, 32, 64) if size > ranks)
-        more = next((row for row in larger if row.runs), None)
-    return MeshPlan(work, machine, ranks, tuple(rows), fewer, more)
+        bigger = _best_rows(work, machine, choices, [size for size in (2, 4, 8, 16, 32, 64) if size > ranks])
+        more = next((row for row in bigger if row.runs), None)
+    larger = {}
+    if ranks == 1:
+        larger = {row.shape.ranks: row for row in _best_rows(work, machine, choices, (2, 4, 8)) if row.runs}
+    return MeshPlan(work, machine, ranks, tuple(rows), fewer, more, larger, fit_of(work, machine, choices))
+
+
+def _best_rows(work: Workload, machine: Machine, choices: Choices, sizes: Iterable[int]) -> Iterator[MeshPrediction]:
+    """Yield the best row of each number of ranks in ``sizes``, except those that the demanded mesh does not have."""
+    for size in sizes:
+        try:
+            yield _rows(work, machine, size, choices)[0]
+        except ValueError:
+            continue
+
+
+def fit_of(work: Workload, machine: Machine, choices: Choices) -> Fit:
+    """Predict one card that holds everything, and if that does not fit, what makes it fit."""
+    usual = Placement(
+        choices.text_encoders or "replicate",
+        quantize=choices.quantize,
+        vae=choices.vae_placement or "replicate",
+        takes_turns=choices.offload == "model",
+    )
+    whole = predict(MeshShape(), work, machine, usual)
+    if whole.fits:
+        return Fit(whole)
+    quantize = choices.quantize
+    tried = [_fitting(work, machine, Choices((), quantize=quantize), (1,))]
+    if quantize is None and work.weights.in_8_bits is not None:
+        tried.append(_fitting(work, machine, Choices((), quantize="int8"), (1,)))
+    if quantize in (None, "int8"):
+        tried.append(_fitting(work, machine, Choices("tensor", offload=False, quantize=quantize), (2, 4, 8)))
+        tried.append(_fitting(work, machine, Choices("fsdp", offload=False, quantize=quantize), (2, 4, 8)))
+    return Fit(whole, tuple(row for rows in tried for row in rows))
+
+
+def _fitting(work: Workload, machine: Machine, choices: Choices, sizes: Sequence[int]) -> list[MeshPrediction]:
+    """Return the fastest row that fits, with the first of ``sizes`` ranks that has one; an empty list if none has.
+
+    Other weights than those that ``choices`` state are not tried.
+    """
+    for size in sizes:
+        placements = [choices] if choices.vae_placement else [choices, replace(choices, vae_placement="offload")]
+        rows = [row for placed in placements for row in _placed_rows(work, machine, size, placed) if row.runs]
+        if rows:
+            return [min(rows, key=lambda row: row.seconds)]
+    return []
 
 
 def require_positive(name: str, value: Any) -> None:

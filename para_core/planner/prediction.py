@@ -77,6 +77,8 @@ class Workload:
         frames (`int`): Number of frames of the result; 1 for an image.
         encodings (`int`): Number of times that each text encoder is called.
         published (`tuple[PublishedRun, ...]`): Published runs of the same generation.
+        height, width (`int`): Pixels of the result; 0 if unknown.
+        uncounted (`tuple[str, ...]`): Parts of the generation that are not counted, such as ``"decoding"``.
     """
 
     name: str
@@ -90,6 +92,9 @@ class Workload:
     frames: int = 1
     encodings: int = 1
     published: tuple[PublishedRun, ...] = ()
+    uncounted: tuple[str, ...] = ()
+    height: int = 0
+    width: int = 0
 
     def of_rank(self, shape: MeshShape) -> tuple[CallWork, int]:
         """Return the work of a transformer call on the first rank of a mesh, and the number of its calls per step."""
@@ -181,6 +186,26 @@ class MeshPrediction:
         if shape.pipefusion is not None:
             options["pipefusion"] = shape.pipefusion
         return options
+
+    @property
+    def command_options(self) -> dict[str, str]:
+        """The options of ``para_core generate`` for this mesh, without ``--ranks``, by name without dashes.
+
+        With blocks in host memory the command places text encoders there, too, unless it is told otherwise.
+        """
+        placement, options = self.placement, dict(self.options)
+        if placement.takes_turns:
+            options["offload"] = "model"
+        if placement.resident is not None:
+            options.pop("text_encoders", None)
+            options |= {} if placement.text_encoders == "offload" else {"text_encoders": placement.text_encoders}
+        if self.shape.pipefusion is not None:
+            options["pipefusion"] = self.shape.pipefusion.num_patches
+        if placement.quantize is not None:
+            options["quantize"] = placement.quantize
+        sizes = [f"{name[len('max_') : -len('_dim_size')]}={size}" for name, size in self.mesh_options.items()]
+        mesh = {"mesh": ",".join(sizes)} if self.shape.ranks > 1 else {}
+        return mesh | {name.replace("_", "-"): str(value) for name, value in options.items()}
 
     @property
     def mesh_options(self) -> dict[str, int]:

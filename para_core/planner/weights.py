@@ -84,6 +84,11 @@ class Choices:
             raise ValueError(
                 "weights is 'tensor', but the mesh has no tensor dim; expected a size, such as --mesh tensor=2."
             )
+        for dim, way in (("tensor", "tensor"), ("pipe", "replicate")):
+            if self.mesh.get(dim, 1) > 1 and self.demanded not in (None, way):
+                raise ValueError(
+                    f"weights is {self.demanded!r}, but the mesh has a {dim} dim, which needs {way!r}; leave one out."
+                )
         if self.quantize is not None and self.demanded == "fsdp" and self.quantize != "int8":
             raise ValueError(
                 f"quantize is {self.quantize!r} with weights 'fsdp', which can gather weights in int8 only. Use "
@@ -120,7 +125,7 @@ class Choices:
     def fallbacks(self, weights: Weights, ranks: int) -> Iterator[Choices]:
         """Yield these choices, then alternatives to try if no mesh fits: VAE in host memory, int8 weights, and both."""
         placements, schemes = [self.vae_placement], [self.quantize]
-        if self.vae_placement is None and weights.vae and self.offload not in (False, "model"):
+        if self.vae_placement is None and weights.vae and self.offload != "model":
             placements.append("first" if ranks > 1 else "offload")
         if self.quantize is None and weights.in_8_bits is not None:
             schemes.append("int8")

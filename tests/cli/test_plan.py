@@ -2,13 +2,26 @@
 
 import json
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
+from diffusers import UNet2DConditionModel
 
 from para_core.adapters import plan_mesh
 from para_core.cli.app import run
-from para_core.fleet.recipe import read_mesh_sizes
+from para_core.fleet.models import find_tiny_flux
+from para_core.planner.prediction import default_text_encoders
+
+CONFIGS_OF_UNET = {
+    "block_out_channels": (32, 64),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    "cross_attention_dim": 32,
+}
 
 
 def test_the_plan_is_the_library_s(capsys, tmp_path):
@@ -19,35 +32,149 @@ def test_the_plan_is_the_library_s(capsys, tmp_path):
     assert image.stat().st_size > 1000
 
 
-def test_plan_ends_with_its_generate_command(capsys, monkeypatch):
-    plan = plan_mesh("FLUX.1-dev", ranks=4, device="RTX 4090", compiled=True)
-    options_of_rows = []
-    for row in plan.rows:
-        monkeypatch.setattr("para_core.adapters.plan_mesh", lambda *_, row=row, **__: replace(plan, rows=(row,)))
-        assert run(["plan", "--compiled", "--steps", "20"]) == 0
-        command = re.search(r"As a command: para_core generate (.*)", capsys.readouterr().out)
+def options_of(command):
+    """Return the options of a printed ``para_core generate`` command by name."""
+    words = shlex.split(command)
+    assert words[:2] == ["para_core", "generate"]
+    return dict(zip(words[2::2], words[3::2], strict=True))
+
+
+def printed_command(out):
+    command = re.search(r"As a command: (.*)", out)
+    return None if command is None else command[1]
+
+
+# The options of plans whose commands differ: placements, ways to shard weights, ring methods.
+PLANS = [
+    {},
+    {"device": "RTX 4090"},
+    {"device": "RTX 4090", "offload": "model"},
+    {"device": "RTX 4090", "quantize": "int8"},
+    {"ranks": 4},
+    {"ranks": 4, "device": "RTX 4090"},
+    {"ranks": 4, "weights": "fsdp"},
+    {"ranks": 4, "weights": "tensor"},
+    {"ranks": 4, "mesh": {"pipe": 2}},
+    {"ranks": 2, "offload": "blocks"},
+    {"ranks": 2, "offload": "blocks", "text_encoders": "replicate"},
+    {"ranks": 2, "vae_placement": "first"},
+]
+
+
+@pytest.mark.parametrize("settings", PLANS, ids=str)
+def test_command_of_every_row_is_one_that_generate_accepts(capsys, monkeypatch, settings):
+    plan = plan_mesh("FLUX.1-dev", steps=20, **{"ranks": 1, **settings})
+    recipes = []
+    monkeypatch.setattr("para_core.cli.generation.make_task", lambda model, recipe, *_: recipes.append(recipe) or 1 / 0)
+    for row in plan.rows[:6]:
+        monkeypatch.setattr(
+            "para_core.adapters.planner.plan_mesh.plan_mesh", lambda *_, row=row, **__: replace(plan, rows=(row,))
+        )
+        assert run(["plan", "--steps", "20"]) == 0
+        command = printed_command(capsys.readouterr().out)
         if command is None:
-            assert not plan.runs(row)
+            assert not row.runs
             continue
-        words = command[1].split()
-        options = dict(zip(words[::2], words[1::2], strict=True))
-        assert options.pop("--ranks") == "4"
-        mesh = {f"max_{name}_dim_size": size for name, size in read_mesh_sizes(options.pop("--mesh"))}
-        assert mesh == row.mesh_options
-        assert options.pop("--model") == "black-forest-labs/FLUX.1-dev"
-        assert options.pop("--steps") == "20"
-        whole = row.placement.resident is None and not row.shape.fsdp
-        assert options.pop("--compile") == ("whole" if whole else "blocks")
-        assert options.pop("--prompt") == "TEXT"
-        assert options == {f"--{name.replace('_', '-')}": str(value) for name, value in row.options.items()}
-        options_of_rows += options.items()
-    expected = [
-        ("--rotate-method", "2d"),
-        ("--weights", "tensor"),
-        ("--text-encoders", "first"),
-        ("--offload", "blocks"),
-    ]
-    assert set(expected) <= set(options_of_rows)
+        options = options_of(command)
+        fixed = {"--ranks": str(plan.ranks), "--model": "black-forest-labs/FLUX.1-dev", "--prompt": "a red circle"}
+        sizes = {"--size": "1024x1024", "--steps": "20"}
+        assert {name: options[name] for name in fixed | sizes} == fixed | sizes
+        whole = row.placement.resident is None and not row.shape.fsdp and not row.placement.takes_turns
+        assert options["--compile"] == ("whole" if whole else "blocks")
+        # The same options with a model that is here make a recipe with what the row says.
+        words = [word for name, value in options.items() if name != "--model" for word in (name, value)]
+        assert run(["generate", *words]) == 1 and "ZeroDivisionError" in capsys.readouterr().err
+        recipe = recipes.pop()
+        sizes = {name.removeprefix("max_").removesuffix("_dim_size"): n for name, n in row.mesh_options.items()}
+        assert dict(recipe.mesh) == ({} if plan.ranks == 1 else sizes)
+        expected = {"rotate_method": None, "weights": "replicate", "resident_blocks": None, **row.options}
+        assert {name: getattr(recipe, name) for name in expected if name != "text_encoders"} == {
+            name: value for name, value in expected.items() if name != "text_encoders"
+        }
+        usual = "offload" if recipe.offload == "blocks" else default_text_encoders(row.shape)
+        assert (recipe.text_encoders or usual) == row.placement.text_encoders
+        assert (recipe.offload == "model") == row.placement.takes_turns
+        assert recipe.quantize == row.placement.quantize
+
+
+def test_command_quotes_a_folder_for_the_shell(capsys, tmp_path):
+    folder = tmp_path / "my model; $HOME"
+    shutil.copytree(find_tiny_flux(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert run(["plan", "--model", str(folder), "--size", "128x64", "--steps", "3", "--dtype", "float16"]) == 0
+    printed = capsys.readouterr()
+    options = options_of(printed_command(printed.out))
+    assert options["--model"] == str(folder)
+    assert (options["--size"], options["--steps"], options["--dtype"]) == ("128x64", "3", "float16")
+    assert str(folder) in printed.err and "Counting" in printed.err
+
+
+@pytest.mark.slow
+def test_printed_command_runs(capsys, tmp_path):
+    assert run(["plan", "--model", str(find_tiny_flux()), "--size", "64x64", "--steps", "2", "--eager"]) == 0
+    command = shlex.split(printed_command(capsys.readouterr().out))
+    assert run([*command[1:], "--out", str(tmp_path)]) == 0
+    assert [path.suffix for path in tmp_path.iterdir() if path.suffix == ".png"] == [".png"]
+
+
+@pytest.mark.slow
+def test_known_model_is_planned_without_torch(tmp_path):
+    program = (
+        "import sys; from para_core.cli.app import run; code = run(sys.argv[1:]); "
+        "print(sorted({'torch', 'diffusers', 'transformers', 'numpy'} & set(sys.modules))); sys.exit(code)"
+    )
+    for arguments in (["--model", "FLUX.1-dev"], ["--model", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "--ranks", "8"]):
+        command = [sys.executable, "-c", program, "plan", *arguments, "--size", "768x512", "--device", "4090"]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+        assert printed.splitlines()[-1] == "[]"
+
+
+def test_folder_of_a_published_model_has_its_seconds(capsys, monkeypatch, tmp_path):
+    """The config of FLUX.1-dev in a folder, without weights or tokenizers."""
+    import diffusers
+    import transformers
+
+    from para_core.adapters.planner.pipe_workload import published_modules
+
+    modules = published_modules("FLUX.1-dev")
+    modules.transformer.save_config(tmp_path / "transformer")
+    modules.vae.save_config(tmp_path / "vae")
+    modules.encoder.config.save_pretrained(tmp_path / "text_encoder_2")
+    transformers.CLIPTextConfig().save_pretrained(tmp_path / "text_encoder")
+    diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "scheduler")
+    index = {
+        "_class_name": "FluxPipeline",
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "CLIPTextModel"],
+        "text_encoder_2": ["transformers", "T5EncoderModel"],
+        "tokenizer": ["transformers", "CLIPTokenizer"],
+        "tokenizer_2": ["transformers", "T5TokenizerFast"],
+        "transformer": ["diffusers", "FluxTransformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+    }
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    plans = []
+    for model in (str(tmp_path), "FLUX.1-dev"):
+        monkeypatch.setattr("para_core.planner.mesh_plan.MeshPlan.markdown", lambda plan: plans.append(plan) or "")
+        assert run(["plan", "--model", model, "--ranks", "2"]) == 0
+    folder, published = plans
+    assert folder.best.shape == published.best.shape
+    assert folder.best.seconds == pytest.approx(published.best.seconds, rel=0.01)
+    assert folder.best.memory == pytest.approx(published.best.memory, rel=0.02)
+
+
+def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, tmp_path):
+    unet = UNet2DConditionModel(**CONFIGS_OF_UNET)
+    unet.save_config(tmp_path / "unet")
+    index = {"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}
+    absent = ("vae", "text_encoder", "tokenizer", "scheduler", "safety_checker", "feature_extractor", "image_encoder")
+    index |= {name: [None, None] for name in absent}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    size = 2 * sum(x.numel() for x in unet.parameters()) / 1e9
+    assert run(["plan", "--model", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"weights fit 1 × H100: {size:.3g} GB of 74" in out and "not predicted" in out
+    assert run(["plan", "--model", str(tmp_path), "--memory", "0.0001"]) == 0
+    assert "do not fit" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -76,7 +203,7 @@ def test_quantized_weights_and_placements_are_those_of_the_options(capsys):
     assert expected.markdown() in out
     assert "--quantize int8" in out
     assert run(["plan", "--text-encoders", "fsdp"]) == 0
-    assert plan_mesh("FLUX.1-dev", ranks=8, text_encoders="fsdp").markdown() in capsys.readouterr().out
+    assert plan_mesh("FLUX.1-dev", ranks=1, text_encoders="fsdp").markdown() in capsys.readouterr().out
     assert run(["plan", "--ranks", "2", "--vae-placement", "first"]) == 0
     out = capsys.readouterr().out
     assert plan_mesh("FLUX.1-dev", ranks=2, vae_placement="first").markdown() in out
@@ -98,14 +225,62 @@ def test_a_ring_of_no_rank_names_the_option(capsys):
 
 def test_a_plan_over_hosts_is_run_by_torchrun(capsys):
     assert run(["plan", "--ranks", "16", "--compiled"]) == 0
-    assert "torchrun --nnodes=2 --nproc_per_node=8" in capsys.readouterr().out
+    assert "torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d" in capsys.readouterr().out
+    assert run(["plan", "--ranks", "12"]) == 0
+    assert "torchrun --nnodes=2 --nproc_per_node=6" in capsys.readouterr().out
+
+
+def test_options_restrict_the_plan_as_in_the_library(capsys):
+    assert run(["plan", "--ranks", "4", "--mesh", "ring=2", "--weights", "replicate", "--memory", "40"]) == 0
+    expected = plan_mesh("FLUX.1-dev", ranks=4, mesh={"ring": 2}, weights="replicate", memory=40e9)
+    out = capsys.readouterr().out
+    assert expected.markdown() in out
+    assert options_of(printed_command(out))["--memory"] == "40.0"
+    assert run(["plan", "--offload", "model", "--device", "my card,24,140,pcie"]) == 0
+    expected = plan_mesh("FLUX.1-dev", ranks=1, offload="model", device="my card,24,140,pcie")
+    assert expected.markdown() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--mesh", "rings=2"], "--mesh has 'rings=2'"),
+        (["--mesh", "ring=2,ulysses=1", "--ranks", "4"], "--mesh is too small"),
+        (["--weights", "banana"], "--weights is 'banana'"),
+        (["--weights", "fsdp", "--offload", "blocks"], "--weights is 'fsdp' with offload 'blocks'"),
+        (["--weights", "replicate", "--mesh", "tensor=2"], "--weights is 'replicate'"),
+        (["--offload", "disk"], "--offload is 'disk'"),
+        (["--memory", "-1"], "--memory -1"),
+        (["--memory", "nan"], "--memory nan"),
+        (["--dtype", "float32"], "--dtype is 'float32'"),
+        (["--dtype", "f16"], "--dtype is 'f16'"),
+        (["--device", "rtx 5900"], "did you mean RTX 5090"),
+        (["--device", "card,24,fast,pcie"], "'fast' stands for TFLOPs"),
+        (["--model", "FLUX.1-dve"], "did you mean FLUX.1-dev"),
+    ],
+)
+def test_wrong_options_are_refused(capsys, arguments, error):
+    assert run(["plan", *arguments]) == 2
+    assert error in capsys.readouterr().err
+
+
+def test_absent_folder_and_unreachable_hub_are_stated(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.model_info", lambda *_, **__: (_ for _ in ()).throw(OSError("no network"))
+    )
+    assert run(["plan", "--model", "black-forest-labs/FLUX.1-dve"]) == 1
+    assert re.search(r"did you mean FLUX\.1-dev.*cannot be reached", capsys.readouterr().err)
+    assert run(["plan", "--model", str(tmp_path / "nothing")]) == 1
+    assert "is no folder here" in capsys.readouterr().err
+    assert run(["plan", "--model", str(tmp_path)]) == 1
+    assert "model_index.json" in capsys.readouterr().err
 
 
 def test_what_is_not_known_is_a_sentence(capsys):
     assert run(["plan", "--list"]) == 0
     assert "FLUX.1-dev" in capsys.readouterr().out.splitlines()
-    assert run(["plan", "--model", "FLUX.7"]) == 1
-    assert "FLUX.7" in capsys.readouterr().err
+    assert run(["plan", "--model", "FLUX.7"]) == 2
+    assert re.search(r"--model is 'FLUX.7'.*did you mean FLUX", capsys.readouterr().err)
     assert run(["plan", "--device", "abacus"]) == 2
     assert "--device is 'abacus'" in capsys.readouterr().err
     assert run(["plan", "--size", "large"]) == 2

@@ -153,7 +153,7 @@ def test_published_models_are_found_in_any_spelling(spelling, name):
 
 @pytest.mark.parametrize(("typo", "meant"), [("FLUX.1-dve", "FLUX.1-dev"), ("hunyuan", "HunyuanVideo")])
 def test_misspelt_model_names_what_was_meant(typo, meant):
-    with pytest.raises(ValueError, match=f"Did you mean .*{re.escape(meant)}"):
+    with pytest.raises(ValueError, match=f"did you mean .*{re.escape(meant)}"):
         find_published(typo)
 
 
