@@ -189,12 +189,12 @@ def encode_first_parts() -> dict[str, list[str]]:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/planner.md: the errors of the prediction, a row for each model."""
-    errors: dict[str, list[str]] = {}
+    """Return the table of docs/planner.md: the errors of the prediction, a row for each mesh."""
+    rows, last = [], ""
     for row in read_results("memory_check")["rows"]:
-        errors.setdefault(row["stack"], []).append(f"{row['mesh']}: {row['error']:+.1%}")
-    rows = [[name, "; ".join(cells)] for name, cells in errors.items()]
-    return {"memory": markdown_table(["model", "mesh, and error of the predicted bytes"], rows)}
+        rows.append([row["stack"] if row["stack"] != last else "", row["mesh"], f"{row['error']:+.1%}"])
+        last = row["stack"]
+    return {"memory": markdown_table(["model", "mesh", "error of the predicted bytes"], rows, right=(2,))}
 
 
 def main() -> None:

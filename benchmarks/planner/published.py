@@ -9,6 +9,7 @@ whether a ring is overlapped) was read in their sources, not fitted. Writes benc
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -112,18 +113,24 @@ def name_of(shape: MeshShape) -> str:
 
 
 def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
-    """Return a row for each table: seconds of one device with the factor, then each mesh with its error."""
+    """Return a row for each mesh of each table, below one for one device with the factor. Errors above 20 % are bold."""
     rows = []
     for table, slowdown, checked in tables:
-        meshes = []
+        alone = ["–", "–"] if table.alone is None else [f"{table.alone:,.2f}", f"× {slowdown:.2f}"]
+        rows.append([table.name, table.device, "one device", *alone])
         for row in checked:
             error = f"{row.error:+.0%}" if abs(row.error) <= 0.2 else f"**{row.error:+.0%}**"
-            meshes.append(f"{name_of(row.shape)}: {row.published:,.2f} {error}")
-        fit = "–" if table.alone is None else f"{table.alone:,.2f} ({slowdown:.2f})"
-        name = f"[{table.name}]({table.source})" if table.source else table.name
-        name += f"; assumed: {table.assumed}" * bool(table.assumed)
-        rows.append([name, table.device, fit, "; ".join(meshes)])
-    return markdown_table(["table", "device", "one device, s (×)", "mesh: published, s, and error"], rows)
+            rows.append(["", "", name_of(row.shape), f"{row.published:,.2f}", error])
+    return markdown_table(["table", "device", "mesh", "published, s", "error"], rows, right=(3, 4))
+
+
+def table_sources() -> list[str]:
+    """Return a list with the source of each table, and with what is assumed for it."""
+    lines = []
+    for table in TABLES:
+        source = f"<{table.source}>" if table.source else "passed on without an address"
+        lines.append(f"- {table.name}: {source}" + f"; assumed: {table.assumed}" * bool(table.assumed))
+    return lines
 
 
 def sources() -> list[str]:
@@ -159,7 +166,10 @@ def plans() -> list[str]:
     """Return a plan for cards on which two ranks are slower than one."""
     link = Link("pcie3 via host", 3e-5, 2e9)
     plan = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=link, weights=(), compiled=True)
-    return ["```text", *str(plan).splitlines(), "```"]
+    lines = [
+        part for line in str(plan).splitlines() for part in textwrap.wrap(line, 110, drop_whitespace=False) or [""]
+    ]
+    return ["```text", *[line.rstrip() for line in lines], "```"]
 
 
 def parts() -> dict[str, list[str]]:
@@ -176,6 +186,7 @@ def parts() -> dict[str, list[str]]:
     return {
         "summary": summary([row for *_, checked in tables for row in checked]),
         "published": published_table(tables),
+        "sources of tables": table_sources(),
         "not predicted": [f"- {name}: {reason}" for name, reason in NOT_PREDICTED.items()],
         "sources": sources(),
         "plans": plans(),

@@ -196,10 +196,40 @@ def sent_table(models: dict[str, dict[str, Any]]) -> list[str]:
     return markdown_table(["model", "method", "GB", *(f"{link}, s" for link in LINKS)], rows, right=range(2, 6))
 
 
+def error_sentence() -> list[str]:
+    """Return a sentence on the error of predicted seconds, from planner_check.json."""
+    check = read_results("planner_check")
+    errors, (least, most) = check["errors"], check["ratios"]["compiled"]
+    fitted = (
+        f"Of {errors['rows']} published rows the error is {errors['median']:.0%} in the median and {errors['worst']:.0%} "
+        "at worst, once each table is fitted on one device."
+    )
+    return [fitted, f"Without a fit, published compiled runs took {least:g} to {most:g} times the predicted seconds."]
+
+
+def hops_table() -> list[str]:
+    """Return the number of tokens per rank from which a ring hop hides behind attention, by device and usual link.
+
+    A hop sends 2 · S · H · D elements of 2 bytes, and a rank attends to them in 4 · S² · H · D operations. So the hop
+    hides from S = operations per second / bytes per second on.
+    """
+    rows = []
+    for name, *_ in MACHINES:
+        device = device_named(name)
+        link, speed = link_named(None, device), device.products * device.of_attention
+        bandwidth = link.all_to_all or link.bandwidth
+        tokens = speed / bandwidth
+        rows.append([name, link.name, f"{speed / 1e12:,.0f}", f"{bandwidth / 1e9:,.0f}", f"{round(tokens, -2):,.0f}"])
+    heads = ["device", "link", "attention, TFLOP/s", "link, GB/s", "tokens of a rank"]
+    return markdown_table(heads, rows, right=(2, 3, 4))
+
+
 def parts() -> dict[str, list[str]]:
     """Return the tables of docs/which_option.md and docs/weights.md."""
     machines, models = read_results("machines"), read_results("weights_memory")["gigabytes"]
     return {
+        "error": error_sentence(),
+        "hops": hops_table(),
         "machines": machines_table(machines, "exact"),
         "int8": machines_table(machines, "int8"),
         "memory": memory_table(machines),
