@@ -211,9 +211,16 @@ def _counted(
     fields = frozenset(described.fields)
     try:
         work = workload(pipe, **sizes)
-    except UnknownModelError as error:
+    except ValueError:
+        # A size that the user gave.
+        raise
+    except Exception as error:
+        # The config may be of a version or kind of model whose inputs the planner does not know.
+        reason = (
+            str(error) if isinstance(error, UnknownModelError) else f"counting raised {type(error).__name__}: {error}"
+        )
         parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-        return _UnknownWork(model, {name: bytes_of(part) for name, part in parts.items()}, str(error))
+        return _UnknownWork(model, {name: bytes_of(part) for name, part in parts.items()}, reason)
     return _Subject(model, replace(work, name=f"{model}, {work.name.partition(', ')[2]}"), fields)
 
 

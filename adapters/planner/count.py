@@ -80,8 +80,10 @@ def count_calls(transformer: nn.Module, sizes: GenerationSizes) -> dict[int, Mod
     if cls.__name__ not in INPUTS:
         raise UnknownModelError(f"the inputs of {cls.__name__} are unknown; expected one of {', '.join(INPUTS)}.")
     config, depths = config_and_depths(transformer)
-    # Count a model with ``dual_attention_layers`` (Stable Diffusion 3.5) with all blocks, because its blocks differ.
-    depths = {} if config.get("dual_attention_layers") else {name: x for name, x in depths.items() if x > 1}
+    # Count all blocks of Stable Diffusion 3.5 (dual_attention_layers), which differ, and of Chroma, whose approximator
+    # computes a number of modulations that depends on the number of blocks.
+    counts_all = config.get("dual_attention_layers") or "approximator_layers" in config
+    depths = {} if counts_all else {name: x for name, x in depths.items() if x > 1}
     shallow, calls = {**config, **dict.fromkeys(depths, 1)}, dict[int, ModelCall]()
     for batch in (1, 2):
         base = _count_call(cls(**shallow), sizes, batch)

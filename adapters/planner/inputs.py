@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -61,6 +62,37 @@ INPUTS: Mapping[str, MakeInputs] = {
     "MochiTransformer3DModel": lambda config, sizes: {
         **_common(sizes, (config.in_channels, *sizes.latents), config.text_embed_dim, samples=2),
         "encoder_attention_mask": sizes.empty(2, sizes.text, dtype=torch.bool),
+    },
+    "ChronoEditTransformer3DModel": lambda config, sizes: _common(
+        sizes, (config.in_channels, *sizes.latents), config.text_dim
+    ),
+    "ChromaTransformer2DModel": lambda config, sizes: {
+        **_common(sizes, (sizes.tokens, config.in_channels), config.joint_attention_dim),
+        "img_ids": sizes.empty(sizes.tokens, 3),
+        "txt_ids": sizes.empty(sizes.text, 3),
+        "attention_mask": sizes.empty(1, sizes.text + sizes.tokens),
+    },
+    "LTXVideoTransformer3DModel": lambda config, sizes: {
+        **_common(sizes, (prod(sizes.latents), config.in_channels), config.caption_channels, samples=2),
+        "encoder_attention_mask": sizes.empty(2, sizes.text, dtype=torch.bool),
+        **dict(zip(("num_frames", "height", "width"), sizes.latents, strict=True)),
+    },
+    "AuraFlowTransformer2DModel": lambda config, sizes: _common(
+        sizes, (config.in_channels, *sizes.latents[1:]), config.joint_attention_dim, samples=2
+    ),
+    "PixArtTransformer2DModel": lambda config, sizes: {
+        **_common(
+            sizes,
+            (config.in_channels, *sizes.latents[1:]),
+            config.caption_channels or config.cross_attention_dim,
+            samples=2,
+        ),
+        "encoder_attention_mask": sizes.empty(2, sizes.text, dtype=torch.bool),
+        "added_cond_kwargs": {"resolution": sizes.empty(2, 2), "aspect_ratio": sizes.empty(2, 1)},
+    },
+    "CogView4Transformer2DModel": lambda config, sizes: {
+        **_common(sizes, (config.in_channels, *sizes.latents[1:]), config.text_embed_dim),
+        **{name: sizes.empty(1, 2) for name in ("original_size", "target_size", "crop_coords")},
     },
     "SD3Transformer2DModel": lambda config, sizes: {
         **_common(sizes, (config.in_channels, *sizes.latents[1:]), config.joint_attention_dim, samples=2),
@@ -130,6 +162,11 @@ def number_of_heads(transformer: Any) -> int | None:
     return width // sum(axes) if isinstance(width, int) and isinstance(axes, (tuple, list)) else None
 
 
+# Attributes of pipelines that hold the pixels along a side of a latent pixel, and the frames of a latent frame.
+_SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_scale_factor", "vae_spatial_compression_ratio")
+_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_scale_factor", "vae_temporal_compression_ratio")
+
+
 def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple[GenerationSizes, int]:
     """Return the sizes and the number of steps of a call of ``pipe`` with default arguments, except for ``changed``."""
     parameters = inspect.signature(original_class(pipe).__call__).parameters
@@ -140,8 +177,8 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
     def of_pipe(names: tuple[str, ...], otherwise: int) -> int:
         return next((value for name in names if (value := _int(getattr(pipe, name, None)))), otherwise)
 
-    spatial = of_pipe(("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_scale_factor"), 8)
-    temporal = of_pipe(("vae_scale_factor_temporal", "vae_temporal_scale_factor"), 4)
+    spatial = of_pipe(_SPATIAL, 8)
+    temporal = of_pipe(_TEMPORAL, 4)
     side = of_pipe(("default_sample_size",), 0) or _int(getattr(transformer.config, "sample_size", None)) or 128
     sizes = GenerationSizes(
         height=default("height", _int(getattr(transformer.config, "sample_height", None)) * spatial or side * spatial),

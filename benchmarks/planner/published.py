@@ -113,7 +113,7 @@ def name_of(shape: MeshShape) -> str:
 
 
 def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
-    """Return a row for each mesh of each table, below one for one device with the factor. Errors above 20 % are bold."""
+    """Return a row for each mesh of each table, after one for one device with the factor. Bold errors exceed 20 %."""
     rows = []
     for table, slowdown, checked in tables:
         alone = ["–", "–"] if table.alone is None else [f"{table.alone:,.2f}", f"× {slowdown:.2f}"]
@@ -166,10 +166,11 @@ def plans() -> list[str]:
     """Return a plan for cards on which two ranks are slower than one."""
     link = Link("pcie3 via host", 3e-5, 2e9)
     plan = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=link, weights=(), compiled=True)
-    lines = [
-        part for line in str(plan).splitlines() for part in textwrap.wrap(line, 110, drop_whitespace=False) or [""]
-    ]
-    return ["```text", *[line.rstrip() for line in lines], "```"]
+    lines: list[str] = []
+    for line in str(plan).splitlines():
+        # Lines of the table begin with spaces, and are short enough.
+        lines += [line] if line.startswith(" ") or not line else textwrap.wrap(line, 110)
+    return ["```text", *lines, "```"]
 
 
 def parts() -> dict[str, list[str]]:

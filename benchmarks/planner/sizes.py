@@ -201,8 +201,8 @@ def error_sentence() -> list[str]:
     check = read_results("planner_check")
     errors, (least, most) = check["errors"], check["ratios"]["compiled"]
     fitted = (
-        f"Of {errors['rows']} published rows the error is {errors['median']:.0%} in the median and {errors['worst']:.0%} "
-        "at worst, once each table is fitted on one device."
+        f"Of {errors['rows']} published rows the error is {errors['median']:.0%} in the median and "
+        f"{errors['worst']:.0%} at worst, once each table is fitted on one device."
     )
     return [fitted, f"Without a fit, published compiled runs took {least:g} to {most:g} times the predicted seconds."]
 
