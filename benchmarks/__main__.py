@@ -19,6 +19,7 @@ PROGRAMS = (
     ("pipelines.stages",),
     ("pipelines.lossy",),
     ("planner.traffic",),
+    ("planner.counts",),
     ("planner.published",),
     ("planner.sizes",),
     ("planner.propose",),

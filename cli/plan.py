@@ -4,6 +4,7 @@ machine.
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # The planner knows the speed of 16-bit products only.
 _DTYPES = ("auto", "bfloat16", "float16")
+_FIELDS = {"frames": "num_frames", "steps": "num_inference_steps"}
 _INDEX_FILES = ("model_index.json", "modular_model_index.json")
 
 
@@ -209,6 +211,14 @@ def _counted(
     described = find_model(model, trust_remote_code=trust_remote_code)
     pipe = without_weights(described, torch.float16 if dtype == "float16" else torch.bfloat16)
     fields = frozenset(described.fields)
+    if described.modular:
+        # The call of a modular pipeline has no parameters with defaults; its blocks have.
+        defaults = {name: described.fields.get(_FIELDS.get(name, name)) for name in sizes}
+        known = {name: value for name, value in defaults.items() if isinstance(value, int)}
+        sizes = {name: known.get(name) if value is None else value for name, value in sizes.items()}
+    if not debug:
+        # A model that cannot be counted is no error, and the reason is part of the answer.
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         work = workload(pipe, **sizes)
     except ValueError:

@@ -87,8 +87,10 @@ def pipe_workload(pipe: Any, changed: dict[str, Any], steps: int | None, *, ends
             f"the inputs of {type(transformer).__name__} are unknown; expected one of {', '.join(INPUTS)}."
         )
     sizes, default_steps = default_sizes(pipe, transformer, changed)
-    takes_frames = "num_frames" in inspect.signature(original_class(pipe).__call__).parameters
-    require_size(original_class(pipe).__name__, sizes, is_video=takes_frames)
+    # The inputs of a modular pipeline are those of its blocks.
+    of_blocks = {getattr(x, "name", None) for x in getattr(getattr(pipe, "blocks", None), "inputs", ())}
+    takes_frames = "num_frames" in {*inspect.signature(original_class(pipe).__call__).parameters, *of_blocks}
+    require_size(original_class(pipe).__name__, sizes, is_video=takes_frames or "frames" not in changed)
     dtype = next((x.dtype for x in transformer.parameters() if x.is_floating_point()), torch.bfloat16)
     with count.without_data(dtype):
         calls = count.count_calls(transformer, replace(sizes, dtype=dtype))

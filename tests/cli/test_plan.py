@@ -15,6 +15,8 @@ from para_core.adapters import plan_mesh
 from para_core.cli.app import run
 from para_core.fleet.models import find_tiny_flux
 from para_core.planner.prediction import default_text_encoders
+from tests.modular_folders import save_modular
+from zoo.tiny.pipelines import PIPELINES
 
 CONFIGS_OF_UNET = {
     "block_out_channels": (32, 64),
@@ -160,6 +162,22 @@ def test_folder_of_a_published_model_has_its_seconds(capsys, monkeypatch, tmp_pa
     assert folder.best.shape == published.best.shape
     assert folder.best.seconds == pytest.approx(published.best.seconds, rel=0.01)
     assert folder.best.memory == pytest.approx(published.best.memory, rel=0.02)
+
+
+@pytest.mark.slow
+def test_modular_folder_has_the_sizes_of_its_blocks(capsys, tmp_path):
+    folder = save_modular("ltx", str(tmp_path / "ltx"))
+    assert run(["plan", "--model", folder]) == 0
+    options = options_of(printed_command(capsys.readouterr().out))
+    assert (options["--size"], options["--frames"], options["--steps"]) == ("704x512", "161", "50")
+
+
+@pytest.mark.slow
+def test_pipeline_without_an_argument_for_frames_is_planned(capsys, tmp_path):
+    PIPELINES["cogvideox, video"].build().save_pretrained(tmp_path)
+    assert run(["plan", "--model", str(tmp_path)]) == 0
+    assert run(["plan", "--model", str(tmp_path), "--frames", "9"]) == 2
+    assert "--frames is 9" in capsys.readouterr().err
 
 
 def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, tmp_path):
