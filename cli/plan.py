@@ -104,7 +104,11 @@ def plan(
         _print_table(mesh_plan, console)
     else:
         console.print(mesh_plan.markdown(), markup=False)
-    command = _command(mesh_plan, subject, {"dtype": dtype if dtype != "auto" else None, "memory": memory})
+    command = _command(
+        mesh_plan,
+        subject,
+        {"dtype": dtype if dtype != "auto" else None, "memory": None if memory is None else f"{memory:g}"},
+    )
     if command is not None:
         console.print(f"\nAs a command: {command}", markup=False)
     if out is not None:

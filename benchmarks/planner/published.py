@@ -142,6 +142,7 @@ def sources() -> list[str]:
             f"{device.of_products:.0%}, {device.of_attention:.0%}",
             f"{device.memory / 1e9:.0f}",
             f"{device.bandwidth / 1e9:,.0f}",
+            device.link,
         ]
         for device in DEVICES.values()
     ]
@@ -154,7 +155,7 @@ def sources() -> list[str]:
         ]
         for link in LINKS.values()
     ]
-    heads = ["", "TFLOP/s", "reached: products, attention", "GB", "GB/s"]
+    heads = ["", "TFLOP/s", "reached: products, attention", "GB", "GB/s", "usual link"]
     return [
         *markdown_table(heads, devices, right=(1, 3, 4)),
         "",

@@ -222,6 +222,7 @@ LINKS = {
         # The links of the A800 and the H800 are limited to 400 GB/s in both directions.
         Link("nvlink3 of 8 links", 16e-6, 160e9, source=f"200 GB/s; {_NCCL}"),
         Link("nvlink4 of 8 links", 16e-6, 160e9, source=f"200 GB/s; {_NCCL}"),
+        Link("nvlink bridge", 16e-6, 45e9, source=f"56 GB/s; {_GA102}; {_NCCL}"),
         Link("infinity fabric", 20e-6, 310e9, source=f"7 × 64 GB/s to the 7 other devices; 70 % assumed; {_MI300X}"),
         Link("pcie4", 25e-6, 22e9, source="32 GB/s on paper; NCCL reaches 22"),
         Link("pcie5", 25e-6, 45e9, source="64 GB/s on paper; NCCL reaches 45"),
@@ -236,7 +237,13 @@ LINKS = {
 }
 # The generations of links that the user may name without it, and of devices whose usual link is of another kind.
 _GENERATIONS = {
-    "nvlink": ("nvlink4", dict.fromkeys(("A100 PCIe", "A100 40GB PCIe", "A40", "A6000", "RTX 3090"), "nvlink3")),
+    "nvlink": (
+        "nvlink4",
+        {
+            **dict.fromkeys(("A100 PCIe", "A100 40GB PCIe", "A800 PCIe"), "nvlink3"),
+            **dict.fromkeys(("A40", "A6000", "RTX 3090"), "nvlink bridge"),
+        },
+    ),
     "pcie": ("pcie4", dict.fromkeys(("H100", "H200", "H20", "H800", "B200", "GB200", "MI300X"), "pcie5")),
 }
 # Of a device that is described by its memory, speed and link alone: operations per byte of memory bandwidth, as on most

@@ -38,8 +38,10 @@ def fits_line(fit: Fit, best: MeshPrediction, work: Workload, machine: Machine) 
     """Return one line: whether the generation fits the cards, and which seconds are normal."""
     ranks, name = best.shape.ranks, f"{work.name}, {work.steps} steps"
     cards = f"{ranks} × {machine.device.name}"
-    if not best.runs:
-        return f"{name}: does not fit {cards}{_missing(best, machine)}"
+    if best.problem is not None:
+        return f"{name}: cannot run on {cards}: {best.problem}."
+    if not best.fits:
+        return f"{name}: does not fit {cards}: {_missing(best, machine)}"
     whole = _gigabytes(fit.whole.memory)
     held = f"{_gigabytes(best.memory)} of {_gigabytes(_size(machine))} GB" + (" on each" if ranks > 1 else "")
     if fit.whole.fits and str(best) == str(fit.whole):
@@ -52,12 +54,10 @@ def fits_line(fit: Fit, best: MeshPrediction, work: Workload, machine: Machine) 
 
 
 def _missing(best: MeshPrediction, machine: Machine) -> str:
-    """Return what keeps the mesh from running: a problem, or memory."""
-    if best.problem is not None:
-        return f": {best.problem}."
+    """Return how much memory a mesh lacks."""
     room = _gigabytes(best.room)
     of_card = f" (the card has {_gigabytes(machine.device.memory)} GB)" if machine.room is None else ""
-    return f": a rank needs at least {_gigabytes(best.memory)} GB ({best}), and may hold {room} GB{of_card}."
+    return f"a rank needs at least {_gigabytes(best.memory)} GB ({best}), and may hold {room} GB{of_card}."
 
 
 def _size(machine: Machine) -> float:

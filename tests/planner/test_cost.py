@@ -496,6 +496,7 @@ def test_names_are_those_of_cuda_too():
     with pytest.raises(ValueError, match=r"TPU v5.*H100"):
         device_named("TPU v5")
     assert link_named("nvlink", DEVICES["A100"]) is LINKS["nvlink3"]
+    assert link_named("NVLink", DEVICES["RTX 3090"]) is LINKS["nvlink bridge"]
     assert link_named("nvlink", DEVICES["H200"]) is LINKS["nvlink4"]
     with pytest.raises(ValueError, match="link is 'string'"):
         link_named("string", DEVICES["H100"])
