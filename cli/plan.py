@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -147,11 +148,15 @@ def _print_names(console: Console) -> None:
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model whose work is known: its name in commands, its work, and the fields that its pipeline's call takes."""
+    """A model whose work is known: its name in commands, its work, and the fields that its pipeline's call takes.
+
+    ``needs_image`` says whether the call requires an image.
+    """
 
     name: str
     work: Workload
     fields: frozenset[str] = frozenset({"height", "num_inference_steps", "prompt"})
+    needs_image: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,9 @@ def _counted(
         )
         parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
         return _UnknownWork(model, {name: bytes_of(part) for name, part in parts.items()}, reason)
-    return _Subject(model, replace(work, name=f"{model}, {work.name.partition(', ')[2]}"), fields)
+    needs_image = "image" in described.required or described.fields.get("image") is Parameter.empty
+    named = replace(work, name=f"{model}, {work.name.partition(', ')[2]}")
+    return _Subject(model, named, fields, needs_image)
 
 
 def _require_repository(model: str) -> None:
@@ -330,6 +337,7 @@ def _command(plan: MeshPlan, subject: _Subject, given: dict[str, Any]) -> str | 
     named: dict[str, Any] = {
         "model": subject.name,
         "prompt": "a red circle" if "prompt" in subject.fields else None,
+        "image": "input.png" if subject.needs_image else None,
         "size": f"{work.width}x{work.height}" if "height" in subject.fields and work.width else None,
         "frames": work.frames if "num_frames" in subject.fields else None,
         "steps": work.steps if "num_inference_steps" in subject.fields else None,

@@ -180,6 +180,14 @@ def test_pipeline_without_an_argument_for_frames_is_planned(capsys, tmp_path):
     assert "--frames is 9" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_command_of_a_pipeline_that_needs_an_image_names_one(capsys, tmp_path):
+    for name, needed in (("hunyuan, image", True), ("flux2", False)):
+        PIPELINES[name].build().save_pretrained(tmp_path / name)
+        assert run(["plan", "--model", str(tmp_path / name)]) == 0
+        assert ("--image" in options_of(printed_command(capsys.readouterr().out))) == needed
+
+
 def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, tmp_path):
     unet = UNet2DConditionModel(**CONFIGS_OF_UNET)
     unet.save_config(tmp_path / "unet")
