@@ -21,6 +21,7 @@ from rich.text import Text
 
 from para_core.cli import options
 from para_core.cli.options import PIPELINE, RANKS, flag, option
+from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.outputs import require_file
 from para_core.fleet.request import read_size
 
@@ -81,7 +82,7 @@ def plan(
         "link": link,
         "ranks_per_host": per_host,
         "compiled": compiled,
-        "mesh": _read_mesh(mesh),
+        "mesh": dict(parse_mesh_sizes(mesh)),
         "memory": None if memory is None else memory * 1e9,
         "text_encoders": text_encoders,
         "vae_placement": vae_placement,
@@ -125,16 +126,6 @@ def _require_dtype(dtype: str) -> None:
         )
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}.")
-
-
-def _read_mesh(text: str) -> dict[str, int]:
-    """Parse ``--mesh`` as ``para_core generate`` does; an empty text is an empty dict."""
-    if not text:
-        return {}
-    # Imported here, because it imports torch, and most plans need none.
-    from para_core.fleet.recipe import read_mesh_sizes
-
-    return dict(read_mesh_sizes(text))
 
 
 def _print_names(console: Console) -> None:

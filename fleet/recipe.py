@@ -14,12 +14,12 @@ from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
 from para_core.adapters.weights.quantize import require_quantize_fits
 from para_core.attention.attention_options import AttentionSchedule, RotateMethod
 from para_core.attention.backend_selection import EXACT_FORM, Backend
+from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.models import Model
 
 Compile = Literal["no", "blocks", "whole"]
 Offload = Literal["blocks", "model"]
 _LONGEST_TIMEOUT = 365 * 24 * 3600
-MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Recipe:
 
     model: str  # folder, or repository on the Hub
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # "auto": bfloat16 on a GPU, float32 elsewhere
-    # Largest sizes of mesh dims, with names of MESH_NAMES. Empty leaves the choice to parallelize_pipe.
+    # Largest sizes of mesh dims, with names of mesh_shape.MESH_NAMES. Empty leaves the choice to parallelize_pipe.
     mesh: tuple[tuple[str, int], ...] = ()
     rotate_method: RotateMethod | None = None
     cache: float | Literal["default"] | None = None  # threshold of First Block Cache, or that of the model family
@@ -129,18 +129,7 @@ def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
     >>> read_mesh_sizes("batch=2,ring=4")
     (('batch', 2), ('ring', 4))
     """
-    sizes: dict[str, int] = {}
-    for part in text.split(",") if text else ():
-        name, _, size = part.strip().partition("=")
-        if name not in MESH_NAMES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(
-                f"mesh has {part.strip()!r}; expected {', '.join(MESH_NAMES)} and their largest sizes: "
-                "'batch=2,ring=2'."
-            )
-        if name in sizes:
-            raise ValueError(f"mesh has two sizes for {name}; expected one.")
-        sizes[name] = int(size)
-    return tuple(sizes.items())
+    return parse_mesh_sizes(text)
 
 
 def read_lora(text: str) -> tuple[str, float]:

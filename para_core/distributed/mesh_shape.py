@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import gcd
 
+# The dims of a mesh for which a largest size can be given.
+MESH_NAMES = ("pipe", "batch", "ring", "ulysses", "tensor")
+
 
 def largest_divisor(ranks: int, at_most: int) -> int:
     """Return the largest divisor of ``ranks`` that is at most ``at_most``."""
@@ -97,3 +100,23 @@ def mesh_sizes(ranks: int, limits: Mapping[str, int]) -> dict[str, int]:
     except ValueError as error:
         raise ValueError(f"mesh is too small: {error}") from None
     return {**dict(zip(("batch", "ring", "ulysses"), sizes, strict=True)), **outer}
+
+
+def parse_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
+    """Parse largest sizes of mesh dims, such as ``"batch=2,ring=4"``. Raise ValueError if a name or size is invalid.
+
+    >>> parse_mesh_sizes("batch=2,ring=4")
+    (('batch', 2), ('ring', 4))
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(",") if text else ():
+        name, _, size = part.strip().partition("=")
+        if name not in MESH_NAMES or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"mesh has {part.strip()!r}; expected {', '.join(MESH_NAMES)} and their largest sizes: "
+                "'batch=2,ring=2'."
+            )
+        if name in sizes:
+            raise ValueError(f"mesh has two sizes for {name}; expected one.")
+        sizes[name] = int(size)
+    return tuple(sizes.items())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal, get_args
 
+from para_core.distributed.mesh_shape import MESH_NAMES
 from para_core.planner.cost import Machine, Seconds, call_seconds, local_rows, overlap_cost
 from para_core.planner.traffic import CallWork, CountedAttention, MeshShape, Operation, Product, Tokens
 from para_core.weights.balance import balanced
@@ -18,7 +19,6 @@ SHARING: tuple[Sharing, ...] = get_args(Sharing)
 # What a user may demand instead, with the names of parallelize_pipe; "replicate" is its default.
 Demanded = Literal["replicate", "fsdp", "tensor"]
 Offload = Literal["blocks", "model"]
-MESH_DIMS = ("pipe", "batch", "ring", "ulysses", "tensor")
 # Where text encoders and the VAE are, as in ``parallelize_pipe``.
 TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
 VaePlacement = Literal["replicate", "offload", "first"]
@@ -100,8 +100,8 @@ class Choices:
                 "features. Use quantize='int8', or replicate the weights."
             )
         for name, size in self.mesh.items():
-            if name not in MESH_DIMS:
-                raise ValueError(f"mesh has a dim {name!r}; expected some of {', '.join(MESH_DIMS)}.")
+            if name not in MESH_NAMES:
+                raise ValueError(f"mesh has a dim {name!r}; expected some of {', '.join(MESH_NAMES)}.")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"mesh has {size!r} ranks along {name}; expected a positive integer.")
 
