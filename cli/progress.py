@@ -1,4 +1,4 @@
-"""What a command shows on stderr while it works: phases before the first step, then prompts and steps.
+"""Progress of a command on stderr: phases before the first step, then prompts and steps.
 
 In a terminal, progress bars that vanish at the end; elsewhere, one line for each phase and each prompt.
 """

@@ -131,7 +131,7 @@ def test_known_model_is_planned_without_torch(tmp_path):
 
 
 def test_folder_of_a_published_model_has_its_seconds(capsys, monkeypatch, tmp_path):
-    """The config of FLUX.1-dev in a folder, without weights or tokenizers."""
+    """Check a folder with the config of FLUX.1-dev, without weights or tokenizers."""
     import diffusers
     import transformers
 

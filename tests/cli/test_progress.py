@@ -1,4 +1,4 @@
-"""What commands show on stderr before the first step, and Ctrl-C while ranks start."""
+"""Commands say on stderr what they do before the first step, and Ctrl-C while ranks start prints no traceback."""
 
 import io
 import logging
