@@ -124,7 +124,7 @@ def test_the_slowest_rank_counts():
 def test_wrong_result_fails_unless_it_is_an_approximation(tmp_path, monkeypatch, capsys, approximation, passes):
     def build_wrong(recipe):
         pipe = build(recipe)
-        pipe.transformer.register_forward_hook(lambda module, args, output: (output[0] * 1.001, *output[1:]))
+        pipe.transformer.register_forward_hook(lambda module, args, output: (output[0] * 1.01, *output[1:]))
         return pipe
 
     monkeypatch.setattr(para_core.cli.measurement, "build", build_wrong)
