@@ -11,17 +11,23 @@ import subprocess
 import sys
 from importlib import import_module
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from para_core.adapters.models import ADAPTERS
 from tests.scripts import ROOT, on_ranks
+from zoo.flux.check import check
+from zoo.flux.scenes import ImageScene, Thing
 
 PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The keys are the reader's hardware and checkpoint, and the values are those of this machine.
 SUBSTITUTIONS = {
     "black-forest-labs/FLUX.1-dev": str(ROOT / "zoo/flux/pipeline"),
+    '"zoo/flux/pipeline"': repr(str(ROOT / "zoo/flux/pipeline")),
     '"cuda"': '"cpu"',
+    "\ntorch.cuda.set_device(dist.get_node_local_rank())\n": "\n",
     "torch.bfloat16": "torch.float32",
     "height=1024, width=1024, num_inference_steps=28": (
         "height=64, width=64, num_inference_steps=2, max_sequence_length=16"
@@ -76,11 +82,21 @@ def test_the_default_thresholds_are_those_that_the_page_says():
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("source", PROGRAMS)
 def test_python_blocks_run_from_top_to_bottom(rank_pool, source, tmp_path):
-    for shown, used in SUBSTITUTIONS.items():
+    for shown, used in {**SUBSTITUTIONS, '"circle.png"': repr(str(tmp_path / "circle.png"))}.items():
         source = source.replace(shown, used)
     script = tmp_path / "page.py"
     script.write_text(source)
     on_ranks(rank_pool, script)
+
+
+def test_small_program_of_the_readme_draws_a_red_circle(rank_pool, tmp_path):
+    small = '"zoo/flux/pipeline"'
+    program = next(block for block in BLOCK.findall((ROOT / "README.md").read_text()) if small in block)
+    script, image = tmp_path / "readme.py", tmp_path / "circle.png"
+    script.write_text(program.replace(small, SUBSTITUTIONS[small]).replace('"circle.png"', repr(str(image))))
+    on_ranks(rank_pool, script)
+    scene = ImageScene((Thing("red", "circle", "large", "centre"),), "white")
+    assert check(np.asarray(Image.open(image)), scene).all_right
 
 
 # Without the exit hook, a script that ends directly after a collective (tests/test_examples.py has one) aborts in one
