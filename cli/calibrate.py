@@ -36,10 +36,10 @@ def calibrate(
 ) -> None:
     """Find the threshold of First Block Cache for a quality or a speed, on your prompts."""
     from para_core.adapters import calibrate_cache
-    from para_core.adapters.cache.calibration.result import Metric
     from para_core.cli.ranks import is_first_rank, process_group, quiet
     from para_core.fleet.loading import build
     from para_core.fleet.modular import set_guidance
+    from para_core.option_values import Metric
 
     quiet(debug)
     require_file(out)

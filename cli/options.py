@@ -18,7 +18,7 @@ import typer
 from para_core.fleet import models
 
 if TYPE_CHECKING:
-    from para_core.attention.attention_options import AttentionSchedule
+    from para_core.attention.schedule import AttentionSchedule
     from para_core.fleet.recipe import Recipe
 
 INPUT, PIPELINE, RANKS, LIMITS = "Input and output", "Pipeline", "Ranks", "Limits"
@@ -265,7 +265,7 @@ def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | N
     """Parse ``text``, such as ``"sage:4:4"`` or ``"keys=0.5:4:4"``. ``exact`` is the backend of the other steps."""
     if text is None:
         return None
-    from para_core.attention.attention_options import AttentionSchedule, KeptKeys
+    from para_core.attention.schedule import AttentionSchedule, KeptKeys
 
     middle, *steps = text.split(":")
     if len(steps) not in (0, 2) or not all(step.isdecimal() for step in steps):

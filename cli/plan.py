@@ -17,7 +17,7 @@ from para_core.fleet.outputs import require_file
 from para_core.fleet.request import read_size
 
 if TYPE_CHECKING:
-    from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
+    from para_core.option_values import Quantize, TextEncoders, VaePlacement
     from para_core.planner.mesh_plan import MeshPlan
 
 

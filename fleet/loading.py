@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
-from para_core.adapters.components import TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
+from para_core.adapters.components import encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.registry import mesh_of, transformers_of
 from para_core.adapters.weights.quantize import loading_config, quantize_transformers
 from para_core.distributed.create_mesh import init_context_parallel_mesh
@@ -22,6 +22,7 @@ from para_core.fleet.models import TINY_FLUX_FIELDS, Model, describe, find_tiny_
 from para_core.fleet.modular import describe_modular, has_modular_index, is_modular, load_modular, open_modular
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.instance_patching import original_class
+from para_core.option_values import TextEncoders
 from para_core.user_warnings import ParallelWarning
 from para_core.verify import verification
 from para_core.weights.pipefusion import PipeFusion

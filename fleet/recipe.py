@@ -10,11 +10,17 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
-from para_core.adapters.weights.quantize import require_quantize_fits
-from para_core.attention.attention_options import AttentionSchedule, RotateMethod
-from para_core.attention.backend_selection import EXACT_FORM, Backend
+from para_core.attention.schedule import AttentionSchedule
 from para_core.fleet.models import Model
+from para_core.option_values import (
+    EXACT_FORM,
+    Backend,
+    Quantize,
+    RotateMethod,
+    TextEncoders,
+    VaePlacement,
+    require_quantize_fits,
+)
 
 Compile = Literal["no", "blocks", "whole"]
 Offload = Literal["blocks", "model"]

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.components import Quantize, TextEncoders, VaePlacement, components_of, vaes_of
+from para_core.adapters.components import components_of, vaes_of
 from para_core.adapters.planner import count
 from para_core.adapters.planner.inputs import INPUTS, GenerationSizes, default_guidance, default_sizes, number_of_heads
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.registry import plan_for, transformers_of
 from para_core.instance_patching import original_class, uncompiled
+from para_core.option_values import Quantize, TextEncoders, VaePlacement
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import MeshPlan, make_plan, require_positive

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, get_args
 
+from para_core.option_values import QUANTIZE, TEXT_ENCODERS, VAE_PLACEMENTS, TextEncoders, VaePlacement
 from para_core.planner.cost import Machine, Seconds, call_seconds, local_rows, overlap_cost
 from para_core.planner.traffic import CallWork, CountedAttention, MeshShape, Operation, Product, Tokens
 from para_core.weights.pipefusion import PipeFusion
@@ -15,11 +16,6 @@ from para_core.weights.stages import balanced
 # Ways to shard weights. Meshes that replicate all weights are always considered as well.
 Sharing = Literal["tensor", "stages", "fsdp"]
 SHARING: tuple[Sharing, ...] = get_args(Sharing)
-# Where text encoders and the VAE are, as in ``parallelize_pipe``.
-TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
-VaePlacement = Literal["replicate", "offload", "first"]
-# The names of the quantization schemes in adapters/weights/quantize.py, which para_core.planner must not import.
-QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,8 @@ class Choices:
         if isinstance(self.sharing, str) or not set(self.sharing) <= set(SHARING):
             raise ValueError(f"weights is {self.sharing!r}; expected some of {SHARING}, or () to replicate them.")
         accepted = {
-            "text_encoders": get_args(TextEncoders),
-            "vae_placement": get_args(VaePlacement),
+            "text_encoders": TEXT_ENCODERS,
+            "vae_placement": VAE_PLACEMENTS,
             "quantize": QUANTIZE,
         }
         for name, values in accepted.items():
