@@ -39,6 +39,7 @@ def plan(
     ] = None,
     out: Annotated[Path | None, option("Image file for a chart of the meshes.", "FILE")] = None,
     list_: Annotated[bool, flag("--list", "List the published models.")] = False,
+    config: options.OptionFiles = None,
     debug: options.Debug = False,
 ) -> None:
     """Predict seconds, bytes and memory of every mesh for one generation. Nothing is loaded or computed."""
@@ -147,6 +148,7 @@ def doctor(
     out: Annotated[Path | None, option("JSON file for `para_core plan --measured`.", "FILE")] = None,
     ring: Annotated[int | None, option("Size of the ring mesh dim; other ranks go to ulysses.", "N")] = None,
     cpu: Annotated[bool, flag("--cpu", "Use the CPU and gloo.")] = False,
+    config: options.OptionFiles = None,
     debug: options.Debug = False,
 ) -> None:
     """Check versions, exactness and speed of this machine in a minute; under torchrun, of all ranks."""

@@ -43,7 +43,8 @@ def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, caps
         ("- a", "port: 8000"),
         ("a: [", "no YAML"),
         ("port: many", "port"),
-        ("config: x", "'config'"),
+        ("config: x", "'x'"),
+        ("config: y.yaml", "'y.yaml'"),
     ],
 )
 def test_bad_config_file_is_named(started, tmp_path, capsys, text, message):

@@ -72,7 +72,7 @@ def test_videos_have_the_bytes_of_generate(rank_pool, tmp_path):
     expected = (tmp_path / "generated" / "00001.mp4").read_bytes()
 
     results = tmp_path / "results"
-    with served("--model", WAN, "--results", results) as client:
+    with served("--model", WAN, "--out", results) as client:
         started = client.videos.create(prompt=PROMPT, size="48x48", extra_body=fields)
         done = ended(client, started.id)
         assert (done.status, done.progress, done.size) == ("completed", 100, "48x48")
