@@ -19,6 +19,8 @@ import typer
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 # Names that the command line accepts in place of an option's own name.
 ALIASES = {"attention-backend": "backend"}
+# The value of a flag whose second name, such as no-vae, has one of these values.
+_OPPOSITE = {"true": "false", "yes": "false", "on": "false", "false": "true", "no": "true", "off": "true"}
 # Options that a file cannot set.
 _ON_THE_LINE = ("help",)
 
@@ -120,7 +122,9 @@ def _default(path: Path, key: str, value: Any, context: typer.Context, commands:
     if several:
         return {parameter.name: texts}
     if target.negated:
-        return {parameter.name: not parameter.type.convert(texts[0], parameter, context)}
+        if texts[0].lower() not in _OPPOSITE:
+            raise typer.BadParameter(f"{path} has {texts[0]!r:.60} for {key}, a flag; expected true or false.")
+        return {parameter.name: _OPPOSITE[texts[0].lower()]}
     return {parameter.name: texts[0]}
 
 
@@ -140,10 +144,10 @@ def _require_known(path: Path, key: str, command: Any, name: str, commands: Mapp
         return target
     close = difflib.get_close_matches(_name(key), targets, n=1)
     owners = [other for other, sibling in commands.items() if _name(key) in _targets(sibling)]
-    if close:
-        hint = f"Did you mean {close[0]}?"
-    elif owners:
+    if owners:
         hint = f"It is an option of {', '.join(owners)}: write it below '{owners[0]}:'."
+    elif close:
+        hint = f"Did you mean {close[0]}?"
     else:
         hint = f"Expected one of {', '.join(sorted(targets))}."
     raise typer.BadParameter(f"{path} has {key[:40]!r}, which is no option of para_core {name}. {hint}")

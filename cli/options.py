@@ -20,7 +20,6 @@ from para_core.cli.option_files import read_config, read_option_files_only
 
 if TYPE_CHECKING:
     from para_core.attention.schedule import AttentionSchedule
-    from para_core.fleet.models import Kind
     from para_core.fleet.models import Model as ModelDescription
     from para_core.fleet.recipe import Recipe
     from para_core.fleet.selection import Selection
@@ -299,17 +298,13 @@ class Checked:
         if self.draft is not None:
             choose_format(self.draft, format_)
 
-    @property
-    def kind(self) -> Kind | None:
-        """What the pipeline generates, None if it is not known yet."""
-        return None if self.draft is None else self.draft.kind
-
 
 def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Checked:
     """Validate how a command would load ``model``. Imports no torch, so that a wrong option is answered at once.
 
-    Raise FileNotFoundError if the model, a ControlNet or a LoRA does not exist; ValueError or typer.BadParameter if an
-    option is invalid. Unless ``debug``, retries of downloads are not logged.
+    Unless ``debug``, retries of downloads are not logged. Raise FileNotFoundError if the model, a ControlNet or a LoRA
+    does not exist; ModuleNotFoundError if an option needs a package that is not installed; ValueError or
+    typer.BadParameter if an option is invalid.
     """
     from para_core.fleet.models import TINY_FLUX_FIELDS, describe_call, find_tiny_flux
     from para_core.fleet.recipe import Recipe, read_mesh_sizes, require_loras
@@ -327,6 +322,7 @@ def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Ch
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     recipe = Recipe("" if model is None else model, **values)
     require_loras(recipe)
+    _require_packages(recipe)
     recipe = replace(recipe, model=str(find_tiny_flux()) if model is None else model)
     selection = select_pipeline(
         recipe.model, pipeline=recipe.pipeline, config=recipe.config, controlnet=recipe.controlnet
@@ -338,6 +334,18 @@ def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Ch
     # The class that the index names gives the same results, whether it was named or not.
     recipe = replace(recipe, pipeline=selection.pipeline if selection.is_other_class else None)
     return Checked(recipe, selection, draft)
+
+
+def _require_packages(recipe: Recipe) -> None:
+    """Raise ModuleNotFoundError if an option needs a package that is not installed."""
+    needed = {
+        "peft": ("--lora", bool(recipe.lora)),
+        "torchao": ("--quantize", recipe.quantize is not None),
+        "gguf": ("a GGUF file", recipe.model.endswith(".gguf")),
+    }
+    for package, (user, is_needed) in needed.items():
+        if is_needed and find_spec(package) is None:
+            raise ModuleNotFoundError(f"{user} needs {package}", name=package)
 
 
 def describe_model(model: str | None, checked: Checked) -> ModelDescription:
@@ -354,12 +362,6 @@ def describe_model(model: str | None, checked: Checked) -> ModelDescription:
     backends = recipe.schedule.backends if recipe.schedule else (recipe.backend,)
     for backend in (*backends, recipe.cross_backend):
         require_library(backend)
-    if recipe.lora and find_spec("peft") is None:
-        raise ModuleNotFoundError("--lora needs peft", name="peft")
-    if recipe.quantize is not None and find_spec("torchao") is None:
-        raise ModuleNotFoundError("--quantize needs torchao", name="torchao")
-    if recipe.model.endswith(".gguf") and find_spec("gguf") is None:
-        raise ModuleNotFoundError("a GGUF file needs gguf", name="gguf")
     description = find_model(
         model,
         pipeline=recipe.pipeline,

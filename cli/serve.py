@@ -18,6 +18,7 @@ from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
 from para_core.fleet.models import Kind, Model
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.request import Delivery, Request, make_request, read_size
+from para_core.fleet.selection import pipelines_for
 
 if TYPE_CHECKING:
     from para_core.fleet.recipe import Recipe
@@ -83,6 +84,7 @@ def serve(
 
     quiet(debug)
     pipeline = options.describe_model(model, checked)
+    pipeline = replace(pipeline, others=tuple(pipelines_for(checked.selection.home, images=not pipeline.edits)))
     if loras is not None and not pipeline.takes_loras:
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     delivery = Delivery(choose_format(pipeline, format_), fps)

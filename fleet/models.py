@@ -45,6 +45,8 @@ class Model:
     # Folder or repository with the configs, if ``name`` is a single file of weights.
     config: str | None = None
     controlnet: tuple[str, ...] = ()  # folders or repositories of ControlNets
+    # Classes that take the same weights, and images if this class takes none, or none if it needs some.
+    others: tuple[str, ...] = ()
     multiple: int = 1  # of which height and width must be, in pixels
 
     @property

@@ -28,7 +28,7 @@ _NO_CLASSES = (*_SEQUENCES, "Optional", "Union", "None")
 
 @dataclass(frozen=True)
 class PipelineSource:
-    """What the source of a pipeline class says about its components and its call."""
+    """Components and call of a pipeline class, as its source declares them."""
 
     name: str
     components: Mapping[str, str]  # parameters of __init__, with their annotations as text ("" without one)

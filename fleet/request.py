@@ -232,7 +232,7 @@ def request_from(
         raise ValueError("field 'prompt' is None; expected a text, or a list of texts.")
     for name in model.required:
         if name not in images:
-            raise ValueError(f"field {name!r} is missing; {model.pipeline} needs this image.")
+            raise ValueError(f"field {name!r} is missing; {model.pipeline} needs an image there.")
     if not 0 <= seed <= _LARGEST_SEED:
         raise ValueError(f"seed is {seed}; expected 0 to {_LARGEST_SEED}.")
     return Request(fields, seed, images)

@@ -24,7 +24,10 @@ def torchao_config(scheme: Quantize) -> Any:
     try:
         from torchao import quantization
     except ImportError as error:
-        raise ImportError(f"quantize={scheme!r} needs torchao: pip install torchao.") from error
+        raise ImportError(
+            f"quantize={scheme!r} needs torchao >= 0.18: pip install 'para_core[quantize]', in a checkout "
+            "pip install '.[quantize]'."
+        ) from error
     if scheme == "fp8-dynamic":
         return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
     if scheme == "int8-dynamic":
