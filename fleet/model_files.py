@@ -170,6 +170,8 @@ def kind_of_file(path: str) -> SingleFile:
                 raise ValueError(f"model {path!r} is no GGUF file: it does not begin with 'GGUF'. Download it again.")
         return "transformer"
     names = _names_in(path)
+    if not names:
+        raise ValueError(f"model {path!r} is a safetensors file with no weights. Download it again.")
     if any(".lora_" in name or name.startswith("lora_") for name in names):
         raise ValueError(f"model {path!r} has the weights of a LoRA. Give it as --lora, and its base as --model.")
     return "pipeline" if any(name.startswith(_WHOLE) for name in names) else "transformer"
