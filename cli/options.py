@@ -288,8 +288,26 @@ class Checked:
             fields = {**fields, "prompt": "a"}
         if not several:
             require_images(self.draft, fields)
+        self._require_image_fields(fields)
         draft = replace(self.draft, required=())
         make_request(fields, draft, seed=seed, read_image=lambda path: Path(path).read_bytes())
+
+    def _require_image_fields(self, fields: dict[str, Any]) -> None:
+        """Raise typer.BadParameter if the class takes no such image, while others for the same weights do."""
+        from para_core.fleet.pipeline_source import fitting_pipelines
+
+        known = {} if self.draft is None else self.draft.fields
+        for name in ("image", "mask_image", "control_image"):
+            if name not in fields or name in known:
+                continue
+            content = self.selection.index.content
+            classes = [source.name for source in fitting_pipelines(content) if name in source.call]
+            if classes:
+                way = "--image" if name == "image" else f"--set {name}"
+                raise typer.BadParameter(
+                    f"{way}: {self.selection.pipeline} takes none; expected --pipeline with one of "
+                    f"{', '.join(classes)}."
+                )
 
     def require_format(self, format_: str | None) -> None:
         """Raise ValueError if the results of the model cannot be files of this format."""

@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,22 +130,34 @@ def _download(name: str, file: str, subject: str) -> Path | None:
     """
     owner, slash, repository = name.partition("/")
     if not slash or not owner or not repository or "/" in repository or name.startswith((".", "~")):
+        wanted = f"{CLASSICAL} or {MODULAR}" if file in (CLASSICAL, MODULAR) else file
+        single = "a .safetensors or .gguf file, " if subject == "model" else ""
         raise FileNotFoundError(
-            f"{subject} {name!r} does not exist here; expected a folder with a {file} in it, "
-            f"{'a .safetensors or .gguf file, ' if subject == 'model' else ''}or owner/name of a repository on the Hub."
+            f"{subject} {name!r} does not exist here; expected a folder with a {wanted} in it, {single}or owner/name "
+            "of a repository on the Hub."
         )
+    try:
+        return _downloaded(name, file)
+    except Exception as error:
+        # An invalid name, a missing or gated repository, or the network: the Hub's client has a class for each.
+        raise FileNotFoundError(_unreachable(name, file, subject, error)) from error
+
+
+@cache
+def _downloaded(name: str, file: str) -> Path | None:
+    """Do the same as :func:`_download`, and raise what the client of the Hub raises.
+
+    The result is kept for the process, because the client asks the Hub each time whether the file has changed.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(name, file))
-    except LocalEntryNotFoundError as error:
-        raise FileNotFoundError(_unreachable(name, file, subject, error)) from error
+    except LocalEntryNotFoundError:  # a kind of EntryNotFoundError for a Hub that cannot be reached
+        raise
     except EntryNotFoundError:
         return None
-    except Exception as error:
-        # An invalid name, a missing or gated repository, or the network: the Hub's client has a class for each.
-        raise FileNotFoundError(_unreachable(name, file, subject, error)) from error
 
 
 def _unreachable(name: str, file: str, subject: str, error: Exception) -> str:

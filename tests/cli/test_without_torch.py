@@ -61,6 +61,8 @@ CASES = [
     ([*PROMPT, "--pipeline", "StableDiffusionPipeline"], 2, "unet"),
     ([*PROMPT, "--pipeline", "FluxControlNetPipeline"], 2, "--controlnet"),
     ([*PROMPT, "--pipeline", "FluxImg2ImgPipeline"], 2, "--image FILE"),
+    ([*PROMPT, "--image", "README.md"], 2, "FluxImg2ImgPipeline"),
+    ([*PROMPT, "--set", "mask_image=README.md"], 2, "FluxInpaintPipeline"),
     ([*PROMPT, "--controlnet", "/absent"], 1, "'/absent'"),
     ([*PROMPT, "--config", "zoo/flux/pipeline"], 2, "--config is 'zoo/flux/pipeline'"),
     (["generate", "--prompts", "/absent.jsonl"], 1, "/absent.jsonl"),

@@ -1,6 +1,10 @@
 """Models that are single files, other classes for the same weights, and ControlNets: found, described and loaded."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -25,8 +29,10 @@ from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.selection import pipelines_for, select_pipeline
 from tests.fleet.ldm_files import write_checkpoint
+from tests.weights.hub import REPOSITORY, Hub
 from zoo.tiny.pipelines.unet import stable_diffusion
 
+ROOT = Path(__file__).parents[2]
 FLUX = str(find_tiny_flux())
 WITH_STRENGTH = ("FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxFillPipeline")
 CALL = {"prompt": "a blue square", "num_inference_steps": 2, "height": 32, "width": 48, "max_sequence_length": 16}
@@ -129,6 +135,24 @@ def test_gguf_file_stays_packed_and_is_close_to_its_folder(gguf_file):
     assert type(pipe.transformer.hf_quantizer).__name__ == "GGUFQuantizer"
     error = np.abs(pixels(pipe) - pixels(build(Recipe(FLUX)))).max()
     assert 0 < error < 0.1
+
+
+@pytest.mark.slow
+def test_configs_of_a_repository_complete_a_file(safetensors_file, tmp_path):
+    """Of the repository only the transformer's weights are not downloaded."""
+    arguments = ["generate", "--model", safetensors_file, "--config", REPOSITORY, "--prompt", "a", "--steps", "1"]
+    with Hub(find_tiny_flux()) as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub")}
+        subprocess.run(
+            [sys.executable, "-m", "para_core", *arguments, "--size", "32x32", "--out", str(tmp_path / "out")],
+            env={**environment, "PYTHONPATH": str(ROOT)},
+            check=True,
+            timeout=300,
+        )
+    assert (tmp_path / "out/00001.png").is_file()
+    weights = {name.partition("/")[0] for name in hub.downloaded if name.endswith(".safetensors")}
+    assert weights == {"vae", "text_encoder", "text_encoder_2"}
+    assert hub.downloaded.count("model_index.json") == 1
 
 
 @pytest.mark.parametrize("other", [None, "StableDiffusionImg2ImgPipeline"])
