@@ -139,7 +139,7 @@ def test_gguf_file_stays_packed_and_is_close_to_its_folder(gguf_file):
 
 @pytest.mark.slow
 def test_configs_of_a_repository_complete_a_file(safetensors_file, tmp_path):
-    """Of the repository only the transformer's weights are not downloaded."""
+    """Everything but the weights of the transformer is downloaded."""
     arguments = ["generate", "--model", safetensors_file, "--config", REPOSITORY, "--prompt", "a", "--steps", "1"]
     with Hub(find_tiny_flux()) as hub:
         environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub")}
