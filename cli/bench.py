@@ -48,12 +48,14 @@ def bench(
 
     from para_core.cli.measurement import MeasurementJob, measure_rank
     from para_core.cli.ranks import count_ranks, describe_signal, is_first_rank, quiet, run_on_ranks, terminable
+    from para_core.fleet.classical import refuse_ranks
     from para_core.fleet.foresee import mesh_of_recipe
 
     quiet(debug)
     recipe, pipeline = checked.recipe, options.describe_model(model, checked)
     num_ranks = count_ranks(ranks, 1)
     mesh_of_recipe(recipe, num_ranks)  # raises if the mesh is too small
+    refuse_ranks(pipeline, num_ranks)
     if out is not None and is_first_rank():
         require_file(out)
         if out.exists():

@@ -5,6 +5,7 @@ Runs in one process, or on the ranks that torchrun started.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, cast, get_args
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from para_core.cli import options
 from para_core.cli.options import INPUT, option
 from para_core.fleet.outputs import require_file
-from para_core.fleet.prompts import read_contents, read_prompts
+from para_core.fleet.prompts import read_prompts, require_contents
 from para_core.fleet.request import call_arguments, make_request
 from para_core.option_values import Metric
 
@@ -43,7 +44,7 @@ def calibrate(
     if not prompt and prompts is None:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
     if prompts is not None:
-        read_contents(prompts)  # raises if it cannot be read
+        require_contents(prompts)
     if metric not in get_args(Metric):
         raise typer.BadParameter(f"--metric {metric}: expected one of {', '.join(get_args(Metric))}.")
     common = options.CallOptions(size=size, steps=steps, image=image, set_=set_).fields()
@@ -53,6 +54,7 @@ def calibrate(
 
     from para_core.adapters import calibrate_cache
     from para_core.cli.ranks import is_first_rank, process_group, quiet
+    from para_core.fleet.classical import refuse_ranks
     from para_core.fleet.loading import build
     from para_core.fleet.modular import set_guidance
 
@@ -68,6 +70,7 @@ def calibrate(
         requests = [make_request(values, pipeline, seed=seed, read_image=_read_file) for values in texts]
     if not requests:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
+    refuse_ranks(pipeline, int(os.environ.get("WORLD_SIZE", "1")))
     with process_group(recipe):
         pipe, calls = build(recipe), [call_arguments(request) for request in requests]
         calibration = calibrate_cache(

@@ -9,7 +9,7 @@ import typer
 from para_core.cli import options
 from para_core.cli.options import INPUT, RANKS, flag, option
 from para_core.fleet.outputs import require_name
-from para_core.fleet.prompts import read_contents
+from para_core.fleet.prompts import require_contents
 
 
 def generate(
@@ -30,7 +30,7 @@ def generate(
     group.require_valid()
     require_name(files.name)
     if files.prompts is not None:
-        read_contents(files.prompts)  # raises if it cannot be read
+        require_contents(files.prompts)
     checked = options.check(model, run, debug=debug)
     checked.require_format(files.format_)
     checked.require_request(common, call.seed, several=files.prompts is not None)

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.options import FileOptions, GroupOptions, require_images
 from para_core.cli.ranks import Bars, RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
+from para_core.fleet.classical import refuse_ranks
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,
@@ -76,6 +77,7 @@ def make_task(
     ranks = count_ranks(group.ranks, replicas)
     chosen = choose_format(model, files.format_)
     mesh_of_recipe(recipe, ranks)  # raises if the mesh is too small
+    refuse_ranks(model, ranks)
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
     if prompts is None and "prompt" in model.fields and "prompt" not in common:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")

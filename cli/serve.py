@@ -79,6 +79,7 @@ def serve(
 
     from para_core.cli.ranks import count_ranks, quiet, terminable
     from para_core.fleet import serving
+    from para_core.fleet.classical import refuse_ranks
     from para_core.fleet.rank import ReplicaOptions
     from para_core.fleet.reading import ServerOptions
 
@@ -99,8 +100,10 @@ def serve(
         pixels=_pixels(max_size, pipeline.kind),
         **vars(limits),
     )
+    ranks = count_ranks(groups.ranks, groups.replicas)
+    refuse_ranks(pipeline, ranks)
     replica_options = ReplicaOptions(
-        count_ranks(groups.ranks, groups.replicas),
+        ranks,
         spread,
         groups.room,
         prompt_bytes=int(encoded_prompts * 1e9),

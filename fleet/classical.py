@@ -8,9 +8,24 @@ import torch
 
 from para_core.adapters.weights.quantize import loading_config, quantize_transformers
 from para_core.fleet.model_files import GGUF, is_single_file, kind_of_file, read_config, read_index
+from para_core.fleet.models import Model
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in
 from para_core.fleet.recipe import Recipe
 from para_core.option_values import Quantize
+
+
+def refuse_ranks(model: Model, ranks: int) -> None:
+    """Raise TypeError if the class of ``model`` runs on one rank only and ``ranks`` is larger, before it is loaded."""
+    import diffusers
+
+    if ranks == 1 or model.modular:
+        return
+    transformer = class_in(read_index(model.config or model.name).content, "transformer")
+    if transformer == "SD3Transformer2DModel" and hasattr(getattr(diffusers, model.pipeline), "set_pag_applied_layers"):
+        raise TypeError(
+            f"ranks is {ranks}, and {model.pipeline} runs on one: its perturbed attention masks image tokens by their "
+            "number, which is that of one rank. Use --ranks 1, or a class without perturbed attention."
+        )
 
 
 def pipeline_class(recipe: Recipe) -> Any:

@@ -40,8 +40,13 @@ class PipelineSource:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the call has a parameter for an image to start from or to edit."""
-        return any(name in ("image", "images", "control_image", "mask_image") for name in self.call)
+        """Whether the call has a parameter for images to start from or to edit."""
+        return any(name in ("image", "images") for name in self.call)
+
+    @property
+    def is_from_text(self) -> bool:
+        """Whether the call has no parameter for an image, but those of IP adapters."""
+        return not any(name.endswith(("image", "images")) and "ip_adapter" not in name for name in self.call)
 
     @property
     def single_controlnets(self) -> tuple[str, ...]:
@@ -211,7 +216,7 @@ def _attribute(expression: ast.expr, pipe: Any) -> Any:
 
 
 def fitting_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
-    """Return the pipeline classes that run the weights of a folder with this index, sorted by name."""
+    """Return the pipeline classes that run the weights of a folder with this index, those with short names first."""
     denoisers = [name for name in (class_in(index, denoiser) for denoiser in DENOISERS) if name is not None]
     names = [
         name
@@ -219,7 +224,7 @@ def fitting_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
         # Parsing all files takes seconds, so only those that mention the class of the denoiser are parsed.
         if any(denoiser in path.read_text(encoding="utf-8") for denoiser in denoisers)
     ]
-    sources = [read_pipeline(name) for name in sorted(names)]
+    sources = [read_pipeline(name) for name in sorted(names, key=lambda name: (len(name), name))]
     return [source for source in sources if source is not None and source.fits(index)]
 
 

@@ -93,6 +93,12 @@ def read_contents(path: Path) -> str:
     return contents
 
 
+def require_contents(path: Path) -> None:
+    """Raise what :func:`read_contents` raises. A pipe, which can be read only once, is not read."""
+    if path.is_file() or not path.exists():
+        read_contents(path)
+
+
 def _is_plain(path: Path) -> bool:
     return path.suffix.lower() == ".txt"
 

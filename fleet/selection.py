@@ -96,7 +96,7 @@ def _classes_with(controlnet: str, index: Index) -> list[str]:
 
 
 def pipelines_for(home: str, *, images: bool) -> list[str]:
-    """Return the classes for the weights of a folder or repository that take images, or else that take none.
+    """Return the classes for the weights of a folder or repository that take images, or else that need none.
 
     Empty for a modular pipeline. Classes that need a ControlNet are left out.
     """
@@ -104,4 +104,4 @@ def pipelines_for(home: str, *, images: bool) -> list[str]:
     if index.modular:
         return []
     fitting = [source for source in fitting_pipelines(index.content) if CONTROLNET not in source.components]
-    return [source.name for source in fitting if source.takes_images == images]
+    return [source.name for source in fitting if (source.takes_images if images else source.is_from_text)]

@@ -20,6 +20,7 @@ from diffusers import (
 from PIL import Image
 from safetensors.torch import save, save_file
 
+from para_core.fleet.classical import refuse_ranks
 from para_core.fleet.foresee import without_weights
 from para_core.fleet.loading import build, find_model
 from para_core.fleet.model_files import read_index
@@ -253,6 +254,16 @@ def test_pipeline_that_cannot_run_is_refused_by_its_index(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(TypeError, match="LuminaNextDiT2DModel"):
         find_model(str(tmp_path))
+
+
+def test_class_for_one_rank_is_refused_on_several(tmp_path):
+    index = {"_class_name": "StableDiffusion3PAGPipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    model = find_model(str(tmp_path))
+    refuse_ranks(model, 1)
+    with pytest.raises(TypeError, match="ranks is 2.*StableDiffusion3PAGPipeline"):
+        refuse_ranks(model, 2)
+    refuse_ranks(find_model(FLUX, pipeline="FluxImg2ImgPipeline"), 2)
 
 
 @pytest.mark.parametrize(
