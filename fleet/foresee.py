@@ -141,7 +141,13 @@ def without_weights(model: Model, dtype: torch.dtype) -> Any:
     nets = [_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet]
     if nets:
         components[CONTROLNET] = nets[0] if len(nets) == 1 else nets
-    return cls(**components)
+    return cls(**{**_without_components(cls), **components})
+
+
+def _without_components(cls: Any) -> dict[str, None]:
+    """Return None for each argument that ``cls`` requires: some of them are optional components."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return {x.name: None for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
 
 
 def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
@@ -166,7 +172,7 @@ def multiple_of_model(model: Model) -> int:
     if source is None or not source.divisors:
         return 1
     index = read_index(home).content
-    components: dict[str, Any] = dict.fromkeys(source.required)
+    components: dict[str, Any] = {**_without_components(cls)}
     try:
         for name, entry in index.items():
             if name not in source.components or class_in(index, name) is None:
@@ -177,9 +183,9 @@ def multiple_of_model(model: Model) -> int:
                 components[name] = ConfigOnly(SimpleNamespace(**read_config(home, name)))
         return multiple_of_sides(source, cls(**components))
     except Exception as error:
-        # A class may need other components to be made. Then the pipeline itself checks sizes when it is called.
-        logger.debug("no multiple of sides is known for %s: %s", model.pipeline, error)
-        return 1
+        # A class may need other components to be made. Most of those state the number as a constant.
+        logger.debug("%s is not made without weights: %s", model.pipeline, error)
+        return multiple_of_sides(source, None)
 
 
 @dataclass(frozen=True)

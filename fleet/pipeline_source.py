@@ -188,17 +188,18 @@ def _divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
 def multiple_of_sides(source: PipelineSource, pipe: Any) -> int:
     """Return the number by which a pipeline requires height and width to be divisible; 1 if it states none.
 
-    ``pipe`` is an instance of the class. It may lack weights, because only numbers of its attributes are read.
+    ``pipe`` is an instance of the class. It may lack weights, because only numbers of its attributes are read. With
+    None only constants count.
     """
     numbers = [_evaluate(divisor, pipe) for divisor in source.divisors]
     return math.lcm(*[number for number in numbers if number is not None and number > 0])
 
 
 def _evaluate(expression: ast.expr, pipe: Any) -> int | None:
-    """Return the value of an integer, an attribute of ``self``, or their product or power; else None."""
+    """Return the value of an integer, an attribute of ``self`` or an item of one, or a product or power; else None."""
     if isinstance(expression, ast.Constant):
         return expression.value if type(expression.value) is int else None
-    if isinstance(expression, ast.Attribute):
+    if isinstance(expression, (ast.Attribute, ast.Subscript)):
         value = _attribute(expression, pipe)
         return value if type(value) is int else None
     if isinstance(expression, ast.BinOp) and isinstance(expression.op, (ast.Mult, ast.Pow)):
@@ -212,6 +213,10 @@ def _evaluate(expression: ast.expr, pipe: Any) -> int | None:
 def _attribute(expression: ast.expr, pipe: Any) -> Any:
     if isinstance(expression, ast.Attribute):
         return getattr(_attribute(expression.value, pipe), expression.attr, None)
+    if isinstance(expression, ast.Subscript):
+        items, index = _attribute(expression.value, pipe), _evaluate(expression.slice, pipe)
+        is_item = isinstance(items, (list, tuple)) and index is not None and index < len(items)
+        return items[index] if is_item else None
     return pipe if isinstance(expression, ast.Name) and expression.id == "self" else None
 
 

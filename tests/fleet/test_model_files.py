@@ -223,6 +223,15 @@ def test_sources_describe_the_calls_of_the_classes():
     assert {"FluxPipeline", "WanPipeline"} <= pipeline_files().keys()
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "multiple"),
+    [("StableDiffusionPipeline", 8), ("StableDiffusionInpaintPipeline", 8), ("StableDiffusionImg2ImgPipeline", 1)],
+)
+def test_multiple_of_sides_is_that_of_the_class(stable_diffusion_folder, pipeline, multiple):
+    assert find_model(stable_diffusion_folder, pipeline=pipeline).multiple == multiple
+    assert find_model(str(ROOT / "zoo/video/pipeline")).multiple == 16
+
+
 def test_classes_that_fit_are_those_of_the_same_transformer():
     names = {source.name for source in fitting_pipelines(read_index(FLUX).content)}
     assert {"FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxControlNetPipeline"} <= names
@@ -261,7 +270,7 @@ def test_class_for_one_rank_is_refused_on_several(tmp_path):
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     model = find_model(str(tmp_path))
     refuse_ranks(model, 1)
-    with pytest.raises(TypeError, match="ranks is 2.*StableDiffusion3PAGPipeline"):
+    with pytest.raises(TypeError, match=r"ranks is 2.*StableDiffusion3PAGPipeline"):
         refuse_ranks(model, 2)
     refuse_ranks(find_model(FLUX, pipeline="FluxImg2ImgPipeline"), 2)
 
