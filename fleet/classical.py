@@ -7,11 +7,17 @@ from typing import Any
 import torch
 
 from para_core.adapters.weights.quantize import loading_config, quantize_transformers
-from para_core.fleet.model_files import GGUF, is_single_file, kind_of_file, read_config, read_index
+from para_core.fleet.model_files import GGUF, is_single_file, kind_of_file, read_config, read_index, weight_names
 from para_core.fleet.models import Model
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in
 from para_core.fleet.recipe import Recipe
 from para_core.option_values import Quantize
+
+# Prefixes of the weights of text encoders in single files, by the beginning of their class names.
+_ENCODER_WEIGHTS = {
+    "CLIPText": ("cond_stage_model.", "conditioner.", "text_encoders.clip"),
+    "T5": ("text_encoders.t5",),
+}
 
 
 def refuse_ranks(model: Model, ranks: int) -> None:
@@ -72,6 +78,7 @@ def load_classical(recipe: Recipe, *, dtype: torch.dtype, quantize: Quantize | N
 def _load_pipeline_file(recipe: Recipe, cls: Any, dtype: torch.dtype, parts: dict[str, Any]) -> Any:
     """Load a file with the weights of a whole pipeline, as the class of the configs, and make ``cls`` from it."""
     import diffusers
+    from diffusers.loaders.single_file_utils import SingleFileComponentError
 
     home = recipe.config or ""
     own_class = getattr(diffusers, read_index(home).pipeline)
@@ -80,9 +87,39 @@ def _load_pipeline_file(recipe: Recipe, cls: Any, dtype: torch.dtype, parts: dic
             f"model is {recipe.model!r}, a file with a whole pipeline, and {own_class.__name__} of {home!r} loads no "
             "such files. Use the folder or repository."
         )
-    pipe = own_class.from_single_file(recipe.model, config=home, dtype=dtype)
+    try:
+        encoders = _load_other_encoders(recipe.model, home, dtype)
+        pipe = own_class.from_single_file(recipe.model, config=home, dtype=dtype, **encoders)
+    except SingleFileComponentError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model is {recipe.model!r}, and lacks weights of {own_class.__name__}: {reason} Use the folder or "
+            "repository of the model."
+        ) from error
     # Not every class can read single files, but each can be made from the components of another.
     return pipe if recipe.pipeline is None and not parts else cls.from_pipe(pipe, dtype=dtype, **parts)
+
+
+def _load_other_encoders(file: str, home: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Load the text and image encoders that diffusers cannot read from a single file, from its configs' folder.
+
+    It reads encoders of the families of CLIP and T5, if the file has their weights.
+    """
+    import transformers
+
+    names = weight_names(file)
+    encoders: dict[str, Any] = {}
+    for name, entry in read_index(home).content.items():
+        cls = class_in({name: entry}, name)
+        if cls is None or entry[0] != "transformers":
+            continue
+        kind: Any = getattr(transformers, cls)
+        if not issubclass(kind, transformers.PreTrainedModel):
+            continue
+        family = next((family for family in _ENCODER_WEIGHTS if cls.startswith(family)), None)
+        if family is None or not any(weight.startswith(_ENCODER_WEIGHTS[family]) for weight in names):
+            encoders[name] = kind.from_pretrained(home, subfolder=name, dtype=dtype)
+    return encoders
 
 
 def _load_denoiser_file(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:

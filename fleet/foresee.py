@@ -20,7 +20,7 @@ from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.block_offload import num_resident
 from para_core.distributed.create_mesh import choose_mesh_shape, largest_divisor
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM
-from para_core.fleet.model_files import read_config, read_index
+from para_core.fleet.model_files import GGUF, read_config, read_index
 from para_core.fleet.models import Model
 from para_core.fleet.modular import open_modular
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in, multiple_of_sides, read_pipeline
@@ -107,7 +107,9 @@ def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[f
     work = workload(pipe, height=side, width=side)
     usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
     resident = num_resident(recipe.resident_blocks) if recipe.offload == "blocks" else None
-    placement = Placement(recipe.text_encoders or usual, resident, recipe.quantize, recipe.vae_placement or "replicate")
+    # The weights of a GGUF file have at most 8 bits.
+    quantize = recipe.quantize or ("int8" if recipe.model.endswith(GGUF) else None)
+    placement = Placement(recipe.text_encoders or usual, resident, quantize, recipe.vae_placement or "replicate")
     return memory_of(shape, work, placement), side * side * work.frames
 
 

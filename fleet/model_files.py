@@ -182,7 +182,7 @@ def kind_of_file(path: str) -> SingleFile:
             if file.read(4) != b"GGUF":
                 raise ValueError(f"model {path!r} is no GGUF file: it does not begin with 'GGUF'. Download it again.")
         return "transformer"
-    names = _names_in(path)
+    names = weight_names(path)
     if not names:
         raise ValueError(f"model {path!r} is a safetensors file with no weights. Download it again.")
     if any(".lora_" in name or name.startswith("lora_") for name in names):
@@ -190,7 +190,7 @@ def kind_of_file(path: str) -> SingleFile:
     return "pipeline" if any(name.startswith(_WHOLE) for name in names) else "transformer"
 
 
-def _names_in(path: str) -> list[str]:
+def weight_names(path: str) -> list[str]:
     """Return the names of the weights in a safetensors file: an 8-byte length, then that many bytes of JSON."""
     try:
         with Path(path).open("rb") as file:

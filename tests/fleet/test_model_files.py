@@ -18,7 +18,7 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 from PIL import Image
-from safetensors.torch import save, save_file
+from safetensors.torch import load_file, save, save_file
 
 from para_core.fleet.classical import refuse_ranks
 from para_core.fleet.foresee import without_weights
@@ -163,6 +163,18 @@ def test_file_of_a_whole_pipeline_equals_its_folder(stable_diffusion_folder, tmp
     pipe = build(Recipe(file, config=stable_diffusion_folder, pipeline=other))
     plain = build(Recipe(stable_diffusion_folder, pipeline=other))
     assert type(pipe).__name__ == type(plain).__name__ == other or other is None
+    assert_same_parts(pipe, plain)
+
+
+def test_text_encoder_that_a_whole_file_lacks_is_that_of_the_configs(stable_diffusion_folder, tmp_path):
+    file = tmp_path / "sd.safetensors"
+    write_checkpoint(DiffusionPipeline.from_pretrained(stable_diffusion_folder), file)
+    save_file({name: x for name, x in load_file(file).items() if "cond_stage_model" not in name}, file)
+    pipe = build(Recipe(str(file), config=stable_diffusion_folder))
+    assert_same_parts(pipe, build(Recipe(stable_diffusion_folder)))
+
+
+def assert_same_parts(pipe, plain):
     for name in ("unet", "vae", "text_encoder"):
         assert same_weights(getattr(pipe, name), getattr(plain, name)), name
 
