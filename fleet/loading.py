@@ -134,8 +134,8 @@ def _show_verification() -> None:
     """Print on stderr what ``verify`` finds, which commands otherwise hide with the messages of libraries."""
     logger = logging.getLogger(verification.__name__)
     logger.setLevel(logging.INFO)
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+    # An earlier handler is replaced, because it writes to the stderr of its time.
+    logger.handlers = [logging.StreamHandler()]
     warnings.filterwarnings("default", category=ParallelWarning)
 
 

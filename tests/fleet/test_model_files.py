@@ -109,6 +109,33 @@ def test_other_class_equals_diffusers():
     assert np.array_equal(pixels(pipe, image=picture(), strength=0.9), pixels(plain, image=picture(), strength=0.9))
 
 
+def edit_on_rank(recipe):
+    return pixels(build(recipe), image=picture(), strength=0.9)
+
+
+@pytest.mark.parametrize("weights", ["replicate", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_other_class_on_ranks_equals_diffusers(rank_pool, weights):
+    plain = FluxImg2ImgPipeline.from_pretrained(FLUX, dtype=torch.float32)
+    expected = pixels(plain, image=picture(), strength=0.9)
+    recipe = Recipe(FLUX, "FluxImg2ImgPipeline", weights=weights)
+    for rank, out in enumerate(rank_pool.run(edit_on_rank, 2, recipe)):
+        assert np.abs(out - expected).max() < 1e-4, f"rank {rank}"
+
+
+def control_on_rank(recipe):
+    return pixels(build(recipe), control_image=picture())
+
+
+@pytest.mark.parametrize("weights", ["replicate", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_controlnet_on_ranks_equals_diffusers(rank_pool, controlnet, weights):
+    net = FluxControlNetModel.from_pretrained(controlnet)
+    plain = FluxControlNetPipeline.from_pretrained(FLUX, controlnet=net, dtype=torch.float32)
+    expected = pixels(plain, control_image=picture())
+    recipe = Recipe(FLUX, "FluxControlNetPipeline", controlnet=(controlnet,), weights=weights)
+    for rank, out in enumerate(rank_pool.run(control_on_rank, 2, recipe)):
+        assert np.abs(out - expected).max() < 1e-4, f"rank {rank}"
+
+
 def test_controlnets_are_loaded_and_used(controlnet):
     alone = pixels(build(Recipe(FLUX)))
     pipe = build(Recipe(FLUX, pipeline="FluxControlNetPipeline", controlnet=(controlnet,)))
