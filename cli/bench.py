@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from para_core.cli import options
+from para_core.cli import checks, options
 from para_core.cli.options import INPUT, flag, option
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import require_file, write_atomically
@@ -40,7 +40,7 @@ def bench(
     """Measure a generation: seconds, memory, launches and bytes sent. No image or video is written."""
     common = call.fields()
     options.GroupOptions(ranks).require_valid()
-    checked = options.check(model, run, debug=debug)
+    checked = checks.check(model, run, debug=debug)
     with_prompt = {"prompt": prompt, **common} if checked.selection.needs_prompt else common
     checked.require_request(with_prompt, call.seed)
 
@@ -52,7 +52,7 @@ def bench(
     from para_core.fleet.foresee import mesh_of_recipe
 
     quiet(debug)
-    recipe, pipeline = checked.recipe, options.describe_model(model, checked)
+    recipe, pipeline = checked.recipe, checks.describe_model(model, checked)
     num_ranks = count_ranks(ranks, 1)
     mesh_of_recipe(recipe, num_ranks)  # raises if the mesh is too small
     refuse_ranks(pipeline, num_ranks)
@@ -99,7 +99,7 @@ def _require_new_traces(folder: Path, ranks: int) -> None:
 def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) -> Request:
     if "prompt" in model.fields:
         common = {"prompt": prompt, **common}
-    options.require_images(model, common)
+    checks.require_images(model, common)
     return make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, cast, get_args
 import typer
 from rich.console import Console
 
-from para_core.cli import options
+from para_core.cli import checks, options
 from para_core.cli.options import INPUT, option
 from para_core.fleet.outputs import require_file
 from para_core.fleet.prompts import read_prompts, require_contents
@@ -48,7 +48,7 @@ def calibrate(
     if metric not in get_args(Metric):
         raise typer.BadParameter(f"--metric {metric}: expected one of {', '.join(get_args(Metric))}.")
     common = options.CallOptions(size=size, steps=steps, image=image, set_=set_).fields()
-    checked = options.check(model, load, debug=debug)
+    checked = checks.check(model, load, debug=debug)
     for text in prompt or ("",):
         checked.require_request({**common, "prompt": text}, seed, several=prompts is not None)
 
@@ -59,7 +59,7 @@ def calibrate(
     from para_core.fleet.modular import set_guidance
 
     quiet(debug)
-    recipe, pipeline = checked.recipe, options.describe_model(model, checked)
+    recipe, pipeline = checked.recipe, checks.describe_model(model, checked)
     if prompts is not None:
         lines, problems = read_prompts(prompts, pipeline, common, seed=seed)
         if problems:

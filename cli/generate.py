@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from para_core.cli import options
+from para_core.cli import checks, options
 from para_core.cli.options import INPUT, RANKS, flag, option
 from para_core.fleet.outputs import require_name
 from para_core.fleet.prompts import require_contents
@@ -31,7 +31,7 @@ def generate(
     require_name(files.name)
     if files.prompts is not None:
         require_contents(files.prompts)
-    checked = options.check(model, run, debug=debug)
+    checked = checks.check(model, run, debug=debug)
     checked.require_format(files.format_)
     checked.require_request(common, call.seed, several=files.prompts is not None)
 
@@ -39,7 +39,7 @@ def generate(
     from para_core.cli.ranks import quiet
 
     quiet(debug)
-    pipeline = options.describe_model(model, checked)
+    pipeline = checks.describe_model(model, checked)
     task = make_task(pipeline, checked.recipe, common, call.seed, files, group)
     if dry_run:
         show_plan(task)

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from para_core.cli.options import FileOptions, GroupOptions, require_images
+from para_core.cli.checks import require_images
+from para_core.cli.options import FileOptions, GroupOptions
 from para_core.cli.ranks import Bars, RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
 from para_core.fleet.classical import refuse_ranks
 from para_core.fleet.foresee import (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from para_core.cli import options
+from para_core.cli import checks, options
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
 from para_core.fleet.models import Kind, Model
 from para_core.fleet.outputs import choose_format, require_file
@@ -67,7 +67,7 @@ def serve(
         raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {api_key_env} to an API key.")
     _require_limits(limits)
     groups.require_valid()
-    checked = options.check(model, run, debug=debug)
+    checked = checks.check(model, run, debug=debug)
     checked.require_format(format_)
     recipe = checked.recipe
     _require_fit(recipe, limits.max_batch, loras)
@@ -84,7 +84,7 @@ def serve(
     from para_core.fleet.reading import ServerOptions
 
     quiet(debug)
-    pipeline = options.describe_model(model, checked)
+    pipeline = checks.describe_model(model, checked)
     pipeline = replace(pipeline, others=tuple(pipelines_for(checked.selection.home, images=not pipeline.edits)))
     if loras is not None and not pipeline.takes_loras:
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")

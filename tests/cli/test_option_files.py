@@ -25,7 +25,7 @@ def checked(monkeypatch):
         calls.append({"model": model, "run": options, **rest})
         raise RuntimeError("stop here")
 
-    monkeypatch.setattr(para_core.cli.generate.options, "check", check)
+    monkeypatch.setattr(para_core.cli.generate.checks, "check", check)
     return calls
 
 
