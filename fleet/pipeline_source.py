@@ -21,6 +21,8 @@ from typing import Any
 # Components that denoise. Their class decides which pipelines can use the weights of a folder.
 DENOISERS = ("transformer", "unet", "prior", "transformer_2")
 CONTROLNET = "controlnet"
+# Components whose classes are compared to say which pipelines fit a folder.
+_COMPARED = (*DENOISERS, "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 _SIDES = ("height", "width")
 _SEQUENCES = ("list", "tuple", "List", "Tuple")
 _NO_CLASSES = (*_SEQUENCES, "Optional", "Union", "None")
@@ -32,7 +34,8 @@ class PipelineSource:
 
     name: str
     components: Mapping[str, str]  # parameters of __init__, with their annotations as text ("" without one)
-    required: tuple[str, ...]  # components without a default that the class does not declare as optional
+    positional: tuple[str, ...]  # components without a default
+    required: tuple[str, ...]  # those of them that the class does not declare as optional
     # Parameters of __call__ with their defaults: inspect.Parameter.empty without one, None if it is no literal.
     call: Mapping[str, Any]
     # Expressions by which the class divides height or width, to check that nothing remains.
@@ -76,9 +79,19 @@ class PipelineSource:
 
     def fits(self, index: Mapping[str, Any]) -> bool:
         """Whether the class runs the weights of a folder with this index, perhaps with a ControlNet in addition."""
-        denoisers = {name for name in DENOISERS if class_in(index, name) is not None}
-        known = denoisers & self.components.keys()
-        return bool(known) and not self.lacking(index, (CONTROLNET,)) and self.other_denoiser(index) is None
+        if not any(name in self.components and class_in(index, name) is not None for name in DENOISERS):
+            return False
+        compared = [name for name in self.components if name in _COMPARED]
+        same = all(self._takes(name, class_in(index, name)) for name in compared)
+        # The index of a folder has optional components as well, without a class.
+        same = same and all(name in index for name in compared if name in self.positional)
+        return same and not self.lacking(index, (CONTROLNET,))
+
+    def _takes(self, component: str, cls: str | None) -> bool:
+        """Whether the annotation of a component names its class in a folder, or names none."""
+        words = re.findall(r"\w+", self.components[component])
+        named = [word for word in words if word.endswith("Model") or word.startswith("Autoencoder")]
+        return cls is None or not named or cls in words or "PreTrainedModel" in words
 
 
 def class_in(index: Mapping[str, Any], component: str) -> str | None:
@@ -119,25 +132,23 @@ def read_pipeline(name: str) -> PipelineSource | None:
     cls = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     functions = {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef)}
     inherited = [read_pipeline(base.id) for base in cls.bases if isinstance(base, ast.Name)]
-    base = next((source for source in inherited if source is not None), PipelineSource(name, {}, (), {}, ()))
-    components, required = base.components, base.required
+    base = next((source for source in inherited if source is not None), PipelineSource(name, {}, (), (), {}, ()))
+    components, positional, required = base.components, base.positional, base.required
     if "__init__" in functions:
         components = {
             parameter.arg: "" if parameter.annotation is None else ast.unparse(parameter.annotation)
             for parameter in _parameters(functions["__init__"])
         }
         optional = _optional_components(cls)
-        required = tuple(
-            parameter.arg
-            for parameter, default in _parameters(functions["__init__"]).items()
-            if default is Parameter.empty and parameter.arg not in optional
-        )
+        parameters = _parameters(functions["__init__"])
+        positional = tuple(parameter.arg for parameter, default in parameters.items() if default is Parameter.empty)
+        required = tuple(parameter for parameter in positional if parameter not in optional)
     call, divisors = base.call, base.divisors
     if "__call__" in functions:
         call = {parameter.arg: default for parameter, default in _parameters(functions["__call__"]).items()}
         checks = [functions[function] for function in ("check_inputs", "__call__") if function in functions]
         divisors = tuple(divisor for function in checks for divisor in _divisors(function))
-    return PipelineSource(name, components, required, call, divisors)
+    return PipelineSource(name, components, positional, required, call, divisors)
 
 
 def _parameters(function: ast.FunctionDef) -> dict[ast.arg, Any]:
@@ -221,15 +232,21 @@ def _attribute(expression: ast.expr, pipe: Any) -> Any:
 
 
 def fitting_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
-    """Return the pipeline classes that run the weights of a folder with this index, those with short names first."""
+    """Return the pipeline classes that run the weights of a folder with this index, without deprecated ones.
+
+    Those whose names begin like that of the folder's class come first, then those with short names.
+    """
     denoisers = [name for name in (class_in(index, denoiser) for denoiser in DENOISERS) if name is not None]
     names = [
         name
         for name, path in pipeline_files().items()
+        if "deprecated" not in path.parts
         # Parsing all files takes seconds, so only those that mention the class of the denoiser are parsed.
-        if any(denoiser in path.read_text(encoding="utf-8") for denoiser in denoisers)
+        and any(denoiser in path.read_text(encoding="utf-8") for denoiser in denoisers)
     ]
-    sources = [read_pipeline(name) for name in sorted(names, key=lambda name: (len(name), name))]
+    family = str(index.get("_class_name")).removesuffix("Pipeline")
+    names.sort(key=lambda name: (not name.startswith(family), len(name), name))
+    sources = [read_pipeline(name) for name in names]
     return [source for source in sources if source is not None and source.fits(index)]
 
 
@@ -246,7 +263,9 @@ def require_pipeline(name: str, model: str, index: Mapping[str, Any], given: Seq
     if source is None:
         close = difflib.get_close_matches(name, pipeline_files(), n=1)
         hint = f"Did you mean {close[0]}? " if close else ""
-        raise ValueError(f"pipeline is {name!r}, a class that diffusers does not have. {hint}{_advice(index)}")
+        raise ValueError(
+            f"pipeline is {name!r}, and this diffusers has no classical pipeline of this name. {hint}{_advice(index)}"
+        )
     other = source.other_denoiser(index)
     if other is not None:
         component, cls, expected = other

@@ -271,10 +271,15 @@ def test_multiple_of_sides_is_that_of_the_class(stable_diffusion_folder, pipelin
     assert find_model(str(ROOT / "zoo/video/pipeline")).multiple == 16
 
 
-def test_classes_that_fit_are_those_of_the_same_transformer():
+def test_classes_that_fit_are_those_of_the_same_parts(stable_diffusion_folder):
     names = {source.name for source in fitting_pipelines(read_index(FLUX).content)}
     assert {"FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxControlNetPipeline"} <= names
     assert not {"QwenImagePipeline", "StableDiffusionPipeline", "Flux2Pipeline"} & names
+    index = read_index(stable_diffusion_folder).content
+    names = [source.name for source in fitting_pipelines(index)]
+    assert names[0] == "StableDiffusionPipeline"
+    assert {"StableDiffusionImg2ImgPipeline", "StableDiffusionControlNetPipeline"} <= {*names}
+    assert not {"StableDiffusionXLPipeline", "KolorsPipeline", "IFPipeline"} & {*names}
     assert "FluxImg2ImgPipeline" in pipelines_for(FLUX, images=True)
     assert pipelines_for(FLUX, images=False) == ["FluxPipeline"]
 
