@@ -250,13 +250,15 @@ def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], mod
             continue
         if values.get("size") not in (None, "auto"):
             width, height = fields["width"], fields["height"]
+            smaller = f"{_down(width, step)}x{_down(height, step)}"
+            larger = f"{_up(width, step)}x{_up(height, step)}"
             raise ValueError(
                 f"size is {width}x{height}; {model.pipeline} generates multiples of {step} pixels: expected "
-                f"{_down(width, step)}x{_down(height, step)} or {_up(width, step)}x{_up(height, step)}."
+                f"{' or '.join(dict.fromkeys([smaller, larger]))}."
             )
         raise ValueError(
             f"field {name!r} is {side}; {model.pipeline} generates multiples of {step} pixels: expected "
-            f"{_down(side, step)} or {_up(side, step)}."
+            f"{' or '.join(dict.fromkeys([str(_down(side, step)), str(_up(side, step))]))}."
         )
 
 
