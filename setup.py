@@ -53,6 +53,7 @@ EXTRAS = {
         ],
         "`para_core serve`, `generate --replicas`",
     ),
+    "quantize": (["torchao>=0.18", "gguf>=0.10"], "`--quantize`, and GGUF files as `--model`"),
     "calibrate": (["matplotlib", "scikit-image", "tqdm"], "`calibrate --metric ssim`, plots of a calibration"),
     "triton": (["triton>=3.5"], "the kernels; CUDA builds of torch bring it on Linux"),
     "docs": (["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"], "`make docs`"),

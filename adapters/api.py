@@ -18,7 +18,7 @@ from para_core.adapters.propose.propose import propose_plan
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.rows.vae import parallelize_vae, unparallelize_vae
 from para_core.adapters.weights.shard import shard_weights, unshard_weights
-from para_core.attention.attention_options import AttentionSchedule, KeptKeys
+from para_core.attention.schedule import AttentionSchedule, KeptKeys
 
 __all__ = [
     "Adapter",

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import nn
 
@@ -15,13 +15,6 @@ from para_core.adapters.registry import adapter_for, plan_for, require_adapter, 
 from para_core.instance_patching import original_class, uncompiled, unwrapped_class
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
-
-# Types of options that parallelize_pipe, from_pretrained_sharded and the planner share.
-TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
-VaePlacement = Literal["replicate", "offload", "first"]
-Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
-TEXT_ENCODERS: tuple[TextEncoders, ...] = get_args(TextEncoders)
-VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
 
 # Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but vae_placement= does not
 # move these, because they are small.

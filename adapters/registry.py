@@ -302,6 +302,37 @@ def refuse_missing_transformer(owner: Any, module: Any) -> None:
         )
 
 
+def refuse_unsupported_classes(pipeline: str, components: Mapping[str, Any]) -> None:
+    """Refuse a pipeline before it is loaded, given the classes of its components in the index of its folder.
+
+    The transformers and the UNet of the loaded pipeline are checked again, with what their instances say. Without any
+    components nothing is refused.
+    """
+    transformers = {name: cls for name, cls in components.items() if name in USUAL_NAMES or is_transformer_class(cls)}
+    for cls in transformers.values():
+        names = [base.__name__ for base in cls.__mro__]
+        adapter = next((adapter for name in names for adapter in ADAPTERS if adapter.transformer == name), None)
+        if getattr(cls, "_cp_plan", None) is None and (adapter is None or adapter.plan is None):
+            reason = next((REFUSED[name] for name in names if name in REFUSED), "no plan describes what it shards")
+            raise TypeError(
+                f"{pipeline} is not supported: {cls.__name__} has no plan, because {reason}. The closest names of "
+                f"those that are supported: {closest_supported(pipeline, cls.__name__)}."
+            )
+    if transformers or DIFFUSION_DECODER in components or not components:
+        return
+    unet = components.get("unet")
+    if unet is None:
+        raise TypeError(
+            f"{pipeline} is not supported: it has no transformer. The closest names of those that are supported: "
+            f"{closest_supported(pipeline)}."
+        )
+    if not any(base.__name__ in UNETS for base in unet.__mro__):
+        raise TypeError(
+            f"{pipeline} is not supported: the rows of images in {unet.__name__} cannot be sharded. Supported are the "
+            f"UNets of {supported_unets()}."
+        )
+
+
 def refuse_fsdp1(module: nn.Module, name: str) -> None:
     """Refuse a model that FSDP1, FullyShardedDataParallel, has sharded."""
     if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):

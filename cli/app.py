@@ -19,6 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from para_core.cli.bench import bench
 from para_core.cli.calibrate import calibrate
 from para_core.cli.generate import generate
+from para_core.cli.option_files import ALIASES, options_in_files
 from para_core.cli.options import name_options, with_fields
 from para_core.cli.plan import doctor, plan
 from para_core.cli.serve import serve
@@ -84,9 +85,10 @@ def run(arguments: Sequence[str]) -> int:
 
     An exception is printed as one sentence. With ``--debug`` it is raised.
     """
-    # Other programs call this option --attention-backend, so it is accepted. If typer knew it as a second name of the
+    # Other programs call an option by another name, so that is accepted. If typer knew it as a second name of the
     # option, the help would need another column.
-    arguments = [re.sub(r"^--attention-backend(?==|$)", "--backend", argument) for argument in arguments]
+    for alias, name in ALIASES.items():
+        arguments = [re.sub(rf"^--{alias}(?==|$)", f"--{name}", argument) for argument in arguments]
     try:
         app(list(arguments))
     except SystemExit as end:
@@ -95,7 +97,8 @@ def run(arguments: Sequence[str]) -> int:
         if "--debug" in arguments:
             raise
         text = sentence(error)
-        named = name_options(text, arguments) if isinstance(error, (ValueError, TypeError)) else text
+        stated = [*arguments, *options_in_files(arguments)]
+        named = name_options(text, stated) if isinstance(error, (ValueError, TypeError)) else text
         # Each rank prints its error, because it may be the only one that failed.
         rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None
         console = Console(stderr=True, soft_wrap=True, highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from para_core.cli import options
+from para_core.cli import checks, options
 from para_core.cli.options import INPUT, flag, option
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import require_file, write_atomically
@@ -39,17 +38,24 @@ def bench(
     debug: options.Debug = False,
 ) -> None:
     """Measure a generation: seconds, memory, launches and bytes sent. No image or video is written."""
+    common = call.fields()
+    options.GroupOptions(ranks).require_valid()
+    checked = checks.check(model, run, debug=debug)
+    with_prompt = {"prompt": prompt, **common} if checked.selection.needs_prompt else common
+    checked.require_request(with_prompt, call.seed)
+
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from para_core.cli.measurement import MeasurementJob, measure_rank
     from para_core.cli.ranks import count_ranks, describe_signal, is_first_rank, quiet, run_on_ranks, terminable
+    from para_core.fleet.classical import refuse_ranks
     from para_core.fleet.foresee import mesh_of_recipe
 
     quiet(debug)
-    common = call.fields()
-    pipeline, recipe = options.model_and_recipe(model, run)
+    recipe, pipeline = checked.recipe, checks.describe_model(model, checked)
     num_ranks = count_ranks(ranks, 1)
     mesh_of_recipe(recipe, num_ranks)  # raises if the mesh is too small
+    refuse_ranks(pipeline, num_ranks)
     if out is not None and is_first_rank():
         require_file(out)
         if out.exists():
@@ -93,11 +99,8 @@ def _require_new_traces(folder: Path, ranks: int) -> None:
 def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) -> Request:
     if "prompt" in model.fields:
         common = {"prompt": prompt, **common}
-    request = make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
-    for name in model.images:
-        if model.fields[name] is inspect.Parameter.empty and name not in request.images:
-            raise typer.BadParameter(f"{model.pipeline} needs --{'image' if name == 'image' else f'set {name}=FILE'}.")
-    return request
+    checks.require_images(model, common)
+    return make_request(common, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
 
 
 def _print(figures: dict[str, Any], console: Console) -> None:

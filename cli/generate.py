@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
-from para_core.cli import options
+from para_core.cli import checks, options
 from para_core.cli.options import INPUT, RANKS, flag, option
+from para_core.fleet.outputs import require_name
+from para_core.fleet.prompts import require_contents
 
 
 def generate(
@@ -22,15 +24,23 @@ def generate(
     debug: options.Debug = False,
 ) -> None:
     """Generate images or videos. Results that exist in the folder are not generated again."""
+    if prompt is not None and files.prompts is not None:
+        raise typer.BadParameter("--prompt and --prompts: expected one of them.")
+    common = call.fields(prompt=prompt)
+    group.require_valid()
+    require_name(files.name)
+    if files.prompts is not None:
+        require_contents(files.prompts)
+    checked = checks.check(model, run, debug=debug)
+    checked.require_format(files.format_)
+    checked.require_request(common, call.seed, several=files.prompts is not None)
+
     from para_core.cli.generation import make_task, run_task, show_plan
     from para_core.cli.ranks import quiet
 
     quiet(debug)
-    if prompt is not None and files.prompts is not None:
-        raise typer.BadParameter("--prompt and --prompts: expected one of them.")
-    common = call.fields(prompt=prompt)
-    pipeline, recipe = options.model_and_recipe(model, run)
-    task = make_task(pipeline, recipe, common, call.seed, files, group)
+    pipeline = checks.describe_model(model, checked)
+    task = make_task(pipeline, checked.recipe, common, call.seed, files, group)
     if dry_run:
         show_plan(task)
         raise typer.Exit(1 if task.problems else 0)

@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from para_core.cli.checks import require_images
 from para_core.cli.options import FileOptions, GroupOptions
 from para_core.cli.progress import Bars
 from para_core.cli.ranks import RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
+from para_core.fleet.classical import refuse_ranks
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,
@@ -37,7 +39,6 @@ from para_core.fleet.outputs import (
     choose_names,
     digest,
     digest_of,
-    require_name,
     require_room,
     too_large,
     write_result,
@@ -78,8 +79,8 @@ def make_task(
     prompts, folder, replicas = files.prompts, files.out, group.replicas
     ranks = count_ranks(group.ranks, replicas)
     chosen = choose_format(model, files.format_)
-    require_name(files.name)
     mesh_of_recipe(recipe, ranks)  # raises if the mesh is too small
+    refuse_ranks(model, ranks)
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
     if prompts is None and "prompt" in model.fields and "prompt" not in common:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
@@ -88,7 +89,10 @@ def make_task(
         fields = {**common, "prompt": common.get("prompt") or "a"}
     # With a prompt file this validates the options alone, so that an invalid option is reported once and not for every
     # line.
-    request = make_request(fields, model, seed=seed, read_image=lambda path: Path(path).read_bytes())
+    if prompts is None:
+        require_images(model, common)
+    alone = replace(model, required=()) if prompts is not None else model
+    request = make_request(fields, alone, seed=seed, read_image=lambda path: Path(path).read_bytes())
     lines, problems = [Line(1, request)], list[Problem]()
     if prompts is not None:
         lines, problems = read_prompts(prompts, model, common, seed=seed)
@@ -230,6 +234,8 @@ def show_plan(task: GenerationTask) -> None:
     usual = "offload" if recipe.offload else "replicate" if recipe.weights == "replicate" else "fsdp"
     rows = {
         "model": f"{recipe.model} ({task.model.pipeline}, {task.model.kind}s)",
+        **({} if recipe.config is None else {"configs": recipe.config}),
+        **({"ControlNet": ", ".join(recipe.controlnet)} if recipe.controlnet else {}),
         "ranks": f"{task.replicas} × {task.ranks}" if task.replicas > 1 else str(task.ranks),
         "mesh": mesh + method if mesh else unknown,
         "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",

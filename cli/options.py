@@ -5,21 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
-from importlib.util import find_spec
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from para_core.fleet import models
-
-if TYPE_CHECKING:
-    from para_core.attention.attention_options import AttentionSchedule
-    from para_core.fleet.recipe import Recipe
+from para_core.cli.option_files import read_config, read_option_files_only
 
 INPUT, PIPELINE, RANKS, LIMITS = "Input and output", "Pipeline", "Ranks", "Limits"
 
@@ -42,21 +36,39 @@ def read_folder(text: str | Path) -> Path:
     return Path(text)
 
 
-Model = Annotated[str | None, option("Folder or Hub name; default: tiny FLUX.", "NAME", INPUT)]
+Model = Annotated[str | None, option("Folder, Hub name or file; default: tiny FLUX.", "NAME", INPUT)]
 Prompts = Annotated[Path | None, option(".jsonl or .txt, one request a line.", "FILE", INPUT)]
 Size = Annotated[str | None, option("Width x height: 1024x768.", "WxH", INPUT)]
 Steps = Annotated[int | None, option("Denoising steps.", "N", INPUT)]
+Image = Annotated[str | None, option("Image file to start from.", "FILE", INPUT)]
 Seed = Annotated[int, option("Seed of the first prompt; each next adds 1.", "N", INPUT, min=0)]
 Fields = Annotated[list[str] | None, option("Any other argument of the call.", "FIELD=JSON", INPUT, "--set")]
 Format = Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")]
 Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1, max=1000)]
 
+Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)]
+Cache = Annotated[str | None, option("First Block Cache: threshold or default.", "X", PIPELINE)]
+Weights = Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)]
+Offload = Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)]
+ResidentBlocks = Annotated[int | None, option("Of --offload blocks: stay on the device (1).", "N", PIPELINE, min=0)]
+Loras = Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)]
 TextEncoders = Annotated[str | None, option("replicate, fsdp, offload or first.", "HOW", PIPELINE)]
 VaePlacement = Annotated[str | None, option("replicate, offload or first.", "HOW", PIPELINE)]
 Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)]
 
+Mesh = Annotated[str, option("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)]
+Memory = Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)]
 Ranks = Annotated[int | None, option("Of each replica. Default: one per GPU.", "N", RANKS)]
 Debug = Annotated[bool, flag("--debug", "Show tracebacks and all log messages.")]
+# Both are read before the other options, because files of options set their defaults.
+Config = Annotated[
+    list[str] | None,
+    option("YAML of options; or configs of a file.", "FILE", INPUT, is_eager=True, callback=read_config),
+]
+OptionFiles = Annotated[
+    list[str] | None,
+    option("YAML, JSON or TOML of options.", "FILE", is_eager=True, callback=read_option_files_only),
+]
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,7 @@ class CallOptions:
     frames: Annotated[int | None, option("Frames of a video.", "N", INPUT)] = None
     guidance: Annotated[float | None, option("Scale of guidance.", "X", INPUT)] = None
     negative_prompt: Annotated[str | None, option("What to avoid.", "TEXT", INPUT)] = None
-    image: Annotated[str | None, option("Image file to start from.", "FILE", INPUT)] = None
+    image: Image = None
     seed: Seed = 0
     set_: Fields = None
 
@@ -93,34 +105,35 @@ class CallOptions:
 class LoadOptions:
     """Options of every command that loads a pipeline. Each field is an option."""
 
+    config: Config = None
+    pipeline: Annotated[str | None, option("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE)] = None
+    controlnet: Annotated[list[str] | None, option("Folder or Hub name of a ControlNet.", "NAME", PIPELINE)] = None
     backend: Annotated[str | None, option("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE)] = None
     attention_schedule: Annotated[str | None, option("Middle steps: sage:4:4, keys=0.5:4:4.", "HOW:N:N", PIPELINE)] = (
         None
     )
     cross_backend: Annotated[str | None, option("Attention to another sequence.", "NAME", PIPELINE)] = None
-    dtype: Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)] = "auto"
+    dtype: Dtype = "auto"
     trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)] = (
         False
     )
-    mesh: Annotated[str, option("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)] = ""
+    mesh: Mesh = ""
 
 
 @dataclass(frozen=True)
 class RunOptions(LoadOptions):
     """Options of the commands that generate. Each field is an option."""
 
-    cache: Annotated[str | None, option("First Block Cache: threshold or default.", "X", PIPELINE)] = None
+    cache: Cache = None
     compile: Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE)] = "no"
-    weights: Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)] = "replicate"
+    weights: Weights = "replicate"
     text_encoders: TextEncoders = None
-    offload: Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)] = None
-    resident_blocks: Annotated[
-        int | None, option("Of --offload blocks: stay on the device (1).", "N", PIPELINE, min=0)
-    ] = None
+    offload: Offload = None
+    resident_blocks: ResidentBlocks = None
     quantize: Quantize = None
     vae: Annotated[bool, flag("--vae/--no-vae", "Run the VAE on all ranks.", PIPELINE)] = False
     vae_placement: VaePlacement = None
-    lora: Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)] = None
+    lora: Loras = None
     rotate_method: Annotated[str | None, option("Ring: alltoall, allgather or 2d.", "HOW", RANKS)] = None
     comm_dtype: Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)] = None
     pipefusion: Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, min=1)] = None
@@ -133,14 +146,20 @@ class GroupOptions:
     """Options of the commands that run replicas. Each field is an option."""
 
     ranks: Ranks = None
-    memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None
+    memory: Memory = None
     replicas: Annotated[int, option("Groups of ranks, on Ray.", "N", RANKS)] = 1
+
+    def require_valid(self) -> None:
+        """Raise typer.BadParameter if the memory is not positive, or there is not at least one rank and replica."""
+        if self.memory is not None and not self.memory > 0:
+            raise typer.BadParameter(f"--memory {self.memory:g}: expected more than 0 GB.")
+        if self.replicas < 1 or (self.ranks is not None and self.ranks < 1):
+            ranks = "" if self.ranks is None else f"--ranks {self.ranks} and "
+            raise typer.BadParameter(f"{ranks}--replicas {self.replicas}: expected at least 1 of each.")
 
     @property
     def room(self) -> float | None:
-        """Bytes that a rank may hold, None for the memory of its device. Raise typer.BadParameter if not positive."""
-        if self.memory is not None and not self.memory > 0:
-            raise typer.BadParameter(f"--memory {self.memory:g}: expected more than 0 GB.")
+        """Bytes that a rank may hold, None for the memory of its device."""
         return None if self.memory is None else self.memory * 1e9
 
 
@@ -161,7 +180,8 @@ def with_fields(command: Callable[..., None]) -> Callable[..., None]:
     Example:
         >>> def generate(*, load: LoadOptions, seed: int = 0) -> None: ...
         >>> list(signature(with_fields(generate)).parameters)
-        ['backend', 'attention_schedule', 'cross_backend', 'dtype', 'trust_remote_code', 'mesh', 'seed']
+        ['config', 'pipeline', 'controlnet', 'backend', 'attention_schedule', 'cross_backend', 'dtype',
+        'trust_remote_code', 'mesh', 'seed']
     """
     parameters: list[Parameter] = []
     types: dict[str, Any] = {}
@@ -235,52 +255,3 @@ def name_options(text: str, arguments: Sequence[str]) -> str:
         return match[0]
 
     return _SUBJECT.sub(option_of, text)
-
-
-def model_and_recipe(name: str | None, options: LoadOptions) -> tuple[models.Model, Recipe]:
-    """Return the description of model ``name``, and the recipe that command-line options describe for it.
-
-    Raise FileNotFoundError if there is no such model or LoRA; ImportError if a backend's library is not installed;
-    ValueError or typer.BadParameter if an option is invalid, or the model cannot have it.
-    """
-    from para_core.attention.libraries import require_library
-    from para_core.fleet.loading import find_model
-    from para_core.fleet.recipe import Recipe, read_mesh_sizes, refuse_options
-
-    model = find_model(name, trust_remote_code=options.trust_remote_code)
-    values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
-    schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
-    values |= {"backend": schedule or options.backend, "mesh": read_mesh_sizes(options.mesh)}
-    for backend in (options.backend, options.cross_backend, *(schedule.backends if schedule else ())):
-        require_library(backend)
-    if isinstance(options, RunOptions):
-        with suppress(ValueError):  # Recipe refuses other texts than "default".
-            values["cache"] = float(options.cache or "")
-        values["lora"] = tuple(options.lora or ())
-        if values["lora"] and find_spec("peft") is None:
-            raise ModuleNotFoundError("--lora needs peft", name="peft")
-    recipe = Recipe(model.name, **values)
-    refuse_options(model, recipe)
-    return model, recipe
-
-
-def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | None:
-    """Parse ``text``, such as ``"sage:4:4"`` or ``"keys=0.5:4:4"``. ``exact`` is the backend of the other steps."""
-    if text is None:
-        return None
-    from para_core.attention.attention_options import AttentionSchedule, KeptKeys
-
-    middle, *steps = text.split(":")
-    if len(steps) not in (0, 2) or not all(step.isdecimal() for step in steps):
-        raise typer.BadParameter(
-            f"--attention-schedule {text}: expected a backend or a share of the keys, or either with the numbers of "
-            "first and last steps that stay exact, such as sage:4:4 or keys=0.5:4:4."
-        )
-    values: dict[str, Any] = {"exact": exact}
-    values |= zip(("first", "last"), map(int, steps), strict=False)
-    try:
-        values["middle"] = KeptKeys(float(middle.removeprefix("keys="))) if middle.startswith("keys=") else middle
-        return AttentionSchedule(**values)
-    except ValueError as error:
-        arguments = f"--attention-schedule {text}" + ("" if exact is None else f" with --backend {exact}")
-        raise typer.BadParameter(f"{arguments}: {error}") from None

@@ -61,6 +61,7 @@ def plan(
     ] = None,
     out: Annotated[Path | None, option("Image file for a chart of the meshes.", "FILE")] = None,
     list_: Annotated[bool, flag("--list", "List the published models and the devices.")] = False,
+    config: options.OptionFiles = None,
     debug: options.Debug = False,
 ) -> None:
     """Predict whether a generation fits, and the seconds of every mesh. Nothing is loaded or computed."""
@@ -360,6 +361,7 @@ def doctor(
     out: Annotated[Path | None, option("JSON file for `para_core plan --measured`.", "FILE")] = None,
     ring: Annotated[int | None, option("Size of the ring mesh dim; other ranks go to ulysses.", "N")] = None,
     cpu: Annotated[bool, flag("--cpu", "Use the CPU and gloo.")] = False,
+    config: options.OptionFiles = None,
     debug: options.Debug = False,
 ) -> None:
     """Check versions, exactness and speed of this machine in a minute; under torchrun, of all ranks."""

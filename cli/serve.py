@@ -8,17 +8,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from para_core.cli import options
+from para_core.cli import checks, options
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
 from para_core.fleet.models import Kind, Model
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.request import Delivery, Request, make_request, read_size
+from para_core.fleet.selection import pipelines_for
 
 if TYPE_CHECKING:
     from para_core.fleet.recipe import Recipe
@@ -57,7 +59,7 @@ def serve(
     spread: Annotated[bool, flag("--spread", "Place a replica on several nodes.", RANKS)] = False,
     limits: LimitOptions,
     max_size: Annotated[str | None, option("Default: 2048x2048, videos 1280x720x129.", "WxH", LIMITS)] = None,
-    results: Annotated[Path, option("Folder of asynchronous videos.", "DIR", INPUT)] = _RESULTS,
+    out: Annotated[Path, option("Folder of asynchronous videos.", "DIR", INPUT, parser=options.read_folder)] = _RESULTS,
     encoded_prompts: Annotated[float, option("For encoded prompts, in host memory.", "GB", LIMITS, min=0)] = 1,
     loras: Annotated[Path | None, option("Folder of LoRAs that requests may name.", "DIR", PIPELINE)] = None,
     max_loras: Annotated[int, option("LoRAs of requests that stay loaded.", "N", LIMITS, min=1)] = 4,
@@ -65,53 +67,55 @@ def serve(
     cors: Annotated[list[str] | None, option("Site whose pages may use the server.", "ORIGIN", INPUT)] = None,
     request_log: Annotated[Path | None, option("JSON lines, one per request.", "FILE", INPUT)] = None,
     log_level: Annotated[str, option("debug, info, warning or error.", "LEVEL", INPUT)] = "info",
-    # Read before the other options, because it sets their defaults.
-    config: Annotated[
-        Path | None, option("YAML with the names of options.", "FILE", INPUT, is_eager=True, callback=_read_config)
-    ] = None,
     debug: options.Debug = False,
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
-    from para_core.cli.ranks import count_ranks, describe_signal, quiet, terminable
-
-    quiet(debug)
     api_key = os.environ.get(api_key_env) or None
     if api_key is None and host not in _LOOPBACK:
         raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {api_key_env} to an API key.")
-    from para_core.fleet import serving
-    from para_core.fleet.rank import ReplicaOptions
-    from para_core.fleet.reading import ServerOptions
-
     if log_level.lower() not in _LEVELS:
         raise typer.BadParameter(f"--log-level {log_level}: expected {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}.")
     level = logging.getLevelNamesMapping()[log_level.upper()]
-    pipeline, recipe = options.model_and_recipe(model, run)
-    if limits.waiting < 0 or limits.retries < 0:
-        raise typer.BadParameter(
-            f"--queue {limits.waiting} and --retries {limits.retries}: expected at least 0 of each."
-        )
-    if limits.steps < 1 or not limits.seconds > 0:
-        values = f"--max-steps {limits.steps} and --request-seconds {limits.seconds:g}"
-        raise typer.BadParameter(f"{values}: expected more than 0 of each.")
-    if loras is not None and not pipeline.takes_loras:
-        raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
+    _require_limits(limits)
+    groups.require_valid()
+    checked = checks.check(model, run, debug=debug)
+    checked.require_format(format_)
+    recipe = checked.recipe
     _require_fit(recipe, limits.max_batch, loras)
     require_file(request_log)
+    if max_size is not None:
+        _pixels(max_size, "image")
+    for size in warmup or ():
+        _require_warmup(size)
+
+    from para_core.cli.ranks import count_ranks, describe_signal, quiet, terminable
+    from para_core.fleet import serving
+    from para_core.fleet.classical import refuse_ranks
+    from para_core.fleet.rank import ReplicaOptions
+    from para_core.fleet.reading import ServerOptions
+
+    quiet(debug)
+    pipeline = checks.describe_model(model, checked)
+    pipeline = replace(pipeline, others=tuple(pipelines_for(checked.selection.home, images=not pipeline.edits)))
+    if loras is not None and not pipeline.takes_loras:
+        raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     delivery = Delivery(choose_format(pipeline, format_), fps)
     server_options = ServerOptions(
         groups.replicas,
         api_key,
         delivery,
         seed=seed,
-        videos=results.expanduser().absolute(),
+        videos=out.expanduser().absolute(),
         loras=None if loras is None else loras.absolute(),
         cors=tuple(cors or ()),
         request_log=None if request_log is None else request_log.absolute(),
         pixels=_pixels(max_size, pipeline.kind),
         **vars(limits),
     )
+    ranks = count_ranks(groups.ranks, groups.replicas)
+    refuse_ranks(pipeline, ranks)
     replica_options = ReplicaOptions(
-        count_ranks(groups.ranks, groups.replicas),
+        ranks,
         spread,
         groups.room,
         prompt_bytes=int(encoded_prompts * 1e9),
@@ -158,6 +162,16 @@ def _logged(level: int) -> Iterator[None]:
         package.setLevel(previous)
 
 
+def _require_limits(limits: LimitOptions) -> None:
+    if limits.waiting < 0 or limits.retries < 0:
+        raise typer.BadParameter(
+            f"--queue {limits.waiting} and --retries {limits.retries}: expected at least 0 of each."
+        )
+    if limits.steps < 1 or not limits.seconds > 0:
+        values = f"--max-steps {limits.steps} and --request-seconds {limits.seconds:g}"
+        raise typer.BadParameter(f"{values}: expected more than 0 of each.")
+
+
 def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
     """Raise BadParameter if ``max_batch`` or ``loras`` contradicts the recipe, or ``loras`` is not a folder."""
     if max_batch > 1 and recipe.cache is not None:
@@ -181,16 +195,37 @@ def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
 
 def _warmup_request(model: Model, size: str, delivery: Delivery) -> Request:
     """Return a request of two steps for ``size``, given as ``"WxH"`` or ``"WxHxFRAMES"``."""
-    fields: dict[str, Any] = {"prompt": "warm-up", "size": size}
+    fields: dict[str, Any] = {"size": size, **dict.fromkeys(model.required, "blank")}
+    if "prompt" in model.fields:
+        fields["prompt"] = "warm-up"
     if "num_inference_steps" in model.fields:
         fields["steps"] = 2
     if size.count("x") == 2:
         fields["size"], _, frames = size.rpartition("x")
         fields["frames"] = int(frames) if frames.isdecimal() else 0
     try:
-        return replace(make_request(fields, model), delivery=delivery)
+        return replace(make_request(fields, model, read_image=_blank_image), delivery=delivery)
     except ValueError as error:
         raise typer.BadParameter(f"--warmup {size}: {error}") from None
+
+
+def _blank_image(name: str) -> bytes:
+    from PIL import Image
+
+    file = BytesIO()
+    Image.new("RGB", (64, 64), "white").save(file, "PNG")
+    return file.getvalue()
+
+
+def _require_warmup(size: str) -> None:
+    """Raise typer.BadParameter if ``size`` is neither ``"WxH"`` nor ``"WxHxFRAMES"``."""
+    plane, _, frames = size.rpartition("x") if size.count("x") == 2 else (size, "", "1")
+    try:
+        read_size(plane)
+    except ValueError as error:
+        raise typer.BadParameter(f"--warmup {size}: {error}") from None
+    if not frames.isdecimal() or int(frames) < 1:
+        raise typer.BadParameter(f"--warmup {size}: expected width x height, or width x height x frames.")
 
 
 def _pixels(size: str | None, kind: Kind) -> int:
@@ -202,34 +237,3 @@ def _pixels(size: str | None, kind: Kind) -> int:
     if not frames.isdecimal() or int(frames) < 1:
         raise typer.BadParameter(f"--max-size {size}: expected width x height, or width x height x frames.")
     return width * height * int(frames)
-
-
-def _read_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make the values in the YAML file ``path``, by option names without dashes, the defaults of these options."""
-    if path is None:
-        return None
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise typer.BadParameter(f"{path} has {values!r:.40}; expected lines such as 'port: 8000'.")
-    names = {
-        option.lstrip("-"): parameter
-        for parameter in context.command.params
-        for option in parameter.opts
-        if parameter.name != "config"
-    }
-    defaults: dict[str, Any] = {}
-    for name, value in values.items():
-        parameter = names.get(str(name).replace("_", "-"))
-        if parameter is None:
-            raise typer.BadParameter(f"{path} has {str(name)[:40]!r}; expected one of {', '.join(sorted(names))}.")
-        several = getattr(parameter, "multiple", False) and not isinstance(value, list)
-        defaults[str(parameter.name)] = [value] if several else value
-    context.default_map = {**(context.default_map or {}), **defaults}
-    return path

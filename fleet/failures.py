@@ -42,8 +42,9 @@ class RequestError(Exception):
 # Maps the import name of an optional dependency to the extra of para_core that installs it.
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich", "pydantic", "diffusers", "transformers", "accelerate", "peft"), "cli"),
-    **dict.fromkeys(("PIL", "matplotlib", "imageio"), "cli"),
+    **dict.fromkeys(("PIL", "matplotlib", "imageio", "yaml"), "cli"),
     **dict.fromkeys(("ray", "fastapi", "fastapi_offline", "starlette", "prometheus_client"), "fleet"),
+    **dict.fromkeys(("torchao", "gguf"), "quantize"),
     "skimage": "calibrate",
 }
 
@@ -58,7 +59,8 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         package = error.name.partition(".")[0]
         if package in _EXTRAS:
-            advice = f"in a checkout of para_core, pip install '.[{_EXTRAS[package]}]' brings it."
+            extra = _EXTRAS[package]
+            advice = f"pip install 'para_core[{extra}]' brings it, in a checkout pip install '.[{extra}]'."
             return f"{package} is not installed: {advice}"
     if isinstance(error, OSError) and error.strerror and error.errno is not None:
         file = "" if error.filename is None else f"{error.filename}: "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +19,10 @@ from para_core.adapters.planner.plan_mesh import workload
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.block_offload import num_resident
 from para_core.distributed.mesh_shape import mesh_sizes
+from para_core.fleet.model_files import GGUF, read_config, read_index
 from para_core.fleet.models import Model
 from para_core.fleet.modular import open_modular
+from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in, multiple_of_sides, read_pipeline
 from para_core.fleet.recipe import Recipe
 from para_core.planner.prediction import RESERVED, default_text_encoders, memory_of
 from para_core.planner.traffic import MeshShape
@@ -101,7 +106,9 @@ def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[f
     work = workload(pipe, height=side, width=side, ends=False)
     usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
     resident = num_resident(recipe.resident_blocks) if recipe.offload == "blocks" else None
-    placement = Placement(recipe.text_encoders or usual, resident, recipe.quantize, recipe.vae_placement or "replicate")
+    # The weights of a GGUF file have at most 8 bits.
+    quantize = recipe.quantize or ("int8" if recipe.model.endswith(GGUF) else None)
+    placement = Placement(recipe.text_encoders or usual, resident, quantize, recipe.vae_placement or "replicate")
     return memory_of(shape, work, placement), side * side * work.frames
 
 
@@ -125,13 +132,72 @@ def without_weights(model: Model, dtype: torch.dtype) -> Any:
             if component is not None:
                 pipe.register_components(**{part: component})
         return pipe
-    index = diffusers.DiffusionPipeline.load_config(model.name)
+    home = model.config or model.name
+    cls = getattr(diffusers, model.pipeline)
     components = {
-        name: _component(dtype, model.name, name, *value) if isinstance(value, list) and len(value) == 2 else value
-        for name, value in index.items()
-        if not name.startswith("_")
+        name: _component(dtype, home, name, *value) if isinstance(value, list) and len(value) == 2 else value
+        for name, value in read_index(home).content.items()
+        if name in inspect.signature(cls.__init__).parameters
     }
-    return getattr(diffusers, model.pipeline)(**components)
+    nets = [_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet]
+    if nets:
+        components[CONTROLNET] = nets[0] if len(nets) == 1 else nets
+    return cls(**{**_without_components(cls), **components})
+
+
+def _without_components(cls: Any) -> dict[str, None]:
+    """Return None for each argument that ``cls`` requires: some of them are optional components."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return {x.name: None for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
+
+
+def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the classes of diffusers' components in the index of a folder, as far as this diffusers has them."""
+    import diffusers
+
+    names = {name: class_in(index, name) for name, value in index.items() if isinstance(value, list)}
+    classes = {name: getattr(diffusers, cls, None) for name, cls in names.items() if cls is not None}
+    return {name: cls for name, cls in classes.items() if cls is not None}
+
+
+def multiple_of_model(model: Model) -> int:
+    """Return the number of which height and width of ``model`` must be multiples; 1 if its class states none.
+
+    Only the autoencoder is made, on the meta device: a class computes the number from its config, and from that of the
+    transformer.
+    """
+    import diffusers
+
+    home = model.config or model.name
+    source, cls = read_pipeline(model.pipeline), getattr(diffusers, model.pipeline)
+    if source is None or not source.divisors:
+        return 1
+    index = read_index(home).content
+    components: dict[str, Any] = {**_without_components(cls)}
+    try:
+        for name, entry in index.items():
+            if name not in source.components or class_in(index, name) is None:
+                continue
+            if "vae" in name:
+                components[name] = _component(torch.float32, home, name, *entry)
+            elif name in DENOISERS:
+                components[name] = ConfigOnly(SimpleNamespace(**read_config(home, name)))
+        return multiple_of_sides(source, cls(**components))
+    except Exception as error:
+        # A class may need other components to be made. Most of those state the number as a constant.
+        logger.debug("%s is not made without weights: %s", model.pipeline, error)
+        return multiple_of_sides(source, None)
+
+
+@dataclass(frozen=True)
+class ConfigOnly:
+    """A stand-in for a component of a pipeline of which only the config is read."""
+
+    config: Any
+
+
+def _class_of_config(name: str) -> str:
+    return str(read_config(name).get("_class_name"))
 
 
 def _component(dtype: torch.dtype, model: str, name: str, library: str | None, cls: str | None) -> Any:
@@ -140,7 +206,7 @@ def _component(dtype: torch.dtype, model: str, name: str, library: str | None, c
 
     kind: Any = getattr({"diffusers": diffusers, "transformers": transformers}.get(library or ""), cls or "", None)
     if library == "diffusers" and kind is not None:
-        config, make = kind.load_config(model, subfolder=name), kind.from_config
+        config, make = kind.load_config(model, subfolder=name or None), kind.from_config
     elif kind is not None and issubclass(kind, torch.nn.Module):
         config, make = kind.config_class.from_pretrained(model, subfolder=name), kind
     else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,47 +15,55 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
-from para_core.adapters.components import TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
-from para_core.adapters.registry import mesh_of, transformers_of
-from para_core.adapters.weights.quantize import loading_config, quantize_transformers
+from para_core.adapters.components import encoders_with_blocks, text_encoders_of, vaes_of
+from para_core.adapters.registry import mesh_of, refuse_unsupported_classes, transformers_of
+from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
+from para_core.fleet.classical import load_classical, load_controlnets, pipeline_class
 from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.foresee import component_classes, multiple_of_model
 from para_core.fleet.models import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
 from para_core.fleet.modular import describe_modular, has_modular_index, is_modular, load_modular, open_modular
-from para_core.fleet.progress import report, reporting_components
+from para_core.fleet.progress import readable_bytes, report, reporting_components
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
+from para_core.fleet.selection import select_pipeline
 from para_core.instance_patching import original_class
+from para_core.option_values import TextEncoders
 from para_core.user_warnings import ParallelWarning
 from para_core.verify import verification
 from para_core.weights.pipefusion_options import PipeFusion
 
 
-def find_model(name: str | None, *, trust_remote_code: bool = False) -> Model:
+def find_model(
+    name: str | None,
+    *,
+    pipeline: str | None = None,
+    config: str | None = None,
+    controlnet: Sequence[str] = (),
+    trust_remote_code: bool = False,
+) -> Model:
     """Return the description of a model without loading its weights.
 
-    ``name`` is a folder or Hub repository of a classical or modular pipeline, None for the tiny FLUX. Raise
-    FileNotFoundError if there is none, and ValueError if this diffusers lacks the pipeline's class, the model generates
-    neither images nor videos, or its repository contains code that is not trusted.
+    ``name`` is a folder, Hub repository or single file of a classical or modular pipeline, None for the tiny FLUX. The
+    other arguments are as in :func:`select_pipeline`, which says what it raises. Raise ValueError as well if this
+    diffusers lacks the pipeline's class, the model generates neither images nor videos, or its repository contains code
+    that is not trusted, and TypeError if para_core cannot run the pipeline.
     """
     import diffusers
 
     defaults = TINY_FLUX_FIELDS if name is None else {}
     name = str(find_tiny_flux()) if name is None else name
-    try:
-        index = diffusers.DiffusionPipeline.load_config(name)
-    except (OSError, ValueError) as error:
-        if has_modular_index(name):
-            return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
-        raise FileNotFoundError(
-            f"model {name!r} has no readable model_index.json or modular_model_index.json; expected a folder written "
-            f"by save_pretrained, or a diffusers repository on the Hub ({str(error).splitlines()[0]})"
-        ) from error
-    pipeline = str(index.get("_class_name"))
-    cls = getattr(diffusers, pipeline, None)
+    selection = select_pipeline(name, pipeline=pipeline, config=config, controlnet=controlnet)
+    if selection.index.modular:
+        return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
+    cls = getattr(diffusers, selection.pipeline, None)
     if cls is None:
-        raise ValueError(f"model {name!r} is for {pipeline}, which diffusers {diffusers.__version__} does not have.")
-    return describe(name, cls, defaults)
+        version = diffusers.__version__
+        raise ValueError(f"model {name!r} is for {selection.pipeline}, which diffusers {version} does not have.")
+    refuse_unsupported_classes(selection.pipeline, component_classes(selection.index.content))
+    model = replace(describe(name, cls, defaults), config=config, controlnet=tuple(controlnet))
+    return replace(model, multiple=multiple_of_model(model))
 
 
 def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
@@ -64,8 +74,6 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
 
     Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
     """
-    from diffusers import DiffusionPipeline
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     sizes = {f"max_{name}_dim_size": size for name, size in recipe.mesh}
@@ -75,16 +83,17 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         mesh = one_guided_rank(device)
     weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
     text_encoders = recipe.text_encoders or ("offload" if recipe.offload == "blocks" else None)
-    if weights is not None and not recipe.lora and not has_modular_index(recipe.model):
+    if weights is not None and not recipe.lora and recipe.config is None and not has_modular_index(recipe.model):
         mesh = mesh or init_context_parallel_mesh(device)
-        with _reporting_components(recipe.model):
+        with _reporting_components(recipe):
             pipe = from_pretrained_sharded(
-                DiffusionPipeline,
+                pipeline_class(recipe),
                 recipe.model,
                 mesh=mesh,
                 weights=weights,
                 quantize=recipe.quantize,
                 dtype=dtype_of(recipe),
+                **load_controlnets(recipe, dtype_of(recipe)),
             )
         if weights == "tensor" and encoders_with_blocks(pipe):
             text_encoders = text_encoders or "fsdp"
@@ -131,8 +140,8 @@ def _show_verification() -> None:
     """Print on stderr what ``verify`` finds, which commands otherwise hide with the messages of libraries."""
     logger = logging.getLogger(verification.__name__)
     logger.setLevel(logging.INFO)
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+    # An earlier handler is replaced, because it writes to the stderr of its time.
+    logger.handlers = [logging.StreamHandler()]
     warnings.filterwarnings("default", category=ParallelWarning)
 
 
@@ -164,16 +173,13 @@ def _load_whole(
 
     ``weights`` says how the caller will shard the weights, None for not at all.
     """
-    from diffusers import DiffusionPipeline
-
     quantize, dtype = recipe.quantize, dtype_of(recipe)
     early = quantize if weights is None else None
-    if has_modular_index(recipe.model):
+    if recipe.config is None and has_modular_index(recipe.model):
         pipe = load_modular(recipe.model, dtype=dtype, quantize=early, trust_remote_code=recipe.trust_remote_code)
     else:
-        config = {} if early is None else {"quantization_config": loading_config(early)}
-        with _reporting_components(recipe.model):
-            pipe = DiffusionPipeline.from_pretrained(recipe.model, dtype=dtype, **config)
+        with _reporting_components(recipe):
+            pipe = load_classical(recipe, dtype=dtype, quantize=early)
     if quantize is not None and not transformers_of(pipe):
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
     _load_lora(pipe, recipe.lora)
@@ -197,14 +203,17 @@ def _load_whole(
     return pipe
 
 
-def _reporting_components(name: str) -> AbstractContextManager[None]:
-    """Return a context that reports the components of the classical pipeline ``name`` while diffusers loads them."""
+def _reporting_components(recipe: Recipe) -> AbstractContextManager[None]:
+    """Return a context that reports the components of the classical pipeline while diffusers loads them."""
     from diffusers import DiffusionPipeline
 
-    index = DiffusionPipeline.load_config(name)
+    if recipe.config is not None:
+        report(f"loading {recipe.model} ({readable_bytes(Path(recipe.model).stat().st_size)})")
+    home = recipe.config or recipe.model
+    index = DiffusionPipeline.load_config(home)
     # An entry is a pair of library and class, of None if the pipeline lacks the component.
     components = [key for key, entry in index.items() if isinstance(entry, (list, tuple)) and entry[0] is not None]
-    return reporting_components(name, components)
+    return reporting_components(home, components)
 
 
 def mesh_shape(pipe: Any) -> dict[str, int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ _SOUND = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_durati
 class Model:
     """Description of a pipeline, without its weights."""
 
-    name: str  # folder, or repository on the Hub
+    name: str  # folder, repository on the Hub, or single file
     pipeline: str  # name of the pipeline's class
     # Parameters of the pipeline's call that a request may set, with their defaults (inspect.Parameter.empty if there
     # is none). For a modular pipeline, inputs of its blocks.
@@ -41,6 +42,17 @@ class Model:
     modular: bool = False
     takes_loras: bool = True
     required: tuple[str, ...] = ()  # image fields that every request must set
+    # Folder or repository with the configs, if ``name`` is a single file of weights.
+    config: str | None = None
+    controlnet: tuple[str, ...] = ()  # folders or repositories of ControlNets
+    # Classes that take the same weights, and images if this class takes none, or none if it needs some.
+    others: tuple[str, ...] = ()
+    multiple: int = 1  # of which height and width must be, in pixels
+
+    @property
+    def edits(self) -> bool:
+        """Whether a request may have an image to start from or to edit. Images for IP adapters are none."""
+        return any("ip_adapter" not in name for name in self.images)
 
     @property
     def images(self) -> tuple[str, ...]:
@@ -84,14 +96,48 @@ def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
     Raise ValueError if ``cls`` generates audio only.
     """
     parameters = inspect.signature(cls.__call__).parameters
-    fields = {key: parameter.default for key, parameter in parameters.items() if can_be_given(key)}
-    if any(key in fields for key in _SOUND) and not any(key in fields for key in _FRAMES):
-        raise ValueError(f"model {name!r} ({cls.__name__}) generates audio; expected images or videos.")
-    kind: Kind = "video" if any(key in fields for key in _FRAMES) else "image"
+    fields = {key: parameter.default for key, parameter in parameters.items()}
     annotations = {
-        key: parameters[key].annotation
-        for key in fields
+        key: parameter.annotation
+        for key, parameter in parameters.items()
         # A string annotation (from __future__ import annotations in the pipeline's module) is not evaluated.
-        if not isinstance(parameters[key].annotation, str) and parameters[key].annotation is not inspect.Parameter.empty
+        if not isinstance(parameter.annotation, str) and parameter.annotation is not inspect.Parameter.empty
     }
-    return Model(name, cls.__name__, fields, kind, defaults, annotations)
+    model = describe_call(name, cls.__name__, fields, defaults)
+    return replace(
+        model,
+        annotations={key: annotations[key] for key in model.fields if key in annotations},
+        takes_loras=hasattr(cls, "load_lora_weights"),
+    )
+
+
+def describe_call(name: str, pipeline: str, parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> Model:
+    """Return the description of a model by the parameters of its pipeline's call and their defaults, without types.
+
+    Raise ValueError if the pipeline generates audio only.
+    """
+    fields = {key: default for key, default in parameters.items() if can_be_given(key)}
+    if any(key in fields for key in _SOUND) and not any(key in fields for key in _FRAMES):
+        raise ValueError(f"model {name!r} ({pipeline}) generates audio; expected images or videos.")
+    kind: Kind = "video" if any(key in fields for key in _FRAMES) else "image"
+    model = Model(name, pipeline, fields, kind, {key: value for key, value in defaults.items() if key in fields})
+    return replace(model, required=tuple(key for key in model.images if _is_required(key, pipeline, fields[key])))
+
+
+# Fields for images whose default is None, although every call of such a class needs them: classes that are named for
+# what they do with the image. The patterns match names of classes.
+_NEEDED_BY = {
+    "image": re.compile(
+        "Img2Img|Inpaint|Fill|Image(To|2)Video|I2V|Upscale|SuperResolution|Pix2Pix|Depth2Img|ImageEdit|Layered|ControlNet"
+        "|Adapter|Refiner"
+    ),
+    "mask_image": re.compile("Inpaint|Fill"),
+    "control_image": re.compile("Control"),
+}
+
+
+def _is_required(name: str, pipeline: str, default: Any) -> bool:
+    """Whether the image field ``name`` of a classical pipeline class must be set, given the default of its call."""
+    if default is inspect.Parameter.empty:
+        return True
+    return default is None and name in _NEEDED_BY and _NEEDED_BY[name].search(pipeline) is not None

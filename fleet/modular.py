@@ -11,12 +11,13 @@ from typing import Any, get_args
 
 import torch
 
-from para_core.adapters.components import Quantize
 from para_core.adapters.registry import USUAL_NAMES, is_transformer_class
 from para_core.adapters.weights.quantize import loading_config
+from para_core.fleet.model_files import read_index
 from para_core.fleet.models import Kind, Model, can_be_given
 from para_core.fleet.progress import report
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
+from para_core.option_values import Quantize
 
 # Outputs of a modular pipeline that can be written to files. The values are the kind of result, and the attribute of a
 # classical pipeline's output that holds it.
@@ -36,15 +37,7 @@ def is_modular(pipe: Any) -> bool:
 
 def has_modular_index(name: str) -> bool:
     """Whether folder or repository ``name`` has the index file of a modular pipeline, and none of a classical one."""
-    from diffusers import DiffusionPipeline, ModularPipeline
-
-    for loader in (DiffusionPipeline, ModularPipeline):
-        try:
-            loader.load_config(name)
-        except (OSError, ValueError):
-            continue
-        return loader is ModularPipeline
-    return False
+    return read_index(name).modular
 
 
 def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:

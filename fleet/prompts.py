@@ -41,22 +41,7 @@ def read_prompts(
     sets its own. Raise OSError if the file cannot be read, and ValueError if it is not UTF-8, is one JSON array, or has
     only empty lines.
     """
-    try:
-        # Lines are split at "\n" below: splitlines() would also split at U+2028, which JSON strings may contain.
-        contents = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
-    except OSError as error:
-        raise OSError(f"{path} cannot be read: {error.strerror}.") from error
-
-    is_plain = path.suffix.lower() == ".txt"
-    if not contents.strip():
-        raise ValueError(f"{path} is empty; expected one request per line.")
-    if not is_plain and _is_array(contents):
-        raise ValueError(
-            f'{path} is one JSON array; expected one object per line, such as {{"prompt": "a red circle"}}, without '
-            "brackets and commas around them."
-        )
+    contents, is_plain = read_contents(path), _is_plain(path)
 
     def read_image(name: str) -> bytes:
         return (path.parent / name).read_bytes()
@@ -83,6 +68,39 @@ def read_prompts(
         else:
             requests.append(Line(number, request))
     return requests, problems
+
+
+def read_contents(path: Path) -> str:
+    """Return the text of a prompt file.
+
+    Raise OSError if it cannot be read, and ValueError if it is not UTF-8, is one JSON array, or has only empty lines.
+    """
+    try:
+        # Lines are split at "\n" below: splitlines() would also split at U+2028, which JSON strings may contain.
+        contents = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}.") from error
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error.strerror}.") from error
+
+    if not contents.strip():
+        raise ValueError(f"{path} is empty; expected one request per line.")
+    if not _is_plain(path) and _is_array(contents):
+        raise ValueError(
+            f'{path} is one JSON array; expected one object per line, such as {{"prompt": "a red circle"}}, without '
+            "brackets and commas around them."
+        )
+    return contents
+
+
+def require_contents(path: Path) -> None:
+    """Raise what :func:`read_contents` raises. A pipe, which can be read only once, is not read."""
+    if path.is_file() or not path.exists():
+        read_contents(path)
+
+
+def _is_plain(path: Path) -> bool:
+    return path.suffix.lower() == ".txt"
 
 
 def _is_array(text: str) -> bool:

@@ -10,12 +10,19 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
-from para_core.adapters.weights.quantize import require_quantize_fits
-from para_core.attention.attention_options import AttentionSchedule, RotateMethod
-from para_core.attention.backend_selection import EXACT_FORM, Backend
+from para_core.attention.schedule import AttentionSchedule
 from para_core.distributed.mesh_shape import parse_mesh_sizes
+from para_core.fleet.model_files import GGUF
 from para_core.fleet.models import Model
+from para_core.option_values import (
+    EXACT_FORM,
+    Backend,
+    Quantize,
+    RotateMethod,
+    TextEncoders,
+    VaePlacement,
+    require_quantize_fits,
+)
 
 Compile = Literal["no", "blocks", "whole"]
 Offload = Literal["blocks", "model"]
@@ -29,7 +36,10 @@ class Recipe:
     Fields without a comment are arguments of :func:`parallelize_pipe`.
     """
 
-    model: str  # folder, or repository on the Hub
+    model: str  # folder, repository on the Hub, or single file
+    pipeline: str | None = None  # class of diffusers that loads the model; None for that of its index
+    config: str | None = None  # folder or repository with the configs of a single file
+    controlnet: tuple[str, ...] = ()  # folders or repositories of ControlNets for the class
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # "auto": bfloat16 on a GPU, float32 elsewhere
     # Largest sizes of mesh dims, with names of mesh_shape.MESH_NAMES. Empty leaves the choice to parallelize_pipe.
     mesh: tuple[tuple[str, int], ...] = ()
@@ -76,6 +86,8 @@ class Recipe:
                 f"pipefusion is {self.pipefusion}, which computes several steps at the same time; attention by step "
                 "needs one after the other. Leave one out."
             )
+        if self.model.endswith(GGUF):
+            _require_gguf_fits(self)
         if self.quantize is not None:
             require_quantize_fits(self.quantize, None if self.weights == "replicate" else self.weights)
         if self.offload == "model" and self.text_encoders not in (None, "replicate"):
@@ -113,6 +125,9 @@ class Recipe:
         """16 hex digits, equal for recipes whose results are equal up to rounding, even on different meshes."""
         backend = asdict(self.schedule) if self.schedule else self.backend
         decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, backend, self.comm_dtype)
+        other_classes = {"pipeline": self.pipeline, "config": self.config, "controlnet": self.controlnet}
+        if any(other_classes.values()):
+            decisive = (*decisive, other_classes)
         if self.cross_backend is not None:
             decisive = (*decisive, "cross_backend", self.cross_backend)
         if self.pipefusion is not None:
@@ -121,6 +136,23 @@ class Recipe:
             # With fsdp, torchao quantizes weights differently, so results differ by more than rounding.
             decisive = (*decisive, self.quantize, self.weights == "fsdp")
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
+
+
+def _require_gguf_fits(recipe: Recipe) -> None:
+    """Raise ValueError if an option needs plain weights, while the model is a GGUF file, whose weights stay packed."""
+    pipe = dict(recipe.mesh).get("pipe", 1)
+    values = {
+        "weights": None if recipe.weights == "replicate" else recipe.weights,
+        "quantize": recipe.quantize,
+        "compile": None if recipe.compile == "no" else recipe.compile,
+        "mesh": f"pipe={pipe}" if pipe > 1 else None,
+    }
+    for name, value in values.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} is {value!r}, and model is {recipe.model!r}, whose packed weights can be neither sharded nor "
+                f"compiled nor quantized again. Leave --{name} out, or use weights in 16 bits."
+            )
 
 
 def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
@@ -175,14 +207,11 @@ def _obstacles_to_verify(recipe: Recipe) -> list[str]:
     return names + (["a mesh with pipe"] if dict(recipe.mesh).get("pipe", 1) > 1 else [])
 
 
-def refuse_options(model: Model, recipe: Recipe) -> None:
-    """Raise ValueError if the pipeline of ``model`` lacks a method that a LoRA or ``offload="model"`` needs.
+def require_loras(recipe: Recipe) -> None:
+    """Raise FileNotFoundError if a LoRA of the recipe is a path that does not exist, and ValueError if it is no name.
 
-    Raise FileNotFoundError if a LoRA of the recipe is a path that does not exist. One that may be a Hub repository,
-    ``owner/name``, is not checked.
+    One that may be a Hub repository, ``owner/name``, is not checked.
     """
-    if recipe.lora and not model.takes_loras:
-        raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
     for text in recipe.lora:
         name, scale = read_lora(text)
         if not name or not isfinite(scale):
@@ -193,6 +222,16 @@ def refuse_options(model: Model, recipe: Recipe) -> None:
             raise FileNotFoundError(
                 f"lora {name!r} does not exist here; expected a file, a folder, or owner/name of the Hub."
             )
+
+
+def refuse_options(model: Model, recipe: Recipe) -> None:
+    """Raise ValueError if the pipeline of ``model`` lacks a method that a LoRA or ``offload="model"`` needs.
+
+    Raise what :func:`require_loras` raises.
+    """
+    if recipe.lora and not model.takes_loras:
+        raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")
+    require_loras(recipe)
     if recipe.offload == "model" and model.modular:
         raise ValueError(
             f"offload is 'model', but {model.pipeline} is a modular pipeline, and diffusers moves components as a "

@@ -316,14 +316,47 @@ def request_from(
             raise ValueError(f"field {name!r} has {surrogate!a}, which is half of a character.") from None
         except ValueError:
             raise ValueError(f"field {name!r} is {value!r:.80}; expected finite numbers.") from None
+    _require_multiples(values, fields, model)
     if "prompt" in model.fields and fields.get("prompt") is None and not images:
         raise ValueError("field 'prompt' is None; expected a text, or a list of texts.")
     for name in model.required:
         if name not in images:
-            raise ValueError(f"field {name!r} is missing; {model.pipeline} needs an image.")
+            raise ValueError(f"field {name!r} is missing; {model.pipeline} needs an image there.")
     if not 0 <= seed <= LARGEST_SEED:
         raise ValueError(f"seed is {seed}; expected 0 to {LARGEST_SEED}.")
     return Request(fields, seed, images)
+
+
+def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], model: Model) -> None:
+    """Raise ValueError if height or width in ``fields`` is no multiple of what the pipeline generates.
+
+    Most pipelines would round such a side down, and only log it. ``values`` are the fields that the user stated.
+    """
+    step = model.multiple
+    for name in ("width", "height"):
+        side = fields.get(name)
+        if not isinstance(side, int) or side % step == 0:
+            continue
+        if values.get("size") not in (None, "auto"):
+            width, height = fields["width"], fields["height"]
+            smaller = f"{_down(width, step)}x{_down(height, step)}"
+            larger = f"{_up(width, step)}x{_up(height, step)}"
+            raise ValueError(
+                f"size is {width}x{height}; {model.pipeline} generates multiples of {step} pixels: expected "
+                f"{' or '.join(dict.fromkeys([smaller, larger]))}."
+            )
+        raise ValueError(
+            f"field {name!r} is {side}; {model.pipeline} generates multiples of {step} pixels: expected "
+            f"{' or '.join(dict.fromkeys([str(_down(side, step)), str(_up(side, step))]))}."
+        )
+
+
+def _down(side: int, step: int) -> int:
+    return max(step, side // step * step)
+
+
+def _up(side: int, step: int) -> int:
+    return -(-side // step) * step
 
 
 def read_size(value: str) -> tuple[int, int]:

@@ -37,6 +37,7 @@ from para_core.fleet.reading import ServerOptions, body_schema, read_content, re
 from para_core.fleet.request import Request, estimated_pixels
 from para_core.fleet.videos import Videos
 
+_GENERATIONS, _EDITS = "/v1/images/generations", "/v1/images/edits"
 # Size limit of the stored results in bytes. The latest result is kept even if it is larger.
 _STORED_BYTES = 256 * 2**20
 logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Server:
         self.loading = False
         self._loras = None if options.loras is None else LoraFolder(options.loras)
         self._body_schema = body_schema(model, options)
-        self._paths = ("/v1/videos/sync",) if model.kind == "video" else ("/v1/images/generations", "/v1/images/edits")
+        self._paths = generation_paths(model)
         own: dict[Any, Any] = dict.fromkeys((RequestError, RequestValidationError), _refuse)
         self.app = FastAPI(
             title=f"para_core: {model.pipeline}",
@@ -123,7 +124,7 @@ class Server:
     async def _absent(self, http: HttpRequest, error: Any) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}[error.status_code]
         posts = ", ".join(f"POST {path}" for path in self._paths)
-        message = (
+        message = _other_classes(self._model, http.url.path) + (
             f"this server generates {self._model.kind}s: {posts}, DELETE {self._paths[0]}/ID, GET /docs, /health, "
             "/metrics, /v1/models."
         )
@@ -232,6 +233,24 @@ class Server:
                 record_of(http.scope).reason = str(waiting.exception())
             waiting.cancel()
             self._jobs.end(job)
+
+
+def generation_paths(model: Model) -> tuple[str, ...]:
+    """Return the routes that generate with ``model``, without those that the class of its pipeline cannot serve."""
+    if model.kind == "video":
+        return ("/v1/videos/sync",)
+    paths = () if model.required else (_GENERATIONS,)
+    return (*paths, _EDITS) if model.edits else paths
+
+
+def _other_classes(model: Model, path: str) -> str:
+    """Return a sentence with the classes that would serve a route for images that ``model`` cannot; else ""."""
+    if model.kind == "video" or path not in (_GENERATIONS, _EDITS) or path in generation_paths(model):
+        return ""
+    by_images = path == _EDITS
+    needs = "takes no image" if by_images else f"needs {' and '.join(model.required)}"
+    hint = f": start it with --pipeline {' or '.join(model.others)}" if model.others else ""
+    return f"{path} is not served, because {model.pipeline} {needs}{hint}; "
 
 
 def _add_lora_routes(router: APIRouter, loras: LoraFolder) -> None:

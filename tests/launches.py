@@ -16,14 +16,14 @@ from torch.nn.attention import SDPBackend
 from benchmarks.harness import fake_group
 from para_core import SequenceLayout, UnifiedAttnMode, init_context_parallel_mesh
 from para_core.attention import local, usp
-from para_core.attention.attention_options import AttnOptions, RotateMethod
+from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
-from para_core.attention.backend_selection import Backend
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.mask import MaskExtents, mask_of_block
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh
+from para_core.option_values import Backend, RotateMethod
 from para_core.planner.run_counter import RunCounter
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]

@@ -140,10 +140,12 @@ def test_diffusers_alone_brings_pipelines_and_loras(environment):
 @pytest.mark.long
 def test_cli_alone_brings_all_that_its_commands_need(environment):
     python = environment("cli")
-    version, generated, planned, *missing = python.commands(
+    version, generated, planned, quantized, packed, *missing = python.commands(
         ["--version"],
         GENERATE,
         ["plan", "--ranks", "1", "--out", "plan.png"],
+        [*GENERATE, "--quantize", "int8"],
+        [*GENERATE, "--model", "absent.gguf"],
         [*GENERATE, "--replicas", "2", "--seed", "1"],
         ["serve", "--model", TINY_FLUX],
     )
@@ -151,6 +153,8 @@ def test_cli_alone_brings_all_that_its_commands_need(environment):
     assert "para_core" in version[1]
     assert (python.folder / "out/00001.png").is_file()
     assert (python.folder / "plan.png").is_file()
+    require_misses(quantized, "torchao", "quantize")
+    require_misses(packed, "gguf", "quantize")
     for result in missing:
         require_misses(result, "ray", "fleet")
     assert "peft" in python.distributions
@@ -173,6 +177,11 @@ def test_fleet_alone_brings_all_that_the_server_needs(environment):
     python = environment("fleet")
     python.runs("-c", "import para_core.fleet.serving, para_core.fleet.group, para_core.fleet.server")
     python.runs("-m", "para_core", *GENERATE, "--replicas", "2")
+
+
+@pytest.mark.long
+def test_quantize_brings_torchao_and_gguf(environment):
+    environment("quantize").runs("-c", "import torchao, gguf")
 
 
 @pytest.mark.long

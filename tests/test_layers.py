@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     (
         "kernels",
+        "para_core/option_values.py",
         "para_core/torch_internals.py",
         "para_core/user_warnings.py",
         "para_core/version.py",

@@ -14,7 +14,6 @@ from torch import nn
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.attention_names import attention_by_name, translated_attention
 from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
-from para_core.adapters.components import TEXT_ENCODERS, VAE_PLACEMENTS, TextEncoders, VaePlacement
 from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
@@ -28,10 +27,10 @@ from para_core.adapters.weights.staged_transformer import (
     require_stages_fit,
     suspend_stage,
 )
-from para_core.attention.attention_options import AttentionSchedule, AttnOptions, RotateMethod
-from para_core.attention.backend_selection import BACKENDS, EXACT_FORM, Backend
+from para_core.attention.attention_options import AttnOptions
 from para_core.attention.libraries import require_library
 from para_core.attention.local import AttnFunc
+from para_core.attention.schedule import AttentionSchedule
 from para_core.cache.apply import cache_options
 from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
@@ -43,6 +42,16 @@ from para_core.instance_patching import (
     uncompiled,
     unwrap,
     wrap_method,
+)
+from para_core.option_values import (
+    BACKENDS,
+    EXACT_FORM,
+    TEXT_ENCODERS,
+    VAE_PLACEMENTS,
+    Backend,
+    RotateMethod,
+    TextEncoders,
+    VaePlacement,
 )
 from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import Plan

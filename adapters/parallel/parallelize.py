@@ -9,7 +9,6 @@ import torch
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.compatibility.phases import check_parallelize, models_to_parallelize
-from para_core.adapters.components import TextEncoders, VaePlacement
 from para_core.adapters.consistency.options import equal_options
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.model import ParallelOptions, unparallelize_transformer
@@ -19,10 +18,10 @@ from para_core.adapters.planner.default_mesh import Mesh
 from para_core.adapters.registry import require_kind, transformers_of, unets_of
 from para_core.adapters.rows.unet import unparallelize_unet
 from para_core.adapters.weights.sharded_component import Method
-from para_core.attention.attention_options import AttentionSchedule, RotateMethod
-from para_core.attention.backend_selection import Backend
 from para_core.attention.local import AttnFunc
+from para_core.attention.schedule import AttentionSchedule
 from para_core.instance_patching import original_class
+from para_core.option_values import Backend, RotateMethod, TextEncoders, VaePlacement
 from para_core.weights.pipefusion import PipeFusionReport
 from para_core.weights.pipefusion_options import PipeFusion
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.compatibility.phases import check_parallelize, models_to_parallelize
-from para_core.adapters.components import VAE_METHODS, TextEncoders, encoders_with_blocks, text_encoders_of, vaes_of
+from para_core.adapters.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.model import ParallelOptions, TransformerPart, resolve_transformer, resolve_unet
@@ -30,12 +30,13 @@ from para_core.adapters.weights.offloaded_modules import OffloadedModules, offlo
 from para_core.adapters.weights.shard import check_shard, require_mesh_fits, weights_groups
 from para_core.adapters.weights.sharded_component import METHODS
 from para_core.adapters.weights.vae_offload import OffloadedVaes
-from para_core.attention.attention_options import KeptKeys
+from para_core.attention.schedule import KeptKeys
 from para_core.distributed.consistency import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance_patching import original_class
 from para_core.modes.flex_attention import uses_flex_attention
+from para_core.option_values import TextEncoders
 
 
 def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:

@@ -15,7 +15,8 @@ from para_core.adapters.attention_names import require_native_attention
 from para_core.adapters.consistency.callbacks import around_callbacks
 from para_core.adapters.registry import adapter_for, require_blocks
 from para_core.adapters.scheduler_tracker import SchedulerTracker
-from para_core.attention.attention_options import AttentionSchedule, AttnOptions
+from para_core.attention.attention_options import AttnOptions
+from para_core.attention.schedule import AttentionSchedule
 from para_core.cache.branches import Branches, conditions_of
 from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrapped_during, wrapper
 from para_core.plans.module_matching import parameters_of

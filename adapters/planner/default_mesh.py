@@ -25,9 +25,9 @@ from para_core.adapters.planner.count import UnknownModelError
 from para_core.adapters.planner.inputs import default_guidance, number_of_heads
 from para_core.adapters.planner.plan_mesh import plan_mesh, workload
 from para_core.adapters.registry import transformers_of, unets_of
-from para_core.attention.attention_options import RotateMethod
 from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
 from para_core.distributed.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
+from para_core.option_values import RotateMethod
 from para_core.planner.hardware import gpu_at_hand
 from para_core.planner.traffic import MeshShape
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from para_core.adapters.planner.published import PUBLISHED, find_published, published_runs
 from para_core.adapters.planner.sizes import require_size
 from para_core.adapters.planner.stored import stored_workload
+from para_core.option_values import Quantize, TextEncoders, VaePlacement
 from para_core.planner.cost import Machine, Runtime
 from para_core.planner.hardware import Device, Host, Link, Topology, device_named, link_named, measured_figures
 from para_core.planner.mesh_plan import MeshPlan, make_plan, require_positive
 from para_core.planner.prediction import Workload
 from para_core.planner.weights import SHARING, Choices, Demanded, Offload, Sharing
 from para_core.weights.pipefusion_options import PipeFusion
-
-if TYPE_CHECKING:
-    from para_core.adapters.components import Quantize, TextEncoders, VaePlacement
 
 
 def plan_mesh(

@@ -1,19 +1,18 @@
-"""Quantize transformers with torchao, and check which schemes work with sharded weights."""
+"""Quantize transformers with torchao."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.components import Quantize, blocks_of
+from para_core.adapters.components import blocks_of
 from para_core.adapters.registry import USUAL_NAMES, transformers_of
+from para_core.option_values import Quantize
 from para_core.weights.parameters import is_float8, is_plain_weight
-
-QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
 
 def torchao_config(scheme: Quantize) -> Any:
@@ -25,30 +24,15 @@ def torchao_config(scheme: Quantize) -> Any:
     try:
         from torchao import quantization
     except ImportError as error:
-        raise ImportError(f"quantize={scheme!r} needs torchao: pip install torchao.") from error
+        raise ImportError(
+            f"quantize={scheme!r} needs torchao >= 0.18: pip install 'para_core[quantize]', in a checkout "
+            "pip install '.[quantize]'."
+        ) from error
     if scheme == "fp8-dynamic":
         return quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
     if scheme == "int8-dynamic":
         return quantization.Int8DynamicActivationInt8WeightConfig()
     return quantization.Int8WeightOnlyConfig() if scheme == "int8" else quantization.Float8WeightOnlyConfig()
-
-
-def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
-    """Raise ``ValueError`` if ``scheme`` is unknown or does not work with this method of sharding weights.
-
-    ``weights`` is ``"fsdp"``, ``"tensor"``, ``"stages"``, or None for replicated weights.
-    """
-    if scheme not in QUANTIZE:
-        raise ValueError(f"quantize is {scheme!r}; expected one of {', '.join(QUANTIZE)}.")
-    reason = None
-    if weights == "fsdp" and scheme != "int8":
-        reason = "of the quantized weights of torchao, FSDP2 can gather those in int8 only"
-    elif weights == "tensor" and scheme.endswith("-dynamic"):
-        reason = "the scale of a token needs the largest of all its features, and a rank holds a part of them"
-    if reason is not None:
-        raise ValueError(
-            f"quantize={scheme!r} with weights={weights!r}: {reason}. Use quantize='int8', or replicate the weights."
-        )
 
 
 def quantize_transformers(pipe: Any, scheme: Quantize, *, before_fsdp: bool = False) -> None:

@@ -11,8 +11,8 @@ from benchmarks.attention.single_device import TINY, Size, WaysOfSize, measure, 
 from benchmarks.gpu.exact import MASKS, Inputs, Results, compare, exact, make_inputs
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob
 from benchmarks.gpu.processes import Task, interpreted_on_cpu, run_in_pool
-from para_core.attention.backend_selection import Backend
 from para_core.attention.local import local_attention_with_lse
+from para_core.option_values import Backend
 
 # Each kind of call is compiled for each head dim and dtype, which takes seconds. So the most common one has all masks,
 # and each other kind has one.

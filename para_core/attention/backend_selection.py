@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,9 @@ from para_core.attention.backends import (
     no_backend,
 )
 from para_core.attention.libraries import LIBRARIES, refuse_mask_and_causal_oblong, require_tensors
+from para_core.option_values import Backend
 from para_core.torch_internals import math_sdp_enabled
 from para_core.triton_support import has_triton, is_interpreting
-
-Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8", "flash3", "flash4", "sage"]
-
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# Approximate backends, each with the exact backend that replaces it in calls that require a gradient (None: PyTorch
-# chooses). An approximate backend is used only if the user names it.
-EXACT_FORM: Mapping[Backend, Backend | None] = {"triton-int8": "triton", "sage": None}
 
 # The fastest backend by (compute capability, head dim, causal) for 16-bit calls without a mask, if PyTorch would choose
 # another one. Entries must come from benchmarks/attention/single_device.py, run on such a device. As long as

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from para_core.attention import backend_selection
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.backend_selection import OF_PYTORCH, Backend, resolve_backend
+from para_core.attention.backend_selection import OF_PYTORCH, resolve_backend
 from para_core.attention.backends import (
     BACKWARD,
     FORWARD,
@@ -27,6 +27,7 @@ from para_core.attention.libraries import LIBRARIES, library_attention
 from para_core.attention.merge import Merged
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import SequenceMesh
+from para_core.option_values import Backend
 from para_core.torch_internals import DisableTorchFunction
 
 # A user's attention function is called like SDPA, and may also return the lse:

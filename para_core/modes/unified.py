@@ -12,11 +12,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from para_core.attention.attention_options import AttnKeywords, AttnOptions, KeptKeys
+from para_core.attention.attention_options import AttnKeywords, AttnOptions
 from para_core.attention.block_mask import read_block_mask
 from para_core.attention.libraries import require_library
 from para_core.attention.local import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
+from para_core.attention.schedule import KeptKeys
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.create_mesh import require_own_gpus

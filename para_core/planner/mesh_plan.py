@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from para_core.distributed.mesh_shape import mesh_sizes
+from para_core.option_values import TextEncoders
 from para_core.planner.cost import Machine
 from para_core.planner.prediction import (
     MeshPrediction,
@@ -20,7 +21,7 @@ from para_core.planner.prediction import (
 )
 from para_core.planner.traffic import MeshShape
 from para_core.planner.verdict import Fit, duration, first_lines
-from para_core.planner.weights import Choices, Placement, TextEncoders
+from para_core.planner.weights import Choices, Placement
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 from para_core.distributed.mesh_shape import MESH_NAMES
+from para_core.option_values import QUANTIZE, TEXT_ENCODERS, VAE_PLACEMENTS, TextEncoders, VaePlacement
 from para_core.planner.cost import Machine, Seconds, call_seconds, local_rows, overlap_cost
 from para_core.planner.traffic import CallWork, CountedAttention, MeshShape, Operation, Product, Tokens
 from para_core.weights.balance import balanced
@@ -19,11 +20,6 @@ SHARING: tuple[Sharing, ...] = get_args(Sharing)
 # What a user may demand instead, with the names of parallelize_pipe; "replicate" is its default.
 Demanded = Literal["replicate", "fsdp", "tensor"]
 Offload = Literal["blocks", "model"]
-# Where text encoders and the VAE are, as in ``parallelize_pipe``.
-TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
-VaePlacement = Literal["replicate", "offload", "first"]
-# The names of the quantization schemes in adapters/weights/quantize.py, which para_core.planner must not import.
-QUANTIZE = ("int8", "fp8", "int8-dynamic", "fp8-dynamic")
 
 
 @dataclass(frozen=True)
@@ -54,8 +50,8 @@ class Choices:
                 f"sequence of some of {SHARING}, () to replicate them."
             )
         accepted = {
-            "text_encoders": get_args(TextEncoders),
-            "vae_placement": get_args(VaePlacement),
+            "text_encoders": TEXT_ENCODERS,
+            "vae_placement": VAE_PLACEMENTS,
             "quantize": QUANTIZE,
         }
         for name, values in accepted.items():

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.backend_selection import Backend
 from para_core.attention.local import AttnFunc
 from para_core.distributed.consistency import RequireEqual
 from para_core.distributed.layout import Segment
@@ -39,6 +38,7 @@ from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_att
 from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import dispatcher_is_available, unintercepted
 from para_core.modes.recomputation import is_in_backward, recomputed_under, refuse_checkpointing
+from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import CHECK, AttentionCheck
 from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange, SumsOverRanks, add_halo, drop_halo

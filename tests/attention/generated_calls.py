@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
-from para_core.attention.attention_options import RotateMethod
+from para_core.option_values import RotateMethod
 
 FLOAT32_BOUND = 1e-5
 _MASK_DIMS = ["qk", "k", "q", "bk", "bqk", "bhqk", "hqk", "hk", "h", ""]

@@ -287,6 +287,16 @@ def test_impossible_options_exit_with_2(tmp_path, monkeypatch, capsys, options, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_prompts_are_read_from_a_pipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
+    read, write = os.pipe()
+    os.write(write, b'{"prompt": "a", "stepz": 1}\n')
+    os.close(write)
+    assert run(["generate", "--prompts", f"/dev/fd/{read}", "--out", str(tmp_path / "out")]) == 1
+    assert "line 1: FluxPipeline has no field 'stepz'" in capsys.readouterr().err
+    os.close(read)
+
+
 def test_bad_option_beside_prompts_is_one_error(tmp_path, prompts, capsys):
     path = prompts({"prompt": "a"}, {"prompt": "b"})
     assert run(["generate", "--prompts", path, "--steps", "0", "--out", str(tmp_path / "out")]) == 2

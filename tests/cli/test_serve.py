@@ -15,7 +15,7 @@ def started(monkeypatch):
     calls = []
 
     def start(model, recipe, options, replica_options, **rest):
-        calls.append({"recipe": recipe, "options": options, "replicas": replica_options, **rest})
+        calls.append({"model": model, "recipe": recipe, "options": options, "replicas": replica_options, **rest})
         raise RuntimeError("stop here")
 
     monkeypatch.setattr(serving, "start", start)
@@ -62,7 +62,8 @@ def test_seed_and_level_of_the_log(started, arguments, seed, level):
         ("- a", "port: 8000"),
         ("a: [", "no YAML"),
         ("port: many", "port"),
-        ("config: x", "'config'"),
+        ("config: x", "'x'"),
+        ("config: y.yaml", "'y.yaml'"),
     ],
 )
 def test_bad_config_file_is_named(started, tmp_path, capsys, text, message):
@@ -71,6 +72,14 @@ def test_bad_config_file_is_named(started, tmp_path, capsys, text, message):
     assert run(["serve", "--config", str(config)]) == 2
     assert message in capsys.readouterr().err
     assert not started
+
+
+def test_class_and_those_that_serve_other_routes_reach_the_server(started, capsys):
+    assert run(["serve", "--pipeline", "FluxInpaintPipeline", "--warmup", "32x32"]) == 1
+    (call,) = started
+    assert (call["recipe"].pipeline, call["model"].required) == ("FluxInpaintPipeline", ("image", "mask_image"))
+    assert call["model"].others == ("FluxPipeline",)
+    assert call["replicas"].warmup[0].images.keys() == {"image", "mask_image"}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from diffusers import FluxImg2ImgPipeline
+from diffusers import FluxKontextPipeline
 
 from tests.fleet.test_server import PATH, StandIn, ask, image_url, serving
 
@@ -229,7 +229,7 @@ CORPUS = {
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(body_bytes=200_000, pipeline=FluxImg2ImgPipeline) as (port, backend):
+    with serving(body_bytes=200_000, pipeline=FluxKontextPipeline) as (port, backend):
         yield port, backend
 
 

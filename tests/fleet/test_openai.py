@@ -2,12 +2,14 @@
 
 import base64
 import io
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from urllib.request import urlopen
 
 import openai
 import pytest
-from diffusers import FluxImg2ImgPipeline, FluxInpaintPipeline, FluxPipeline
+from diffusers import FluxImg2ImgPipeline, FluxInpaintPipeline, FluxKontextPipeline, FluxPipeline
 from openai.types import Image as OpenAIImage
 from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, ImagesResponse, Model
 from PIL import Image
@@ -93,10 +95,33 @@ def test_transparent_part_of_a_mask_is_generated(client):
         assert Image.open(io.BytesIO(data)).convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_an_edit_is_refused_by_a_pipeline_without_images(client):
-    refused = pytest.raises(openai.BadRequestError, match=r"FluxImg2ImgPipeline.*FluxKontextPipeline")
-    with serving(pipeline=FluxPipeline) as (port, _), refused:
-        client(port).images.edit(image=picture(), prompt="a")
+def test_route_that_a_class_cannot_serve_is_absent_and_names_classes_that_can(client):
+    with serving(pipeline=FluxPipeline, others=("FluxImg2ImgPipeline",)) as (port, _):
+        with pytest.raises(openai.NotFoundError, match=r"/v1/images/edits .*FluxImg2ImgPipeline"):
+            client(port).images.edit(image=picture(), prompt="a")
+        assert client(port).images.generate(prompt="a").data
+    with serving(pipeline=FluxImg2ImgPipeline, others=("FluxPipeline",)) as (port, _):
+        with pytest.raises(openai.NotFoundError, match=r"/v1/images/generations .*FluxPipeline"):
+            client(port).images.generate(prompt="a")
+        assert client(port).images.edit(image=picture(), prompt="a").data
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "served"),
+    [
+        (FluxPipeline, {"generations"}),
+        (FluxImg2ImgPipeline, {"edits"}),
+        (FluxInpaintPipeline, {"edits"}),
+        (FluxKontextPipeline, {"generations", "edits"}),
+    ],
+)
+def test_documented_routes_are_those_that_the_class_serves(pipeline, served):
+    with serving(pipeline=pipeline) as (port, _), urlopen(f"http://127.0.0.1:{port}/openapi.json") as answer:
+        paths = json.load(answer)["paths"]
+    assert {path.removeprefix("/v1/images/") for path in paths if path.startswith("/v1/images/")} - {
+        "generations/{request_id}",
+        "edits/{request_id}",
+    } == served
 
 
 def test_models(client):

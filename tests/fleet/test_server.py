@@ -11,10 +11,11 @@ import json
 import re
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import uvicorn
-from diffusers import FluxImg2ImgPipeline, WanPipeline
+from diffusers import FluxKontextPipeline, WanPipeline
 from PIL import Image
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
@@ -68,10 +69,10 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serving(backend=None, *, pipeline=FluxImg2ImgPipeline, **options):
+def serving(backend=None, *, pipeline=FluxKontextPipeline, others=(), **options):
     """Yield the port of a running server and its backend."""
     backend = backend or StandIn()
-    model = describe("", pipeline, {})
+    model = replace(describe("", pipeline, {}), others=others)
     server = Server(backend, model, ServerOptions(**options))
     backend.server = server
     web = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error", ws="none", lifespan="off"))

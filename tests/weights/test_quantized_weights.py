@@ -10,7 +10,8 @@ from torchao.quantization import quantize_
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import from_pretrained_sharded, parallelize_pipe, unparallelize_pipe, unshard_weights
-from para_core.adapters.weights.quantize import loading_config, require_quantize_fits, torchao_config
+from para_core.adapters.weights.quantize import loading_config, torchao_config
+from para_core.option_values import require_quantize_fits
 from para_core.weights.parameters import plain_tensors
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from para_core.adapters.cache.calibration.image_metrics import ImageMetric, as_images, load_metric
-from para_core.adapters.cache.calibration.result import Calibration, CalibrationRow, Goal, Metric, require_target
+from para_core.adapters.cache.calibration.result import Calibration, CalibrationRow, Goal, require_target
 from para_core.adapters.cache.generation import caching_of
 from para_core.adapters.cache.pipeline import apply_cache_on_pipe, cache_report, remove_cache_from_pipe
 from para_core.adapters.registry import mesh_of
@@ -25,6 +25,7 @@ from para_core.cache.report import CachedStep
 from para_core.distributed.consistency import exchange
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance_patching import original_class
+from para_core.option_values import Metric
 from para_core.user_warnings import ThresholdWarning
 
 

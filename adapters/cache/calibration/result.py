@@ -7,12 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
+
+from para_core.option_values import Metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Metric = Literal["psnr", "ssim", "lpips", "speedup", "computed_steps"]
 # _AT_MOST: metrics whose target is a maximum. _SMALLEST: metrics for which the smallest threshold that reaches the
 # target is chosen; for the others it is the largest.
 _AT_MOST, _SMALLEST = ("lpips", "computed_steps"), ("speedup", "computed_steps")

@@ -23,13 +23,13 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from para_core.attention.attention_options import KeptKeys
 from para_core.attention.attention_plan import RingPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, columns, expand
 from para_core.attention.local import add_autograd_dependency, local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
 from para_core.attention.ring import Packing, ring_attention, ring_pass
+from para_core.attention.schedule import KeptKeys
 from para_core.attention.tiles import sharded_runs
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.layout import Run

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from para_core import SparseKVAttnMode
 from para_core.attention.approximate import snapkv
-from para_core.attention.attention_options import AttnOptions, KeptKeys
+from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
+from para_core.attention.schedule import KeptKeys
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, one_rank

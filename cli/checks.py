@@ -1,0 +1,178 @@
+"""Checks of a command's options before torch is imported, and then the description of the model by its class."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from para_core.cli.options import LoadOptions, RunOptions
+
+if TYPE_CHECKING:
+    from para_core.attention.schedule import AttentionSchedule
+    from para_core.fleet.models import Model
+    from para_core.fleet.recipe import Recipe
+    from para_core.fleet.selection import Selection
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Options of a command that were validated without torch: where the model is, and how it would be loaded."""
+
+    recipe: Recipe
+    selection: Selection
+    # By the source of the class, without types of fields. None for a modular pipeline or a class of unknown source.
+    draft: Model | None
+
+    def require_request(self, fields: dict[str, Any], seed: int, *, several: bool = False) -> None:
+        """Validate the fields of a request as far as they can be without the class itself.
+
+        ``several`` says that other requests complete the fields, so that prompt and images may be missing. Raise
+        typer.BadParameter if the prompt is missing, and ValueError or OSError if a field is invalid.
+        """
+        from para_core.fleet.request import make_request
+
+        if self.draft is None:
+            return
+        if "prompt" in self.draft.fields and fields.get("prompt") is None:
+            if not several:
+                raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
+            fields = {**fields, "prompt": "a"}
+        if not several:
+            require_images(self.draft, fields)
+        self._require_image_fields(fields)
+        draft = replace(self.draft, required=())
+        make_request(fields, draft, seed=seed, read_image=lambda path: Path(path).read_bytes())
+
+    def _require_image_fields(self, fields: dict[str, Any]) -> None:
+        """Raise typer.BadParameter if the class takes no such image, while others for the same weights do."""
+        from para_core.fleet.pipeline_source import fitting_pipelines
+
+        known = {} if self.draft is None else self.draft.fields
+        for name in ("image", "mask_image", "control_image"):
+            if name not in fields or name in known:
+                continue
+            content = self.selection.index.content
+            classes = [source.name for source in fitting_pipelines(content) if name in source.call]
+            if classes:
+                way = "--image" if name == "image" else f"--set {name}"
+                raise typer.BadParameter(
+                    f"{way}: {self.selection.pipeline} takes none; expected --pipeline with one of "
+                    f"{', '.join(classes)}."
+                )
+
+    def require_format(self, format_: str | None) -> None:
+        """Raise ValueError if the results of the model cannot be files of this format."""
+        from para_core.fleet.outputs import choose_format
+
+        if self.draft is not None:
+            choose_format(self.draft, format_)
+
+
+def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Checked:
+    """Validate how a command would load ``model``. Imports no torch, so that a wrong option is answered at once.
+
+    Unless ``debug``, retries of downloads are not logged. Raise FileNotFoundError if the model, a ControlNet or a LoRA
+    does not exist; ModuleNotFoundError if an option needs a package that is not installed; ValueError or
+    typer.BadParameter if an option is invalid.
+    """
+    from para_core.fleet.models import TINY_FLUX_FIELDS, describe_call, find_tiny_flux
+    from para_core.fleet.recipe import Recipe, read_mesh_sizes, require_loras
+    from para_core.fleet.selection import select_pipeline
+
+    values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
+    schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
+    values |= {"backend": schedule or options.backend, "mesh": read_mesh_sizes(options.mesh)}
+    values |= {"config": next(iter(options.config or ()), None), "controlnet": tuple(options.controlnet or ())}
+    if isinstance(options, RunOptions):
+        with suppress(ValueError):  # Recipe refuses other texts than "default".
+            values["cache"] = float(options.cache or "")
+        values["lora"] = tuple(options.lora or ())
+    if not debug:
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    recipe = Recipe("" if model is None else model, **values)
+    require_loras(recipe)
+    _require_packages(recipe)
+    recipe = replace(recipe, model=str(find_tiny_flux()) if model is None else model)
+    selection = select_pipeline(
+        recipe.model, pipeline=recipe.pipeline, config=recipe.config, controlnet=recipe.controlnet
+    )
+    draft = None
+    if selection.source is not None:
+        defaults = TINY_FLUX_FIELDS if model is None else {}
+        draft = describe_call(recipe.model, selection.pipeline, selection.source.call, defaults)
+    # The class that the index names gives the same results, whether it was named or not.
+    recipe = replace(recipe, pipeline=selection.pipeline if selection.is_other_class else None)
+    return Checked(recipe, selection, draft)
+
+
+def _require_packages(recipe: Recipe) -> None:
+    """Raise ModuleNotFoundError if an option needs a package that is not installed."""
+    needed = {
+        "peft": ("--lora", bool(recipe.lora)),
+        "torchao": ("--quantize", recipe.quantize is not None),
+        "gguf": ("a GGUF file", recipe.model.endswith(".gguf")),
+    }
+    for package, (user, is_needed) in needed.items():
+        if is_needed and find_spec(package) is None:
+            raise ModuleNotFoundError(f"{user} needs {package}", name=package)
+
+
+def describe_model(model: str | None, checked: Checked) -> Model:
+    """Return the description of ``model``, which :func:`check` accepted, by its class. Imports torch and diffusers.
+
+    Raise ImportError if a library is not installed, and ValueError or TypeError if the pipeline cannot run, or lacks
+    what an option needs.
+    """
+    from para_core.attention.libraries import require_library
+    from para_core.fleet.loading import find_model
+    from para_core.fleet.recipe import refuse_options
+
+    recipe = checked.recipe
+    backends = recipe.schedule.backends if recipe.schedule else (recipe.backend,)
+    for backend in (*backends, recipe.cross_backend):
+        require_library(backend)
+    description = find_model(
+        model,
+        pipeline=recipe.pipeline,
+        config=recipe.config,
+        controlnet=recipe.controlnet,
+        trust_remote_code=recipe.trust_remote_code,
+    )
+    refuse_options(description, recipe)
+    return description
+
+
+def require_images(model: Model, fields: dict[str, Any]) -> None:
+    """Raise typer.BadParameter if an image that every request of the pipeline needs is missing."""
+    for name in model.required:
+        if fields.get(name) is None:
+            way = "--image FILE" if name == "image" else f"--set {name}=FILE"
+            raise typer.BadParameter(f"{model.pipeline} needs {way}.")
+
+
+def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | None:
+    """Parse ``text``, such as ``"sage:4:4"`` or ``"keys=0.5:4:4"``. ``exact`` is the backend of the other steps."""
+    if text is None:
+        return None
+    from para_core.attention.schedule import AttentionSchedule, KeptKeys
+
+    middle, *steps = text.split(":")
+    if len(steps) not in (0, 2) or not all(step.isdecimal() for step in steps):
+        raise typer.BadParameter(
+            f"--attention-schedule {text}: expected a backend or a share of the keys, or either with the numbers of "
+            "first and last steps that stay exact, such as sage:4:4 or keys=0.5:4:4."
+        )
+    values: dict[str, Any] = {"exact": exact}
+    values |= zip(("first", "last"), map(int, steps), strict=False)
+    try:
+        values["middle"] = KeptKeys(float(middle.removeprefix("keys="))) if middle.startswith("keys=") else middle
+        return AttentionSchedule(**values)
+    except ValueError as error:
+        arguments = f"--attention-schedule {text}" + ("" if exact is None else f" with --backend {exact}")
+        raise typer.BadParameter(f"{arguments}: {error}") from None

@@ -1,0 +1,238 @@
+"""Files of options for ``--config``: YAML, JSON or TOML whose keys are the names of a command's options.
+
+A key that is the name of a command holds a section for this command alone. Values are read as texts, so that click
+converts and refuses them as on the command line: ``compile: no`` is the text "no".
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+# Names that the command line accepts in place of an option's own name.
+ALIASES = {"attention-backend": "backend"}
+# The value of a flag whose second name, such as no-vae, has one of these values.
+_OPPOSITE = {"true": "false", "yes": "false", "on": "false", "false": "true", "no": "true", "off": "true"}
+# Options that a file cannot set.
+_ON_THE_LINE = ("help",)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The parameter of a command that an option name sets. ``negated`` marks the second name of a flag."""
+
+    parameter: Any
+    negated: bool = False
+
+
+def is_option_file(value: str) -> bool:
+    """Whether a value of ``--config`` names a file of options, and not the configs of a model."""
+    return Path(value).suffix.lower() in SUFFIXES
+
+
+def read_config(context: typer.Context, values: Sequence[str] | None) -> list[str]:
+    """Make the values in files of options the defaults of the command, and return the other values of ``--config``.
+
+    Runs before click reads the other options. A later file has priority over an earlier one, and the command line over
+    files. At most one value is returned: the configs of a single-file model. Raise typer.BadParameter if a file cannot
+    be read, or has an unknown key or a value that the option cannot have.
+    """
+    if context.resilient_parsing:
+        return []
+    defaults: dict[str, Any] = {}
+    for value in values or ():
+        if is_option_file(value):
+            defaults |= _defaults_in(Path(value), context)
+    others = [value for value in values or () if not is_option_file(value)]
+    in_files = defaults.pop("config", [])
+    for value in in_files:
+        if is_option_file(value):
+            raise typer.BadParameter(f"config is {value!r} in a file of options; expected the configs of a model.")
+    context.default_map = {**(context.default_map or {}), **defaults}
+    configs = others or in_files
+    if len(configs) > 1:
+        raise typer.BadParameter(
+            f"{' and '.join(configs)}: expected the configs of one model, or files of options ({', '.join(SUFFIXES)})."
+        )
+    return list(configs)
+
+
+def read_option_files_only(context: typer.Context, values: Sequence[str] | None) -> list[str]:
+    """Do the same as :func:`read_config` for a command without a model of files. Refuse any other value."""
+    configs = read_config(context, values)
+    if configs:
+        raise typer.BadParameter(f"{configs[0]}: expected a file of options ({', '.join(SUFFIXES)}).")
+    return []
+
+
+def options_in_files(arguments: Sequence[str]) -> list[str]:
+    """Return ``--name`` for each key of the files of options in a command line, as far as they can be read."""
+    following = [*arguments[1:], ""]
+    values = [value for argument, value in zip(arguments, following, strict=True) if argument == "--config"]
+    values += [argument.partition("=")[2] for argument in arguments if argument.startswith("--config=")]
+    names: list[str] = []
+    for value in filter(is_option_file, values):
+        try:
+            content = _parse(Path(value))
+        except typer.BadParameter:
+            continue
+        sections = [section for section in content.values() if isinstance(section, dict)]
+        names += [_name(key) for entries in (content, *sections) for key in entries]
+    return [f"--{name}" for name in names]
+
+
+def _defaults_in(path: Path, context: typer.Context) -> dict[str, Any]:
+    """Return the values in a file by parameter of the command. Those in its section have priority."""
+    content = _parse(path)
+    group = None if context.parent is None else context.parent.command
+    commands: Mapping[str, Any] = getattr(group, "commands", {})
+    defaults: dict[str, Any] = {}
+    section: dict[str, Any] = {}
+    for key, value in content.items():
+        if key not in commands:
+            defaults |= _default(path, key, value, context, commands)
+            continue
+        if not isinstance(value, dict):
+            raise typer.BadParameter(f"{path} has {value!r:.40} for {key}, a command; expected its options.")
+        if key == context.info_name:
+            section = value
+        for name in value:
+            _require_known(path, name, commands[key], key, {})
+    for key, value in section.items():
+        defaults |= _default(path, key, value, context, commands)
+    return defaults
+
+
+def _default(path: Path, key: str, value: Any, context: typer.Context, commands: Mapping[str, Any]) -> dict[str, Any]:
+    target = _require_known(path, key, context.command, context.info_name or "", commands)
+    parameter = target.parameter
+    several = bool(getattr(parameter, "multiple", False))
+    if isinstance(value, dict) or (isinstance(value, list) and not several):
+        raise typer.BadParameter(f"{path} has {value!r:.60} for {key}; expected one value.")
+    values = value if isinstance(value, list) else [value]
+    texts = [_text(path, key, item) for item in values]
+    if several:
+        return {parameter.name: texts}
+    if target.negated:
+        if texts[0].lower() not in _OPPOSITE:
+            raise typer.BadParameter(f"{path} has {texts[0]!r:.60} for {key}, a flag; expected true or false.")
+        return {parameter.name: _OPPOSITE[texts[0].lower()]}
+    return {parameter.name: texts[0]}
+
+
+def _text(path: Path, key: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None or isinstance(value, (dict, list)):
+        raise typer.BadParameter(f"{path} has {json.dumps(value):.60} for {key}; expected texts or numbers.")
+    return str(value)
+
+
+def _require_known(path: Path, key: str, command: Any, name: str, commands: Mapping[str, Any]) -> _Target:
+    """Return the target of a key. Raise typer.BadParameter if the command has no option of this name."""
+    targets = _targets(command)
+    target = targets.get(_name(key))
+    if target is not None:
+        return target
+    close = difflib.get_close_matches(_name(key), targets, n=1)
+    owners = [other for other, sibling in commands.items() if _name(key) in _targets(sibling)]
+    if owners:
+        hint = f"It is an option of {', '.join(owners)}: write it below '{owners[0]}:'."
+    elif close:
+        hint = f"Did you mean {close[0]}?"
+    else:
+        hint = f"Expected one of {', '.join(sorted(targets))}."
+    raise typer.BadParameter(f"{path} has {key[:40]!r}, which is no option of para_core {name}. {hint}")
+
+
+def _targets(command: Any) -> dict[str, _Target]:
+    targets = {
+        option.lstrip("-"): _Target(parameter, negated)
+        for parameter in command.params
+        if parameter.name not in _ON_THE_LINE
+        for negated, options in ((False, parameter.opts), (True, parameter.secondary_opts))
+        for option in options
+    }
+    return {**targets, **{alias: targets[name] for alias, name in ALIASES.items() if name in targets}}
+
+
+def _name(key: str) -> str:
+    return key.replace("_", "-")
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    """Return the content of a file, in which numbers are texts. Raise typer.BadParameter if it cannot be read."""
+    kind = {".json": "JSON", ".toml": "TOML"}.get(path.suffix.lower(), "YAML")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        content = _PARSERS[kind](text)
+        _require_unique(content)
+    except OSError as error:
+        raise typer.BadParameter(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{path} is no {kind}: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"{path} has {content!r:.40}; expected lines such as 'port: 8000'.")
+    return content
+
+
+def _require_unique(content: Any) -> None:
+    """Raise ValueError if two keys are the same option, such as ``max-size`` and ``max_size``."""
+    if isinstance(content, dict):
+        _unique((_name(key), value) for key, value in content.items())
+        for value in content.values():
+            _require_unique(value)
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"{key[:40]!r} is there twice")
+        content[key] = value
+    return content
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        # BaseLoader makes no numbers or booleans. With them "no" would become False.
+        node = yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    return {} if node is None else _yaml_value(node)
+
+
+def _yaml_value(node: Any) -> Any:
+    if node.id == "mapping":
+        return _unique(_yaml_pairs(node))
+    if node.id == "sequence":
+        return [_yaml_value(item) for item in node.value]
+    return node.value
+
+
+def _yaml_pairs(node: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in node.value:
+        if key.id != "scalar":
+            raise ValueError("a key is no text")
+        yield key.value, _yaml_value(value)
+
+
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique, parse_float=str, parse_int=str, parse_constant=str)
+
+
+def _parse_toml(text: str) -> Any:
+    return tomllib.loads(text, parse_float=str)
+
+
+_PARSERS = {"JSON": _parse_json, "TOML": _parse_toml, "YAML": _parse_yaml}

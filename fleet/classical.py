@@ -1,0 +1,141 @@
+"""Loading of classical diffusers pipelines: another class for the same weights, ControlNets, and single files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from para_core.adapters.weights.quantize import loading_config, quantize_transformers
+from para_core.fleet.model_files import GGUF, is_single_file, kind_of_file, read_config, read_index, weight_names
+from para_core.fleet.models import Model
+from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in
+from para_core.fleet.recipe import Recipe
+from para_core.option_values import Quantize
+
+# Prefixes of the weights of text encoders in single files, by the beginning of their class names.
+_ENCODER_WEIGHTS = {
+    "CLIPText": ("cond_stage_model.", "conditioner.", "text_encoders.clip"),
+    "T5": ("text_encoders.t5",),
+}
+
+
+def refuse_ranks(model: Model, ranks: int) -> None:
+    """Raise TypeError if the class of ``model`` runs on one rank only and ``ranks`` is larger, before it is loaded."""
+    import diffusers
+
+    if ranks == 1 or model.modular:
+        return
+    transformer = class_in(read_index(model.config or model.name).content, "transformer")
+    if transformer == "SD3Transformer2DModel" and hasattr(getattr(diffusers, model.pipeline), "set_pag_applied_layers"):
+        raise TypeError(
+            f"ranks is {ranks}, and {model.pipeline} runs on one: its perturbed attention masks image tokens by their "
+            "number, which is that of one rank. Use --ranks 1, or a class without perturbed attention."
+        )
+
+
+def pipeline_class(recipe: Recipe) -> Any:
+    """Return the class that loads the pipeline of ``recipe``: its own, or DiffusionPipeline, which reads the index."""
+    import diffusers
+
+    return diffusers.DiffusionPipeline if recipe.pipeline is None else getattr(diffusers, recipe.pipeline)
+
+
+def load_controlnets(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
+    """Load the ControlNets of ``recipe``, and return them as a component of the pipeline; empty if it has none.
+
+    Several become a list, from which the pipeline makes one module.
+    """
+    import diffusers
+
+    nets: list[Any] = []
+    for name in recipe.controlnet:
+        cls = getattr(diffusers, str(read_config(name).get("_class_name")))
+        nets.append(cls.from_pretrained(name, dtype=dtype))
+    if not nets:
+        return {}
+    return {CONTROLNET: nets[0] if len(nets) == 1 else nets}
+
+
+def load_classical(recipe: Recipe, *, dtype: torch.dtype, quantize: Quantize | None = None) -> Any:
+    """Load the pipeline of ``recipe`` with all its weights. With ``quantize``, torchao quantizes its transformers.
+
+    Raises what ``from_pretrained`` and ``from_single_file`` of diffusers raise.
+    """
+    cls, parts = pipeline_class(recipe), load_controlnets(recipe, dtype)
+    if not is_single_file(recipe.model):
+        config = {} if quantize is None else {"quantization_config": loading_config(quantize)}
+        return cls.from_pretrained(recipe.model, dtype=dtype, **parts, **config)
+    if kind_of_file(recipe.model) == "pipeline":
+        pipe = _load_pipeline_file(recipe, cls, dtype, parts)
+    else:
+        pipe = cls.from_pretrained(recipe.config, dtype=dtype, **_load_denoiser_file(recipe, dtype), **parts)
+    if quantize is not None:
+        quantize_transformers(pipe, quantize)
+    return pipe
+
+
+def _load_pipeline_file(recipe: Recipe, cls: Any, dtype: torch.dtype, parts: dict[str, Any]) -> Any:
+    """Load a file with the weights of a whole pipeline, as the class of the configs, and make ``cls`` from it."""
+    import diffusers
+    from diffusers.loaders.single_file_utils import SingleFileComponentError
+
+    home = recipe.config or ""
+    own_class = getattr(diffusers, read_index(home).pipeline)
+    if not hasattr(own_class, "from_single_file"):
+        raise ValueError(
+            f"model is {recipe.model!r}, a file with a whole pipeline, and {own_class.__name__} of {home!r} loads no "
+            "such files. Use the folder or repository."
+        )
+    try:
+        encoders = _load_other_encoders(recipe.model, home, dtype)
+        pipe = own_class.from_single_file(recipe.model, config=home, dtype=dtype, **encoders)
+    except SingleFileComponentError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model is {recipe.model!r}, and lacks weights of {own_class.__name__}: {reason} Use the folder or "
+            "repository of the model."
+        ) from error
+    # Not every class can read single files, but each can be made from the components of another.
+    return pipe if recipe.pipeline is None and not parts else cls.from_pipe(pipe, dtype=dtype, **parts)
+
+
+def _load_other_encoders(file: str, home: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Load the text and image encoders that diffusers cannot read from a single file, from its configs' folder.
+
+    It reads encoders of the families of CLIP and T5, if the file has their weights.
+    """
+    import transformers
+
+    names = weight_names(file)
+    encoders: dict[str, Any] = {}
+    for name, entry in read_index(home).content.items():
+        cls = class_in({name: entry}, name)
+        if cls is None or entry[0] != "transformers":
+            continue
+        kind: Any = getattr(transformers, cls)
+        if not issubclass(kind, transformers.PreTrainedModel):
+            continue
+        family = next((family for family in _ENCODER_WEIGHTS if cls.startswith(family)), None)
+        if family is None or not any(weight.startswith(_ENCODER_WEIGHTS[family]) for weight in names):
+            encoders[name] = kind.from_pretrained(home, subfolder=name, dtype=dtype)
+    return encoders
+
+
+def _load_denoiser_file(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
+    """Load a file with the weights of a transformer or UNet alone, and return it as a component of the pipeline."""
+    import diffusers
+
+    home = recipe.config or ""
+    content = read_index(home).content
+    name = next((name for name in DENOISERS if class_in(content, name) is not None), None)
+    cls = None if name is None else getattr(diffusers, str(class_in(content, name)), None)
+    if name is None or not hasattr(cls, "from_single_file"):
+        raise ValueError(
+            f"model is {recipe.model!r}, a file with a transformer, and diffusers reads no such files for the pipeline "
+            f"of {home!r}. Use the folder or repository."
+        )
+    options: dict[str, Any] = {}
+    if recipe.model.endswith(GGUF):
+        options["quantization_config"] = diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
+    return {name: cls.from_single_file(recipe.model, config=home, subfolder=name, dtype=dtype, **options)}  # type: ignore[union-attr]

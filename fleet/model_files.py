@@ -1,0 +1,203 @@
+"""The files of a model: the index of its components, and single files of weights. Imports no torch.
+
+A model is a folder or Hub repository with ``model_index.json`` (a classical pipeline) or ``modular_model_index.json``,
+or a single file of weights, whose configs are in such a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+CLASSICAL, MODULAR = "model_index.json", "modular_model_index.json"
+SAFETENSORS, GGUF = ".safetensors", ".gguf"
+# Suffixes of other files of weights. They are pickles, which may run code when they are read.
+_PICKLES = (".ckpt", ".pt", ".pth", ".bin")
+# Prefixes of weights that only a checkpoint of a whole pipeline has: those of VAEs and of text encoders.
+_WHOLE = ("first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.")
+_LARGEST_HEADER = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class Index:
+    """The index of a folder or repository: which pipeline class it is for, and the classes of its components."""
+
+    modular: bool
+    content: Mapping[str, Any]
+
+    @property
+    def pipeline(self) -> str:
+        """Name of the pipeline class, "None" if the index has none."""
+        return str(self.content.get("_class_name"))
+
+
+def home_of(model: str, config: str | None) -> str:
+    """Return the folder or repository with the configs of ``model``: ``config`` for a single file, else ``model``.
+
+    Raise FileNotFoundError if the file does not exist, and ValueError if it is of another kind, lacks ``config``, or
+    ``config`` is given for a model that is no file.
+    """
+    path = Path(model)
+    is_file = path.is_file() or path.suffix in (SAFETENSORS, GGUF, *_PICKLES)
+    if not is_file or path.is_dir():
+        if config is not None:
+            raise ValueError(
+                f"config is {config!r}, and model {model!r} is no single file: a folder or repository has its own "
+                "configs. Leave --config out."
+            )
+        return model
+    if path.suffix not in (SAFETENSORS, GGUF):
+        raise ValueError(
+            f"model is {model!r}; expected a single file in .safetensors or .gguf, a folder, or a repository on the "
+            "Hub. Convert other files, such as pickles, with diffusers."
+        )
+    if not path.is_file():
+        raise FileNotFoundError(f"model file {model!r} does not exist.")
+    if config is None:
+        raise ValueError(
+            f"model is {model!r}, one file of weights without configs; expected --config with a folder or Hub "
+            "repository of the same model, such as --config black-forest-labs/FLUX.1-dev."
+        )
+    return config
+
+
+def is_single_file(model: str) -> bool:
+    """Whether ``model``, which :func:`home_of` accepted, is a single file."""
+    return Path(model).is_file()
+
+
+def read_index(name: str, *, subject: str = "model") -> Index:
+    """Return the index of a folder or Hub repository. Raise FileNotFoundError if it has none or cannot be reached.
+
+    ``subject`` says in the message what ``name`` is.
+    """
+    found = _find(name, CLASSICAL, subject) or _find(name, MODULAR, subject)
+    if found is None:
+        raise FileNotFoundError(
+            f"{subject} {name!r} has no readable {CLASSICAL} or {MODULAR}; expected a folder written by "
+            "save_pretrained, or a diffusers repository on the Hub."
+        )
+    return Index(found[0] == MODULAR, found[1])
+
+
+def read_config(name: str, subfolder: str = "", *, subject: str = "model") -> Mapping[str, Any]:
+    """Return the ``config.json`` of a component in a folder or Hub repository.
+
+    Raise FileNotFoundError if there is none. ``subject`` says in the message what ``name`` is.
+    """
+    file = f"{subfolder}/config.json" if subfolder else "config.json"
+    found = _find(name, file, subject)
+    if found is None:
+        raise FileNotFoundError(
+            f"{subject} {name!r} has no readable {file}; expected a folder written by save_pretrained, or a "
+            "repository on the Hub."
+        )
+    return found[1]
+
+
+def _find(name: str, file: str, subject: str) -> tuple[str, Mapping[str, Any]] | None:
+    """Return ``(file, its JSON object)`` of a folder or Hub repository; None if it has no such file.
+
+    Raise FileNotFoundError if there is neither, or the file is no JSON object.
+    """
+    if Path(name).is_dir():
+        path = Path(name) / file
+        if not path.is_file():
+            return None
+    else:
+        downloaded = _download(name, file, subject)
+        if downloaded is None:
+            return None
+        path = downloaded
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{subject} {name!r} has no readable {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise FileNotFoundError(f"{subject} {name!r} has no readable {file}: expected a JSON object.")
+    return file, content
+
+
+def _download(name: str, file: str, subject: str) -> Path | None:
+    """Return the path of a file of a Hub repository, downloaded if necessary; None if the repository has no such file.
+
+    Raise FileNotFoundError if ``name`` cannot be a repository, or the repository cannot be reached.
+    """
+    owner, slash, repository = name.partition("/")
+    if not slash or not owner or not repository or "/" in repository or name.startswith((".", "~")):
+        wanted = f"{CLASSICAL} or {MODULAR}" if file in (CLASSICAL, MODULAR) else file
+        single = "a .safetensors or .gguf file, " if subject == "model" else ""
+        raise FileNotFoundError(
+            f"{subject} {name!r} does not exist here; expected a folder with a {wanted} in it, {single}or owner/name "
+            "of a repository on the Hub."
+        )
+    try:
+        return _downloaded(name, file)
+    except Exception as error:
+        # An invalid name, a missing or gated repository, or the network: the Hub's client has a class for each.
+        raise FileNotFoundError(_unreachable(name, file, subject, error)) from error
+
+
+@cache
+def _downloaded(name: str, file: str) -> Path | None:
+    """Do the same as :func:`_download`, and raise what the client of the Hub raises.
+
+    The result is kept for the process, because the client asks the Hub each time whether the file has changed.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, file))
+    except LocalEntryNotFoundError:  # a kind of EntryNotFoundError for a Hub that cannot be reached
+        raise
+    except EntryNotFoundError:
+        return None
+
+
+def _unreachable(name: str, file: str, subject: str, error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
+    return (
+        f"{subject} {name!r} has no readable {file}: it is no folder here, and no repository that can be reached "
+        f"on the Hub ({reason})"
+    )
+
+
+SingleFile = Literal["pipeline", "transformer"]
+
+
+def kind_of_file(path: str) -> SingleFile:
+    """Return whether a single file has the weights of a whole pipeline or of its transformer alone.
+
+    Only the header of the file is read. Raise ValueError if it is damaged, or has the weights of a LoRA.
+    """
+    if Path(path).suffix == GGUF:
+        with Path(path).open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ValueError(f"model {path!r} is no GGUF file: it does not begin with 'GGUF'. Download it again.")
+        return "transformer"
+    names = weight_names(path)
+    if not names:
+        raise ValueError(f"model {path!r} is a safetensors file with no weights. Download it again.")
+    if any(".lora_" in name or name.startswith("lora_") for name in names):
+        raise ValueError(f"model {path!r} has the weights of a LoRA. Give it as --lora, and its base as --model.")
+    return "pipeline" if any(name.startswith(_WHOLE) for name in names) else "transformer"
+
+
+def weight_names(path: str) -> list[str]:
+    """Return the names of the weights in a safetensors file: an 8-byte length, then that many bytes of JSON."""
+    try:
+        with Path(path).open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > _LARGEST_HEADER:
+                raise ValueError(f"its header has {length} bytes")
+            header = json.loads(file.read(length))
+        return [str(name) for name in header if name != "__metadata__"]
+    except (struct.error, ValueError, TypeError) as error:
+        raise ValueError(f"model {path!r} is no safetensors file: {error}. Download it again.") from error

@@ -1,0 +1,48 @@
+"""The values of options that are names. Imports no torch, so that a command can validate its options at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+# Backends of local attention.
+Backend = Literal["flash", "efficient", "cudnn", "math", "triton", "triton-int8", "flash3", "flash4", "sage"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+# Approximate backends, each with the exact backend that replaces it in calls that require a gradient (None: PyTorch
+# chooses). An approximate backend is used only if the user names it.
+EXACT_FORM: Mapping[Backend, Backend | None] = {"triton-int8": "triton", "sage": None}
+
+# Keys reach the queries of other ring ranks in one of three ways: they are passed on from neighbour to neighbour
+# ("alltoall"), gathered at once ("allgather"), or the ranks form a grid, in which queries are sent along rows and keys
+# along columns ("2d").
+RotateMethod = Literal["alltoall", "allgather", "2d"]
+ROTATE_METHODS: tuple[RotateMethod, ...] = get_args(RotateMethod)
+
+# Placements of weights, and schemes of torchao.
+TextEncoders = Literal["replicate", "fsdp", "offload", "first"]
+TEXT_ENCODERS: tuple[TextEncoders, ...] = get_args(TextEncoders)
+VaePlacement = Literal["replicate", "offload", "first"]
+VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
+Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
+QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
+
+# What a calibration of the cache measures.
+Metric = Literal["psnr", "ssim", "lpips", "speedup", "computed_steps"]
+
+
+def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
+    """Raise ``ValueError`` if ``scheme`` is unknown or does not work with this method of sharding weights.
+
+    ``weights`` is ``"fsdp"``, ``"tensor"``, ``"stages"``, or None for replicated weights.
+    """
+    if scheme not in QUANTIZE:
+        raise ValueError(f"quantize is {scheme!r}; expected one of {', '.join(QUANTIZE)}.")
+    reason = None
+    if weights == "fsdp" and scheme != "int8":
+        reason = "of the quantized weights of torchao, FSDP2 can gather those in int8 only"
+    elif weights == "tensor" and scheme.endswith("-dynamic"):
+        reason = "the scale of a token needs the largest of all its features, and a rank holds a part of them"
+    if reason is not None:
+        raise ValueError(
+            f"quantize={scheme!r} with weights={weights!r}: {reason}. Use quantize='int8', or replicate the weights."
+        )

@@ -1,0 +1,354 @@
+"""Models that are single files, other classes for the same weights, and ControlNets: found, described and loaded."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DiffusionPipeline,
+    FluxControlNetModel,
+    FluxControlNetPipeline,
+    FluxImg2ImgPipeline,
+    FluxTransformer2DModel,
+)
+from PIL import Image
+from safetensors.torch import load_file, save, save_file
+
+from para_core.fleet.classical import refuse_ranks
+from para_core.fleet.foresee import without_weights
+from para_core.fleet.loading import build, find_model
+from para_core.fleet.model_files import read_index
+from para_core.fleet.models import describe, find_tiny_flux
+from para_core.fleet.pipeline_source import fitting_pipelines, pipeline_files, read_pipeline
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import make_request
+from para_core.fleet.selection import pipelines_for, select_pipeline
+from tests.fleet.ldm_files import write_checkpoint
+from tests.weights.hub import REPOSITORY, Hub
+from zoo.tiny.pipelines.unet import stable_diffusion
+
+ROOT = Path(__file__).parents[2]
+FLUX = str(find_tiny_flux())
+WITH_STRENGTH = ("FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxFillPipeline")
+CALL = {"prompt": "a blue square", "num_inference_steps": 2, "height": 32, "width": 48, "max_sequence_length": 16}
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    return FluxTransformer2DModel.from_pretrained(FLUX, subfolder="transformer")
+
+
+@pytest.fixture(scope="module")
+def safetensors_file(tmp_path_factory, transformer):
+    path = tmp_path_factory.mktemp("files") / "flux.safetensors"
+    save_file(transformer.state_dict(), path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory, transformer):
+    """Return a GGUF file with linear layers in 8 bits."""
+    path = str(tmp_path_factory.mktemp("files") / "flux.gguf")
+    q8, f32 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.F32
+    writer = gguf.GGUFWriter(path, "flux")
+    for name, x in transformer.state_dict().items():
+        values = x.numpy()
+        packs = values.ndim == 2 and values.shape[1] % 32 == 0
+        writer.add_tensor(name, gguf.quants.quantize(values, q8) if packs else values, raw_dtype=q8 if packs else f32)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def controlnet(tmp_path_factory, transformer):
+    folder = str(tmp_path_factory.mktemp("controlnet"))
+    torch.manual_seed(0)
+    sizes = {name: transformer.config[name] for name in ("attention_head_dim", "num_attention_heads")}
+    net = FluxControlNetModel.from_transformer(transformer, num_layers=1, num_single_layers=1, **sizes)
+    for parameter in net.parameters():
+        if not parameter.any():  # the projections, without which the ControlNet changes nothing
+            torch.nn.init.normal_(parameter, std=0.1)
+    net.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stable_diffusion_folder(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("sd"))
+    stable_diffusion("StableDiffusionPipeline").save_pretrained(folder)
+    return folder
+
+
+def picture(size=(48, 32)):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def pixels(pipe, **call):
+    output = pipe(generator=torch.Generator().manual_seed(3), output_type="np", **{**CALL, **call}).images
+    return np.asarray(output)
+
+
+def same_weights(module, other):
+    weights, others = module.state_dict(), other.state_dict()
+    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_other_class_equals_diffusers():
+    pipe = build(Recipe(FLUX, pipeline="FluxImg2ImgPipeline"))
+    plain = FluxImg2ImgPipeline.from_pretrained(FLUX, dtype=torch.float32)
+    assert isinstance(pipe, FluxImg2ImgPipeline)
+    assert np.array_equal(pixels(pipe, image=picture(), strength=0.9), pixels(plain, image=picture(), strength=0.9))
+
+
+def edit_on_rank(recipe):
+    return pixels(build(recipe), image=picture(), strength=0.9)
+
+
+@pytest.mark.parametrize("weights", ["replicate", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_other_class_on_ranks_equals_diffusers(rank_pool, weights):
+    plain = FluxImg2ImgPipeline.from_pretrained(FLUX, dtype=torch.float32)
+    expected = pixels(plain, image=picture(), strength=0.9)
+    recipe = Recipe(FLUX, "FluxImg2ImgPipeline", weights=weights)
+    for rank, out in enumerate(rank_pool.run(edit_on_rank, 2, recipe)):
+        assert np.abs(out - expected).max() < 1e-4, f"rank {rank}"
+
+
+def control_on_rank(recipe):
+    return pixels(build(recipe), control_image=picture())
+
+
+@pytest.mark.parametrize("weights", ["replicate", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_controlnet_on_ranks_equals_diffusers(rank_pool, controlnet, weights):
+    net = FluxControlNetModel.from_pretrained(controlnet)
+    plain = FluxControlNetPipeline.from_pretrained(FLUX, controlnet=net, dtype=torch.float32)
+    expected = pixels(plain, control_image=picture())
+    recipe = Recipe(FLUX, "FluxControlNetPipeline", controlnet=(controlnet,), weights=weights)
+    for rank, out in enumerate(rank_pool.run(control_on_rank, 2, recipe)):
+        assert np.abs(out - expected).max() < 1e-4, f"rank {rank}"
+
+
+def test_controlnets_are_loaded_and_used(controlnet):
+    alone = pixels(build(Recipe(FLUX)))
+    pipe = build(Recipe(FLUX, pipeline="FluxControlNetPipeline", controlnet=(controlnet,)))
+    one = pixels(pipe, control_image=picture())
+    assert np.abs(one - alone).max() > 0.01
+    pair = build(Recipe(FLUX, pipeline="FluxControlNetPipeline", controlnet=(controlnet, controlnet)))
+    nets = [FluxControlNetModel.from_pretrained(controlnet) for _ in range(2)]
+    plain = FluxControlNetPipeline.from_pretrained(FLUX, controlnet=nets, dtype=torch.float32)
+    call = {"control_image": [picture(), picture()], "controlnet_conditioning_scale": [0.5, 0.2]}
+    assert np.abs(pixels(pair, **call) - pixels(plain, **call)).max() < 1e-4
+
+
+@pytest.mark.parametrize("other", [None, "FluxImg2ImgPipeline"])
+def test_file_of_a_transformer_equals_its_folder(safetensors_file, other):
+    call = {} if other is None else {"image": picture(), "strength": 0.9}
+    pipe = build(Recipe(safetensors_file, config=FLUX, pipeline=other))
+    plain = build(Recipe(FLUX, pipeline=other))
+    assert same_weights(pipe.transformer, plain.transformer)
+    # Weights of a mapped file are not aligned, so a kernel may sum them in another order.
+    assert np.abs(pixels(pipe, **call) - pixels(plain, **call)).max() < 1e-4
+
+
+def test_gguf_file_stays_packed_and_is_close_to_its_folder(gguf_file):
+    pipe = build(Recipe(gguf_file, config=FLUX))
+    assert type(pipe.transformer.hf_quantizer).__name__ == "GGUFQuantizer"
+    error = np.abs(pixels(pipe) - pixels(build(Recipe(FLUX)))).max()
+    assert 0 < error < 0.1
+
+
+@pytest.mark.slow
+def test_configs_of_a_repository_complete_a_file(safetensors_file, tmp_path):
+    """Everything but the weights of the transformer is downloaded."""
+    arguments = ["generate", "--model", safetensors_file, "--config", REPOSITORY, "--prompt", "a", "--steps", "1"]
+    with Hub(find_tiny_flux()) as hub:
+        environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub")}
+        subprocess.run(
+            [sys.executable, "-m", "para_core", *arguments, "--size", "32x32", "--out", str(tmp_path / "out")],
+            env={**environment, "PYTHONPATH": str(ROOT)},
+            check=True,
+            timeout=300,
+        )
+    assert (tmp_path / "out/00001.png").is_file()
+    weights = {name.partition("/")[0] for name in hub.downloaded if name.endswith(".safetensors")}
+    assert weights == {"vae", "text_encoder", "text_encoder_2"}
+    assert hub.downloaded.count("model_index.json") == 1
+
+
+@pytest.mark.parametrize("other", [None, "StableDiffusionImg2ImgPipeline"])
+def test_file_of_a_whole_pipeline_equals_its_folder(stable_diffusion_folder, tmp_path, other):
+    file = str(tmp_path / "sd.safetensors")
+    write_checkpoint(DiffusionPipeline.from_pretrained(stable_diffusion_folder), file)
+    pipe = build(Recipe(file, config=stable_diffusion_folder, pipeline=other))
+    plain = build(Recipe(stable_diffusion_folder, pipeline=other))
+    assert type(pipe).__name__ == type(plain).__name__ == other or other is None
+    assert_same_parts(pipe, plain)
+
+
+def test_text_encoder_that_a_whole_file_lacks_is_that_of_the_configs(stable_diffusion_folder, tmp_path):
+    file = tmp_path / "sd.safetensors"
+    write_checkpoint(DiffusionPipeline.from_pretrained(stable_diffusion_folder), file)
+    save_file({name: x for name, x in load_file(file).items() if "cond_stage_model" not in name}, file)
+    pipe = build(Recipe(str(file), config=stable_diffusion_folder))
+    assert_same_parts(pipe, build(Recipe(stable_diffusion_folder)))
+
+
+def assert_same_parts(pipe, plain):
+    for name in ("unet", "vae", "text_encoder"):
+        assert same_weights(getattr(pipe, name), getattr(plain, name)), name
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"weights": "fsdp"}, "weights"),
+        ({"weights": "tensor", "mesh": (("tensor", 2),)}, "weights"),
+        ({"quantize": "int8"}, "quantize"),
+        ({"compile": "whole"}, "compile"),
+        ({"mesh": (("pipe", 2),)}, "mesh"),
+    ],
+)
+def test_options_that_need_plain_weights_are_refused_with_gguf(options, named):
+    with pytest.raises(ValueError, match=f"^{named} is .*model.gguf"):
+        Recipe("model.gguf", config=FLUX, **options)
+    Recipe("model.gguf", config=FLUX, offload="blocks", mesh=(("ring", 2),))
+
+
+def test_other_class_is_another_result():
+    digests = {
+        Recipe(FLUX).digest,
+        Recipe(FLUX, pipeline="FluxImg2ImgPipeline").digest,
+        Recipe(FLUX, controlnet=("a/b",)).digest,
+        Recipe(FLUX, config="a/b").digest,
+    }
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "required"),
+    [
+        ("FluxPipeline", ()),
+        ("FluxKontextPipeline", ()),
+        ("FluxImg2ImgPipeline", ("image",)),
+        ("FluxInpaintPipeline", ("image", "mask_image")),
+        ("FluxFillPipeline", ("image", "mask_image")),
+        ("FluxControlPipeline", ("control_image",)),
+    ],
+)
+def test_fields_follow_from_the_class(pipeline, required):
+    model = find_model(FLUX, pipeline=pipeline)
+    assert (model.pipeline, model.required, model.multiple) == (pipeline, required, 16)
+    assert ("strength" in model.fields) == (pipeline in WITH_STRENGTH)
+
+
+def test_sources_describe_the_calls_of_the_classes():
+    """Compare the fields that are read from the source of a class with those of the imported class."""
+    import diffusers
+
+    for name in ("FluxPipeline", "FluxControlNetPipeline", "WanPipeline", "StableDiffusionXLInpaintPipeline"):
+        cls = getattr(diffusers, name)
+        source = read_pipeline(name)
+        imported = describe("", cls, {})
+        assert {key: source.call[key] for key in imported.fields} == imported.fields
+        assert set(source.required) <= {*cls._get_signature_keys(cls)[0]}
+    assert {"FluxPipeline", "WanPipeline"} <= pipeline_files().keys()
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "multiple"),
+    [("StableDiffusionPipeline", 8), ("StableDiffusionInpaintPipeline", 8), ("StableDiffusionImg2ImgPipeline", 1)],
+)
+def test_multiple_of_sides_is_that_of_the_class(stable_diffusion_folder, pipeline, multiple):
+    assert find_model(stable_diffusion_folder, pipeline=pipeline).multiple == multiple
+    assert find_model(str(ROOT / "zoo/video/pipeline")).multiple == 16
+
+
+def test_classes_that_fit_are_those_of_the_same_parts(stable_diffusion_folder):
+    names = {source.name for source in fitting_pipelines(read_index(FLUX).content)}
+    assert {"FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxControlNetPipeline"} <= names
+    assert not {"QwenImagePipeline", "StableDiffusionPipeline", "Flux2Pipeline"} & names
+    index = read_index(stable_diffusion_folder).content
+    names = [source.name for source in fitting_pipelines(index)]
+    assert names[0] == "StableDiffusionPipeline"
+    assert {"StableDiffusionImg2ImgPipeline", "StableDiffusionControlNetPipeline"} <= {*names}
+    assert not {"StableDiffusionXLPipeline", "KolorsPipeline", "IFPipeline"} & {*names}
+    assert "FluxImg2ImgPipeline" in pipelines_for(FLUX, images=True)
+    assert pipelines_for(FLUX, images=False) == ["FluxPipeline"]
+
+
+def test_memory_is_predicted_with_the_parts_of_the_class(controlnet):
+    model = find_model(FLUX, pipeline="FluxControlNetPipeline", controlnet=[controlnet])
+    pipe = without_weights(model, torch.float32)
+    assert type(pipe).__name__ == "FluxControlNetPipeline"
+    assert next(pipe.controlnet.parameters()).is_meta
+
+
+def test_controlnet_that_does_not_fit_is_refused(controlnet, stable_diffusion_folder):
+    with pytest.raises(ValueError, match=r"controlnet .* FluxPipeline takes no ControlNet; .*FluxControlNetPipeline"):
+        select_pipeline(FLUX, controlnet=[controlnet])
+    with pytest.raises(ValueError, match="a FluxControlNetModel; expected a ControlNetModel"):
+        select_pipeline(stable_diffusion_folder, pipeline="StableDiffusionControlNetPipeline", controlnet=[controlnet])
+
+
+def test_pipeline_that_cannot_run_is_refused_by_its_index(tmp_path):
+    index = {"_class_name": "DDPMPipeline", "unet": ["diffusers", "UNet2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(TypeError, match="UNet2DModel"):
+        find_model(str(tmp_path))
+    index = {"_class_name": "LuminaPipeline", "transformer": ["diffusers", "LuminaNextDiT2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(TypeError, match="LuminaNextDiT2DModel"):
+        find_model(str(tmp_path))
+
+
+def test_class_for_one_rank_is_refused_on_several(tmp_path):
+    index = {"_class_name": "StableDiffusion3PAGPipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    model = find_model(str(tmp_path))
+    refuse_ranks(model, 1)
+    with pytest.raises(TypeError, match=r"ranks is 2.*StableDiffusion3PAGPipeline"):
+        refuse_ranks(model, 2)
+    refuse_ranks(find_model(FLUX, pipeline="FluxImg2ImgPipeline"), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "named"),
+    [
+        ("a.safetensors", b"", "no safetensors file"),
+        ("a.safetensors", b"\xff" * 20, "no safetensors file"),
+        ("a.safetensors", b"\x02" + bytes(7) + b"{", "no safetensors file"),
+        ("a.safetensors", b"\x02" + bytes(7) + b"[]", "no weights"),
+        ("a.safetensors", b"\x02" + bytes(7) + b"{}", "no weights"),
+        ("a.safetensors", save({"x.lora_A.weight": torch.zeros(1)}), "LoRA"),
+        ("a.gguf", b"GGML", "no GGUF file"),
+        ("a.gguf", b"", "no GGUF file"),
+    ],
+)
+def test_damaged_file_and_lora_are_refused(tmp_path, name, contents, named):
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(ValueError, match=named):
+        select_pipeline(str(tmp_path / name), config=FLUX)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"size": "40x24"}, "size is 40x24.* 32x16 or 48x32"),
+        ({"height": 24}, "'height' is 24.* 16 or 32"),
+        ({"width": 5}, "'width' is 5.* expected 16\\."),
+    ],
+)
+def test_size_that_the_pipeline_would_round_is_refused(values, expected):
+    model = find_model(None)
+    with pytest.raises(ValueError, match=expected):
+        make_request({"prompt": "a", **values}, model)
+    make_request({"prompt": "a", "size": "48x32"}, model)
+    make_request({"prompt": "a", "size": "auto"}, model)
