@@ -1,4 +1,4 @@
-"""Fields of a pipeline that take an image to edit; and for one that has none, the classes of diffusers that have."""
+"""For a pipeline that takes no image, the classes of diffusers that take one."""
 
 from __future__ import annotations
 
@@ -36,11 +36,6 @@ def classes_with_images(pipeline: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name != pipeline))
 
 
-def edited_images(model: Model) -> tuple[str, ...]:
-    """Return the fields that take an image from which the result is made. That of an IP adapter is none of these."""
-    return tuple(name for name in model.images if "ip_adapter" not in name)
-
-
 # Names of the fields by which clients send an image: those of OpenAI's API, and those of pipelines.
 _NAMES = ("image", "images", "input_image", "input_images", "input_reference", "mask", "mask_image", "image[]")
 
@@ -50,12 +45,14 @@ def is_image_field(name: str) -> bool:
     return name in _NAMES
 
 
-def takes_no_image(pipeline: str) -> str:
-    """Return the error message for an image that was sent to ``pipeline``, with the classes that would take it."""
-    classes = classes_with_images(pipeline)
+def takes_no_image(model: Model) -> str:
+    """Return the error message for an image that was sent to ``model``, with the classes that would take it."""
+    classes = model.others or classes_with_images(model.pipeline)
     if not classes:
-        return f"{pipeline} takes no image, and diffusers has no class of its family that does: send a prompt alone."
+        return (
+            f"{model.pipeline} takes no image, and diffusers has no class of its family that does. Send a prompt alone."
+        )
     return (
-        f"{pipeline} takes no image, and {' or '.join(classes)} would: load the model with one of these (--pipeline "
-        f"{classes[0]}), or send a prompt alone."
+        f"{model.pipeline} takes no image, and {' or '.join(classes)} would: load the model with one of these "
+        f"(--pipeline {classes[0]}), or send a prompt alone."
     )

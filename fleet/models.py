@@ -50,9 +50,14 @@ class Model:
     multiple: int = 1  # of which height and width must be, in pixels
 
     @property
+    def edited_images(self) -> tuple[str, ...]:
+        """Names of the fields that take an image from which the result is made. That of an IP adapter is none."""
+        return tuple(name for name in self.images if "ip_adapter" not in name)
+
+    @property
     def edits(self) -> bool:
-        """Whether a request may have an image to start from or to edit. Images for IP adapters are none."""
-        return any("ip_adapter" not in name for name in self.images)
+        """Whether a request may have an image to start from or to edit."""
+        return bool(self.edited_images)
 
     @property
     def images(self) -> tuple[str, ...]:

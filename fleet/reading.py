@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 
 from para_core.fleet.failures import RequestError
 from para_core.fleet.foresee import Memory
-from para_core.fleet.image_classes import edited_images, takes_no_image
+from para_core.fleet.image_classes import takes_no_image
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import FORMATS
@@ -283,7 +283,7 @@ def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], mod
     """
     named: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    edited = edited_images(model)
+    edited = model.edited_images
     for source, value in values.items():
         name = source if source in model.fields else _NAMES.get(source, source)
         if name == "image" and "image" not in model.fields and edited:
@@ -294,7 +294,7 @@ def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], mod
         if name in sources:
             raise ValueError(f"field {sources[name]!r} and field {source!r} both set {name!r}: expected one of them.")
         if source in _NAMES and source not in model.fields and not edited:
-            raise ValueError(takes_no_image(model.pipeline))
+            raise ValueError(takes_no_image(model))
         sources[name] = source
         is_image = name in model.images or source in _NAMES
         named[name] = _image_texts(source, value) if is_image else value

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from para_core.fleet.image_classes import edited_images, is_image_field, takes_no_image
+from para_core.fleet.image_classes import is_image_field, takes_no_image
 from para_core.fleet.models import Kind, Model, unknown_field
 
 # Short names that a request may use, and the parameters of diffusers that each stands for: the first that the pipeline
@@ -248,8 +248,8 @@ def describe_error(error: ValidationError, model: Model, subject: str) -> str:
         return f'the {subject} is invalid: {first["msg"]}. Expected a JSON object such as {{"prompt": "a red circle"}}.'
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        no_image = is_image_field(name) and not edited_images(model)
-        return takes_no_image(model.pipeline) if no_image else unknown_field(model, name)
+        no_image = is_image_field(name) and not model.edits
+        return takes_no_image(model) if no_image else unknown_field(model, name)
     if first["type"] == "string_pattern_mismatch":
         return f"field {name!r} is {_short(first['input'])}: expected width x height in pixels, such as '1024x768'."
     # pydantic reports one error for each member of a union, so the sentence joins all errors of the field.

@@ -24,7 +24,7 @@ from para_core.fleet.access import Access, public_address
 from para_core.fleet.answers import MEDIA_TYPES, answer_body, answer_events
 from para_core.fleet.failures import RequestError
 from para_core.fleet.foresee import Memory
-from para_core.fleet.image_classes import edited_images, takes_no_image
+from para_core.fleet.image_classes import takes_no_image
 from para_core.fleet.jobs import Job, Jobs, Replicas
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.middleware import ID, HeadAsGet, RequestLog, record_of
@@ -124,7 +124,8 @@ class Server:
     async def _absent(self, http: HttpRequest, error: Any) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}[error.status_code]
         posts = ", ".join(f"POST {path}" for path in self._paths)
-        message = _other_classes(self._model, http.url.path) + (
+        # A thread may import diffusers' tables: the event loop must not be blocked.
+        message = await asyncio.to_thread(_other_classes, self._model, http.url.path) + (
             f"this server generates {self._model.kind}s: {posts}, DELETE {self._paths[0]}/ID, GET /docs, /health, "
             "/metrics, /v1/models."
         )
@@ -182,13 +183,9 @@ class Server:
     async def _generate(self, http: HttpRequest) -> Response:
         """Generate images or videos. With ``"stream": true`` the response is server-sent events."""
         is_edit = http.url.path.endswith("/edits")
-        if is_edit and not edited_images(self._model):
-            # A thread imports diffusers' tables: the event loop must not be blocked.
-            message = await asyncio.to_thread(takes_no_image, self._model.pipeline)
-            raise RequestError(400, "invalid_value", message)
         request = await self._read(http)
         if is_edit and not request.images:
-            takes = " or ".join(edited_images(self._model))
+            takes = " or ".join(self._model.edited_images)
             raise RequestError(400, "invalid_value", f"an edit needs an image; expected field {takes}.")
         job = self._jobs.start(request, _id_of(http))
         base_url = public_address(http) if request.delivery.url else None
@@ -247,10 +244,10 @@ def _other_classes(model: Model, path: str) -> str:
     """Return a sentence with the classes that would serve a route for images that ``model`` cannot; else ""."""
     if model.kind == "video" or path not in (_GENERATIONS, _EDITS) or path in generation_paths(model):
         return ""
-    by_images = path == _EDITS
-    needs = "takes no image" if by_images else f"needs {' and '.join(model.required)}"
+    if path == _EDITS:
+        return f"{path} is not served: {takes_no_image(model)} "
     hint = f": start it with --pipeline {' or '.join(model.others)}" if model.others else ""
-    return f"{path} is not served, because {model.pipeline} {needs}{hint}; "
+    return f"{path} is not served, because {model.pipeline} needs {' and '.join(model.required)}{hint}; "
 
 
 def _add_lora_routes(router: APIRouter, loras: LoraFolder) -> None:

@@ -29,9 +29,10 @@ PAIRS = [
 
 
 def served(pipeline):
-    is_video = pipeline not in (FluxPipeline, FluxInpaintPipeline)
-    options = {"delivery": Delivery("mp4")} if is_video else {}
-    return serving(pipeline=pipeline, **options), VIDEOS if is_video else IMAGES
+    paths = {FluxPipeline: IMAGES, FluxInpaintPipeline: "/v1/images/edits"}
+    path = paths.get(pipeline, VIDEOS)
+    options = {"delivery": Delivery("mp4")} if path == VIDEOS else {}
+    return serving(pipeline=pipeline, **options), path
 
 
 @pytest.mark.parametrize(("pipeline", "fields"), PAIRS)

@@ -194,6 +194,8 @@ def test_batches_and_loras_on_two_ranks(rank_pool, tmp_path):
     pipe = FluxPipeline.from_pretrained(find_tiny_flux(), dtype=torch.float32)
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
     layers = get_peft_model_state_dict(pipe.transformer, adapter_name="default")
+    # Random layers are scaled up until they change what the image shows.
+    layers = {name: 3 * weight for name, weight in layers.items()}
     FluxPipeline.save_lora_weights(tmp_path, transformer_lora_layers=layers, weight_name="a.safetensors")
     results = rank_pool.run(batch_and_lora, 2, str(tmp_path / "a.safetensors"))
     alone, together, changed, after = results[0]
