@@ -15,6 +15,7 @@ from rich.table import Table
 
 from para_core.cli import checks, options
 from para_core.cli.options import INPUT, flag, option
+from para_core.cli.progress import announce_imports
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import require_file, write_atomically
 from para_core.fleet.request import Request, make_request
@@ -44,6 +45,7 @@ def bench(
     with_prompt = {"prompt": prompt, **common} if checked.selection.needs_prompt else common
     checked.require_request(with_prompt, call.seed)
 
+    announce_imports()
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     from para_core.cli.measurement import MeasurementJob, measure_rank

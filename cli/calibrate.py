@@ -14,6 +14,7 @@ from rich.console import Console
 
 from para_core.cli import checks, options
 from para_core.cli.options import INPUT, option
+from para_core.cli.progress import announce_imports
 from para_core.fleet.outputs import require_file
 from para_core.fleet.prompts import read_prompts, require_contents
 from para_core.fleet.request import call_arguments, make_request
@@ -52,6 +53,7 @@ def calibrate(
     for text in prompt or ("",):
         checked.require_request({**common, "prompt": text}, seed, several=prompts is not None)
 
+    announce_imports()
     from para_core.adapters import calibrate_cache
     from para_core.cli.progress import showing_phases
     from para_core.cli.ranks import is_first_rank, process_group, quiet

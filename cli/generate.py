@@ -8,6 +8,7 @@ import typer
 
 from para_core.cli import checks, options
 from para_core.cli.options import INPUT, RANKS, flag, option
+from para_core.cli.progress import announce_imports
 from para_core.fleet.outputs import require_name
 from para_core.fleet.prompts import require_contents
 
@@ -35,6 +36,7 @@ def generate(
     checked.require_format(files.format_)
     checked.require_request(common, call.seed, several=files.prompts is not None)
 
+    announce_imports()
     from para_core.cli.generation import make_task, run_task, show_plan
     from para_core.cli.ranks import quiet
 

@@ -6,6 +6,7 @@ In a terminal, progress bars that vanish at the end; elsewhere, one line for eac
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,6 +22,12 @@ from rich.progress import (
 )
 
 from para_core.fleet import progress
+
+
+def announce_imports() -> None:
+    """Print on stderr that torch and diffusers are being imported, which takes seconds. Only on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        Console(stderr=True, highlight=False).print("importing torch and diffusers")
 
 
 class _Phases(logging.Handler):

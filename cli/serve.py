@@ -17,6 +17,7 @@ from rich.console import Console
 
 from para_core.cli import checks, options
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
+from para_core.cli.progress import announce_imports
 from para_core.fleet.models import Kind, Model
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.request import Delivery, Request, make_request, read_size
@@ -88,6 +89,7 @@ def serve(
     for size in warmup or ():
         _require_warmup(size)
 
+    announce_imports()
     from para_core.cli.ranks import count_ranks, describe_signal, quiet, terminable
     from para_core.fleet import serving
     from para_core.fleet.classical import refuse_ranks

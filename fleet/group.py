@@ -9,7 +9,8 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.last_words import Notes, describe_death
+from para_core.fleet.log_relay import Position, log_entries
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.rank import CONTROL, Answer, Rank, ReplicaOptions
@@ -78,7 +80,8 @@ class Replica:
             self._processes = [(pid, Notes(folder)) for pid, folder in await asyncio.gather(*watching)]
             host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
             port = await self.actors[0].open_store.remote(host)
-            await asyncio.gather(*[self._join(rank, host, port) for rank in range(ranks)])
+            async with self._logging_progress():
+                await asyncio.gather(*[self._join(rank, host, port) for rank in range(ranks)])
         except (ray.exceptions.RayError, ReplicaDied) as error:
             await self.stop()
             logger.error("%s: cannot start: %s", self._name, cause(error))
@@ -87,6 +90,31 @@ class Replica:
         self._started = self._loaded = True
         ids = ", ".join(str(pid) for pid, _ in self._processes)
         logger.info("%s: %s after %.1f s, process ids of its ranks: %s", self._name, ready, seconds, ids)
+
+    @asynccontextmanager
+    async def _logging_progress(self) -> AsyncIterator[None]:
+        """Inside this context, log here what the first rank reports of its loading."""
+        position = Position()
+
+        async def read() -> None:
+            nonlocal position
+            log = self.actors[0].loading_log.options(concurrency_group=CONTROL)
+            position, entries = await log.remote(position)
+            log_entries(entry._replace(message=f"{self._name}: {entry.message}") for entry in entries)
+
+        async def poll() -> None:
+            # If the rank dies, the reason is that of its join.
+            with suppress(ray.exceptions.RayError):
+                while True:
+                    await asyncio.sleep(_POLL_SECONDS)
+                    await read()
+
+        polling = asyncio.ensure_future(poll())
+        try:
+            yield
+        finally:
+            polling.cancel()
+        await read()
 
     async def _join(self, rank: int, host: str, port: int) -> None:
         """Let a rank load the pipeline together with the others. Raise ReplicaDied if it dies."""

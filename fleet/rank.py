@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
+from para_core.fleet import progress
 from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.last_words import LastWords
 from para_core.fleet.loading import build, mesh_shape
+from para_core.fleet.log_relay import Entry, LogRelay, Position
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.recipe import Recipe
@@ -65,6 +67,7 @@ class Rank:
         self._store: Any = None
         self._pipe: Any = None
         self._last_words: LastWords | None = None
+        self._log = LogRelay()
         self._steps_done: dict[str, int] = {}
         self._cancelled: set[str] = set()
         self._previews: list[Output] = []
@@ -87,11 +90,16 @@ class Rank:
         if self._options.ranks > 1:
             store = self._store or TCPStore(host, port, self._options.ranks, is_master=False, timeout=timeout)
             dist.init_process_group(store=store, rank=self._rank, world_size=self._options.ranks, timeout=timeout)
-        self._pipe = build(self._recipe)
+        with self._log.collecting(progress.logger):
+            self._pipe = build(self._recipe)
         if self._options.prompt_bytes:
             self._encoded_prompts = EncodedPrompts(self._pipe, self._options.prompt_bytes)
         if self._options.loras:
             self._loras = LoadedLoras(self._pipe, self._recipe, self._options.loras, self._encoded_prompts)
+
+    def loading_log(self, position: Position) -> tuple[Position, list[Entry]]:
+        """Return what :meth:`join` has logged after ``position``, and the next position."""
+        return self._log.read(position)
 
     def memory(self) -> Memory | None:
         """Return the predicted memory of a rank, or None if it cannot be predicted."""

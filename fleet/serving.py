@@ -54,6 +54,7 @@ class ReplicaDeployment:
         self._memory = await self._replica.actors[0].memory.remote()
         for request in options.warmup:
             start = time.monotonic()
+            logger.info("%s: warming up for %s", name, request.size)
             await self._replica.generate(request)
             logger.info("%s: warmed up for %s after %.1f s", name, request.size, time.monotonic() - start)
         self._reporting = asyncio.ensure_future(self._report())
@@ -207,6 +208,7 @@ def start(
     logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
     reader: LogReader | None = None
     _require_free(host, port)
+    logger.info("starting Ray, or connecting to its cluster")
     group.connect(replica_options.ranks * replicas, debug=debug)
     group.require_cluster(replica_options, replicas)
     if {APP, REPLICAS} & serve.status().applications.keys():

@@ -135,6 +135,7 @@ def test_the_command_logs_what_happens_until_it_is_told_to_end():
 
     order = [
         index_of("INFO", "starting", "FluxPipeline"),
+        index_of("INFO", "loaded component 7 of 7"),
         index_of("INFO", "ready after"),
         index_of("INFO", "good", "first"),
         index_of("INFO", "good", f"POST {PATH}", "200", " s"),

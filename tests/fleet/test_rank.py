@@ -8,8 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from para_core.fleet import progress
 from para_core.fleet import rank as rank_module
 from para_core.fleet.failures import RequestCancelled, RequestFailed
+from para_core.fleet.log_relay import Position
+from para_core.fleet.models import find_tiny_flux
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
@@ -137,3 +140,16 @@ def local_rank_at_build():
         patched.setattr(rank_module, "build", build)
         rank.join("127.0.0.1", ports[0])
     return at_build[0]
+
+
+def test_loading_is_logged_for_the_process_that_asks():
+    handlers = list(progress.logger.handlers)
+    rank = Rank(Recipe(str(find_tiny_flux())), 0, ReplicaOptions())
+    with environment_restored():
+        rank.join("127.0.0.1", 0)
+    position, entries = rank.loading_log(Position())
+    messages = [entry.message for entry in entries]
+    assert "7 components" in messages[0]
+    assert sum(message.startswith("loaded component") for message in messages) == 7
+    assert rank.loading_log(position)[1] == []
+    assert progress.logger.handlers == handlers
