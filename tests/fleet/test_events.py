@@ -13,9 +13,12 @@ from para_core.fleet.last_words import Notes, describe_death
 from para_core.fleet.log_relay import Entry, LogReader, LogRelay, Position, log_entries
 
 CHILD = """
-import time
+import signal, time
 from para_core.fleet.last_words import LastWords
 
+# The child of a process that ignores a signal, as one under nohup ignores SIGHUP, ignores it too.
+for name in ("SIGHUP", "SIGUSR1"):
+    signal.signal(getattr(signal, name), signal.SIG_DFL)
 words = LastWords()
 print(words.folder, flush=True)
 time.sleep(60)
