@@ -62,7 +62,7 @@ def test_private_class_keeps_name_signature_and_doc():
     assert isinstance(wrapped, Greeter)
     assert (cls.__name__, cls.__qualname__, cls.__module__) == ("Greeter", "Greeter", Greeter.__module__)
     assert inspect.signature(wrapped) == inspect.signature(Greeter())
-    assert wrapped.__call__.__doc__ == "Greets."
+    assert wrapped.__call__.__doc__ == "Return the greeting and the name."
     assert original_class(wrapped) is Greeter
 
 
