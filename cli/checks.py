@@ -51,14 +51,17 @@ class Checked:
 
     def _require_image_fields(self, fields: dict[str, Any]) -> None:
         """Raise typer.BadParameter if the class takes no such image, while others for the same weights do."""
-        from para_core.fleet.pipeline_source import fitting_pipelines
+        from para_core.fleet.pipeline_source import CONTROLNET, advised_pipelines
 
         known = {} if self.draft is None else self.draft.fields
         for name in ("image", "mask_image", "control_image"):
             if name not in fields or name in known:
                 continue
             content = self.selection.index.content
-            classes = [source.name for source in fitting_pipelines(content) if name in source.call]
+            sources = [source for source in advised_pipelines(content) if name in source.call]
+            if name != "control_image":
+                sources = [source for source in sources if CONTROLNET not in source.components]
+            classes = [source.name for source in sources]
             if classes:
                 way = "--image" if name == "image" else f"--set {name}"
                 raise typer.BadParameter(

@@ -15,7 +15,7 @@ _PROMPTS = {
     "image": "a lighthouse on a cliff at dusk, oil painting",
     "video": "waves break on a beach, seen from above, slow camera",
 }
-# The small model knows only such captions: a size, a color, a shape, where it is, and the background.
+# A caption of the small model that leaves nothing to what is usual.
 _TINY_PROMPT = "a large red circle in the centre on a white background"
 
 

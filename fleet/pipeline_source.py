@@ -62,9 +62,9 @@ class PipelineSource:
         names = re.findall(r"\w+", self.components.get(CONTROLNET, ""))
         return any(name in _SEQUENCES or "Multi" in name for name in names)
 
-    def lacking(self, index: Mapping[str, Any], given: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the required components that neither the index of a folder has nor ``given`` names."""
-        return tuple(name for name in self.required if name not in given and class_in(index, name) is None)
+    def lacking(self, index: Mapping[str, Any], others: Sequence[str] = ()) -> tuple[str, ...]:
+        """Return the required components that neither the index of a folder has nor ``others`` names."""
+        return tuple(name for name in self.required if name not in others and class_in(index, name) is None)
 
     def other_denoiser(self, index: Mapping[str, Any]) -> tuple[str, str, str] | None:
         """Return name, class and expected class of a denoiser that is not of the class that this pipeline takes.
@@ -250,10 +250,23 @@ def fitting_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
     return [source for source in sources if source is not None and source.fits(index)]
 
 
-def require_pipeline(name: str, model: str, index: Mapping[str, Any], given: Sequence[str] = ()) -> PipelineSource:
+# Parts of the names of classes that need weights of their own: they were trained for another input, although the
+# classes of their components are those of their family.
+_OWN_WEIGHTS = re.compile(
+    "Fill|Control(?!Net)|Redux|VisualCloze|Kontext|Edit|Layered|Animate|VACE|Upscal|Adapter|GLIGEN"
+)
+
+
+def advised_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
+    """Return the classes of :func:`fitting_pipelines`, without those that need weights of their own."""
+    own = set(_OWN_WEIGHTS.findall(str(index.get("_class_name"))))
+    return [source for source in fitting_pipelines(index) if set(_OWN_WEIGHTS.findall(source.name)) <= own]
+
+
+def require_pipeline(name: str, model: str, index: Mapping[str, Any], others: Sequence[str] = ()) -> PipelineSource:
     """Return the description of the class ``name`` for the weights of ``model``, a folder with this index.
 
-    ``given`` names the components that come from elsewhere, such as a ControlNet. Raise ValueError if diffusers has no
+    ``others`` names the components that come from elsewhere, such as a ControlNet. Raise ValueError if diffusers has no
     such class, the folder lacks one of its components, or has a denoiser of another class. The message names classes
     that fit the weights.
     """
@@ -273,7 +286,7 @@ def require_pipeline(name: str, model: str, index: Mapping[str, Any], given: Seq
             f"pipeline is {name!r}, whose {component} is a {expected}, and that of {model!r} is a {cls}. "
             f"{_advice(index)}"
         )
-    lacking = source.lacking(index, given)
+    lacking = source.lacking(index, others)
     if CONTROLNET in lacking:
         raise ValueError(
             f"pipeline is {name!r}, which needs a ControlNet; expected --controlnet with a folder or Hub repository of "

@@ -9,6 +9,7 @@ from para_core.fleet.model_files import Index, home_of, is_single_file, kind_of_
 from para_core.fleet.pipeline_source import (
     CONTROLNET,
     PipelineSource,
+    advised_pipelines,
     fitting_pipelines,
     read_pipeline,
     require_pipeline,
@@ -62,9 +63,9 @@ def select_pipeline(
         kind_of_file(model)  # raises if the file is damaged
     chosen = pipeline or index.pipeline
     source = read_pipeline(chosen)
-    given = (CONTROLNET,) if controlnet else ()
+    extra_components = (CONTROLNET,) if controlnet else ()
     if pipeline is not None and (source is None or pipeline != index.pipeline):
-        source = require_pipeline(pipeline, home, index.content, given)
+        source = require_pipeline(pipeline, home, index.content, extra_components)
     if controlnet and source is not None:
         _require_controlnets(controlnet, source, index)
     return Selection(home, index, chosen, source)
@@ -98,10 +99,10 @@ def _classes_with(controlnet: str, index: Index) -> list[str]:
 def pipelines_for(home: str, *, images: bool) -> list[str]:
     """Return the classes for the weights of a folder or repository that take images, or else that need none.
 
-    Empty for a modular pipeline. Classes that need a ControlNet are left out.
+    Empty for a modular pipeline. Classes that need a ControlNet or weights of their own are left out.
     """
     index = read_index(home)
     if index.modular:
         return []
-    fitting = [source for source in fitting_pipelines(index.content) if CONTROLNET not in source.components]
+    fitting = [source for source in advised_pipelines(index.content) if CONTROLNET not in source.components]
     return [source.name for source in fitting if (source.takes_images if images else source.is_from_text)]

@@ -168,7 +168,7 @@ def test_line_too_large_for_memory_fails_and_others_run(tmp_path, prompts, monke
     assert "2 generated" in stderr
     assert generated == ["a", "c"]
     assert run(["generate", "--prompt", "b", "--size", "4096x4096", "--out", str(tmp_path), "--memory", "0.1"]) == 1
-    assert re.match("error: 16777216 pixels", capsys.readouterr().err)
+    assert re.search("^error: 16777216 pixels", capsys.readouterr().err, re.M)
 
 
 def not_called(*_):
@@ -245,14 +245,14 @@ def test_errors_are_one_sentence_and_a_traceback_with_debug(tmp_path, capsys):
 def test_bad_options_are_refused_before_loading(tmp_path, monkeypatch, capsys, options, message):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), *options]) == 2
-    assert re.match(f"error: {message}", capsys.readouterr().err)
+    assert re.search(f"^error: {message}", capsys.readouterr().err, re.M)
 
 
 @pytest.mark.parametrize("backend", ["flash3", "flash4", "sage"])
 def test_missing_attention_library_is_named_before_loading(tmp_path, monkeypatch, capsys, backend):
     monkeypatch.setattr(para_core.cli.ranks, "build", not_called)
     assert run(["generate", "--prompt", CAPTION, "--out", str(tmp_path), "--backend", backend]) == 1
-    assert re.match(r"error: (flash_attn|sageattention).* install", capsys.readouterr().err)
+    assert re.search(r"^error: (flash_attn|sageattention).* install", capsys.readouterr().err, re.M)
 
 
 @pytest.mark.parametrize(
@@ -476,7 +476,7 @@ def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, monkeypatch, ca
     arguments = ["generate", "--prompts", prompts({"prompt": ""}), "--out", str(out)]
     with alone_in(out):
         assert run(arguments) == 1
-        assert re.match(r"error: .*日本", capsys.readouterr().err)
+        assert re.search(r"^error: .*日本", capsys.readouterr().err, re.M)
     assert generated == []
     assert run(arguments) == 0
     assert sorted(file.name for file in out.iterdir()) == [".mine", "00001.json", "00001.png"]

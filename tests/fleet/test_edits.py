@@ -134,7 +134,10 @@ def test_video_model_without_images_names_the_class_that_takes_one():
 def test_command_names_the_classes_too(capsys, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     assert run(["generate", "--prompt", "a", "--image", str(tmp_path / "a.png"), "--dry-run"]) != 0
-    assert "FluxImg2ImgPipeline" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "FluxImg2ImgPipeline" in message
+    assert "Fill" not in message
+    assert "ControlNet" not in message
 
 
 @pytest.mark.parametrize(
