@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.checks import require_images
 from para_core.cli.options import FileOptions, GroupOptions
-from para_core.cli.progress import Bars
+from para_core.cli.progress import Bars, showing_log
 from para_core.cli.ranks import RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
 from para_core.fleet.classical import refuse_ranks
 from para_core.fleet.foresee import (
@@ -217,7 +217,7 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
         write_result(task.folder, line, result)
         bars.end()
 
-    with bars:
+    with bars, showing_log(bars.console):
         options = ReplicaOptions(task.ranks)
         return generate_lines(task.lines, task.recipe, options, task.replicas, write=write, debug=debug)
 

@@ -79,6 +79,31 @@ def showing_phases(*, shown: bool = True) -> Iterator[None]:
         handler.close()
 
 
+class _Lines(logging.Handler):
+    """Handler that prints each record as a line, above the bars of ``console`` if there are any."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.print(record.getMessage(), markup=False)
+
+
+@contextmanager
+def showing_log(console: Console) -> Iterator[None]:
+    """Print on ``console`` what :mod:`para_core.fleet` logs at INFO or above, until the end of this context."""
+    logger, handler = logging.getLogger("para_core.fleet"), _Lines(console)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
 class Bars(Progress):
     """Progress of prompts, and of the steps of the current prompt: two bars in a terminal, elsewhere lines.
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from para_core.cli.app import run
-from para_core.cli.progress import _Phases, showing_phases
+from para_core.cli.progress import _Phases, showing_log, showing_phases
 from para_core.fleet import progress
 from para_core.fleet.progress import component_bytes, readable_bytes, report, reporting_components
 
@@ -80,6 +80,15 @@ def test_model_that_is_not_on_disk_is_to_be_downloaded(capsys):
     with showing_phases(), reporting_components("nobody/no-such-model", ["vae", "unet"]):
         pass
     assert capsys.readouterr().err == "loading nobody/no-such-model: 2 components, to be downloaded\n"
+
+
+def test_log_of_replicas_is_printed_until_the_end(capsys):
+    logger = logging.getLogger("para_core.fleet.group")
+    with showing_log(Console(stderr=True)):
+        logger.info("replica 1: [ready]")
+        logger.debug("hidden")
+    logger.info("hidden afterwards")
+    assert capsys.readouterr().err == "replica 1: [ready]\n"
 
 
 @pytest.mark.slow
