@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from para_core.cli.options import LoadOptions, RunOptions
+from para_core.distributed.mesh_shape import parse_mesh_sizes
 
 if TYPE_CHECKING:
     from para_core.attention.schedule import AttentionSchedule
@@ -85,12 +86,12 @@ def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Ch
     typer.BadParameter if an option is invalid.
     """
     from para_core.fleet.models import TINY_FLUX_FIELDS, describe_call, find_tiny_flux
-    from para_core.fleet.recipe import Recipe, read_mesh_sizes, require_loras
+    from para_core.fleet.recipe import Recipe, require_loras
     from para_core.fleet.selection import select_pipeline
 
     values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
     schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
-    values |= {"backend": schedule or options.backend, "mesh": read_mesh_sizes(options.mesh)}
+    values |= {"backend": schedule or options.backend, "mesh": parse_mesh_sizes(options.mesh)}
     values |= {"config": next(iter(options.config or ()), None), "controlnet": tuple(options.controlnet or ())}
     if isinstance(options, RunOptions):
         with suppress(ValueError):  # Recipe refuses other texts than "default".

@@ -190,10 +190,13 @@ def _print_results(task: GenerationTask, failures: Sequence[Problem], console: C
         console.print(f"line {problem.number}: {problem.reason}", markup=False)
     failed = len(task.problems) + len(failures)
     names = _finished_names(task)
-    files = f" ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})" if names else ""
-    console.print(
-        f"{len(names)} generated in {task.folder}/{files}" + (f", {failed} failed" if failed else ""), markup=False
-    )
+    files = ""
+    if len(names) == 1:
+        files = f" ({names[0]})"
+    elif names:
+        files = f" ({names[0]} to {names[-1]})"
+    failures_text = f", {failed} failed" if failed else ""
+    console.print(f"{len(names)} generated in {task.folder}/{files}{failures_text}", markup=False)
 
 
 def _finished_names(task: GenerationTask) -> list[str]:
@@ -231,7 +234,9 @@ def show_plan(task: GenerationTask) -> None:
     unknown = "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
     pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
     needed = f"{memory.bytes_of(pixels) / 1e9:.3g} of {task.room / 1e9:.3g} GB on each rank" if memory else ""
-    usual = "offload" if recipe.offload else "replicate" if recipe.weights == "replicate" else "fsdp"
+    usual = "replicate" if recipe.weights == "replicate" else "fsdp"
+    if recipe.offload:
+        usual = "offload"
     rows = {
         "model": f"{recipe.model} ({task.model.pipeline}, {task.model.kind}s)",
         **({} if recipe.config is None else {"configs": recipe.config}),

@@ -247,10 +247,8 @@ def _require_repository(model: str) -> None:
 
     from para_core.adapters.planner.published import similar_published
 
-    hint, other = (
-        similar_published(model),
-        "expected a folder of diffusers, a repository on the Hub, or a name of --list",
-    )
+    hint = similar_published(model)
+    other = "expected a folder of diffusers, a repository on the Hub, or a name of --list"
     try:
         if any(isinstance(try_to_load_from_cache(model, file), str) for file in _INDEX_FILES):
             return
@@ -315,10 +313,10 @@ def _require_chart(path: Path | None) -> None:
         raise typer.BadParameter(f"--out {path}: expected a suffix of {', '.join(sorted(formats))}.")
 
 
-def _command(plan: MeshPlan, subject: _Subject, given: dict[str, Any]) -> str | None:
+def _command(plan: MeshPlan, subject: _Subject, further_options: dict[str, Any]) -> str | None:
     """Return the shell command that generates on the plan's fastest mesh. None if that mesh cannot run.
 
-    ``given`` are further options with their values, None for those that are left out.
+    ``further_options`` have their values by name, None for those that are left out.
     """
     row, work = plan.best, plan.work
     start = _launcher(plan)
@@ -335,7 +333,7 @@ def _command(plan: MeshPlan, subject: _Subject, given: dict[str, Any]) -> str | 
         "steps": work.steps if "num_inference_steps" in subject.fields else None,
         "compile": compiled if plan.machine.runtime.compiled else None,
         **row.command_options,
-        **given,
+        **further_options,
     }
     words = [word for name, value in named.items() if value is not None for word in (f"--{name}", f"{value}")]
     return f"{start} {shlex.join(words)}"

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from para_core.attention.schedule import AttentionSchedule
-from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.model_files import GGUF
 from para_core.fleet.models import Model
 from para_core.option_values import (
@@ -153,15 +152,6 @@ def _require_gguf_fits(recipe: Recipe) -> None:
                 f"{name} is {value!r}, and model is {recipe.model!r}, whose packed weights can be neither sharded nor "
                 f"compiled nor quantized again. Leave --{name} out, or use weights in 16 bits."
             )
-
-
-def read_mesh_sizes(text: str) -> tuple[tuple[str, int], ...]:
-    """Parse the option ``--mesh``: largest sizes of mesh dims. Raise ValueError if a name or size is invalid.
-
-    >>> read_mesh_sizes("batch=2,ring=4")
-    (('batch', 2), ('ring', 4))
-    """
-    return parse_mesh_sizes(text)
 
 
 def read_lora(text: str) -> tuple[str, float]:

@@ -62,7 +62,10 @@ class DoctorReport:
 
     def add(self, name: str, result: str, advice: str = "", *, broken: bool = False) -> None:
         """Add a finding: broken, or to be changed if there is ``advice``, or ok."""
-        self.findings.append(Finding(name, result, BROKEN if broken else CHANGE if advice else OK, advice))
+        verdict = CHANGE if advice else OK
+        if broken:
+            verdict = BROKEN
+        self.findings.append(Finding(name, result, verdict, advice))
 
     @property
     def broken(self) -> bool:

@@ -320,10 +320,10 @@ def _similar(name: str, names: Iterable[str]) -> str:
     >>> _similar("RTX 5900", ["RTX 5090", "H100"])
     ' (did you mean RTX 5090?)'
     """
-    by_letters = {re.sub(r"[^a-z0-9]", "", known.lower()): known for known in names}
+    by_letters = {re.sub(r"[^a-z0-9]", "", candidate.lower()): candidate for candidate in names}
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
     similar = difflib.get_close_matches(letters, by_letters, n=3, cutoff=0.6)
-    similar += [known for known in by_letters if len(letters) > 1 and letters in known]
+    similar += [candidate for candidate in by_letters if len(letters) > 1 and letters in candidate]
     close = list(dict.fromkeys(by_letters[key] for key in similar))[:3]
     return f" (did you mean {' or '.join(close)}?)" if close else ""
 
@@ -350,8 +350,8 @@ def _described_device(text: str) -> Device:
         "pcie4",
         source="given by the user",
     )
-    known = link_named(link, device)
-    return replace(device, link=known.name, host_bandwidth=PCIE5 if "5" in known.name else PCIE4)
+    usual_link = link_named(link, device)
+    return replace(device, link=usual_link.name, host_bandwidth=PCIE5 if "5" in usual_link.name else PCIE4)
 
 
 def _positive(text: str, figure: str, unit: str) -> float:
@@ -420,9 +420,9 @@ def link_named(name: str | Link | None, device: Device) -> Link:
         default, others = _GENERATIONS[wanted]
         wanted = device.link if device.link.startswith(wanted) else others.get(device.name, default)
     if wanted not in LINKS:
-        known = [*_GENERATIONS, *LINKS]
+        link_names = [*_GENERATIONS, *LINKS]
         raise ValueError(
-            f"link is {name!r}{_similar(name, known)}; expected one of {', '.join(known)}; in Python also a "
+            f"link is {name!r}{_similar(name, link_names)}; expected one of {', '.join(link_names)}; in Python also a "
             "para_core.planner.Link with its figures."
         )
     return LINKS[wanted]

@@ -16,12 +16,13 @@ from peft.utils import get_peft_model_state_dict
 from PIL import Image
 
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
+from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
 from para_core.fleet.loading import build, dtype_of, find_model
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
-from para_core.fleet.recipe import Recipe, read_lora, read_mesh_sizes, refuse_options
+from para_core.fleet.recipe import Recipe, read_lora, refuse_options
 from para_core.fleet.request import Delivery, Lora, Request
 from para_core.fleet.work import Watch, generate, generate_batch
 from para_core.plans.region import region_of
@@ -165,7 +166,7 @@ def test_a_lora_that_is_no_lora_is_named(tmp_path):
 
 
 def test_mesh_sizes_and_loras_are_read_from_texts():
-    assert read_mesh_sizes("batch=2, ring=4") == (("batch", 2), ("ring", 4))
+    assert parse_mesh_sizes("batch=2, ring=4") == (("batch", 2), ("ring", 4))
     assert read_lora("style.safetensors:0.8") == ("style.safetensors", 0.8)
     assert read_lora("C:/style.safetensors") == ("C:/style.safetensors", 1.0)
 
