@@ -46,6 +46,7 @@ Fields = Annotated[list[str] | None, option("Any other argument of the call.", "
 Format = Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")]
 Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1, max=1000)]
 
+Pipeline = Annotated[str | None, option("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE)]
 Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)]
 Cache = Annotated[str | None, option("First Block Cache: threshold or default.", "X", PIPELINE)]
 Weights = Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)]
@@ -56,6 +57,7 @@ TextEncoders = Annotated[str | None, option("replicate, fsdp, offload or first."
 VaePlacement = Annotated[str | None, option("replicate, offload or first.", "HOW", PIPELINE)]
 Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)]
 
+PipeFusionPatches = Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, min=1)]
 Mesh = Annotated[str, option("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)]
 Memory = Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)]
 Ranks = Annotated[int | None, option("Of each replica. Default: one per GPU.", "N", RANKS)]
@@ -106,7 +108,7 @@ class LoadOptions:
     """Options of every command that loads a pipeline. Each field is an option."""
 
     config: Config = None
-    pipeline: Annotated[str | None, option("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE)] = None
+    pipeline: Pipeline = None
     controlnet: Annotated[list[str] | None, option("Folder or Hub name of a ControlNet.", "NAME", PIPELINE)] = None
     backend: Annotated[str | None, option("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE)] = None
     attention_schedule: Annotated[str | None, option("Middle steps: sage:4:4, keys=0.5:4:4.", "HOW:N:N", PIPELINE)] = (
@@ -136,7 +138,7 @@ class RunOptions(LoadOptions):
     lora: Loras = None
     rotate_method: Annotated[str | None, option("Ring: alltoall, allgather or 2d.", "HOW", RANKS)] = None
     comm_dtype: Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)] = None
-    pipefusion: Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, min=1)] = None
+    pipefusion: PipeFusionPatches = None
     timeout: Annotated[float, option("Seconds that ranks wait.", "S", RANKS)] = 600
     verify: Annotated[bool, flag("--verify", "Compare each new size with the unmodified model.", RANKS)] = False
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -21,8 +21,11 @@ from rich.text import Text
 
 from para_core.cli import options
 from para_core.cli.options import PIPELINE, RANKS, flag, option
+from para_core.cli.plan_weights import ComponentBytes, WeightOptions, WeightsOnly
 from para_core.distributed.mesh_shape import parse_mesh_sizes
+from para_core.fleet.model_files import GGUF, SAFETENSORS, home_of
 from para_core.fleet.outputs import require_file
+from para_core.fleet.recipe import Compile
 from para_core.fleet.request import read_size
 
 if TYPE_CHECKING:
@@ -32,10 +35,13 @@ if TYPE_CHECKING:
 # The planner knows the speed of 16-bit products only.
 _DTYPES = ("auto", "bfloat16", "float16")
 _FIELDS = {"frames": "num_frames", "steps": "num_inference_steps"}
+# Options on which the answer for a model depends whose work cannot be counted, in addition to those of WeightOptions.
+_OF_WEIGHTS = ("model", "pipeline", "config", "trust-remote-code", "dtype", "device", "memory", "debug")
 _INDEX_FILES = ("model_index.json", "modular_model_index.json")
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[str, option("Published name (--list), folder or Hub name.", "NAME")] = "FLUX.1-dev",
     ranks: Annotated[int, option("Number of devices.", "N")] = 1,
     device: Annotated[str, option("Such as 4090, or name,GB,TFLOPs,link.", "NAME")] = "H100",
@@ -44,13 +50,15 @@ def plan(
     size: Annotated[str | None, option("Width x height: 1024x768. Default: published.", "WxH")] = None,
     frames: Annotated[int | None, option("Frames of a video.", "N")] = None,
     steps: Annotated[int | None, option("Denoising steps.", "N")] = None,
-    compiled: Annotated[bool, flag("--compiled/--eager", "Whether the transformer is compiled.")] = True,
+    pipeline: options.Pipeline = None,
+    compile_: Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE, "--compile")] = "whole",
     dtype: Annotated[str, option("auto, bfloat16 or float16.", "TYPE", PIPELINE)] = "auto",
     weights: Annotated[str | None, option("replicate, fsdp or tensor. Default: any.", "HOW", PIPELINE)] = None,
     offload: Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)] = None,
     text_encoders: options.TextEncoders = None,
     vae_placement: options.VaePlacement = None,
     quantize: options.Quantize = None,
+    pipefusion: options.PipeFusionPatches = None,
     mesh: Annotated[str, option("Largest sizes: batch=2,ring=2. Default: any.", "DIMS", RANKS)] = "",
     memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None,
     trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)] = (
@@ -61,11 +69,12 @@ def plan(
     ] = None,
     out: Annotated[Path | None, option("Image file for a chart of the meshes.", "FILE")] = None,
     list_: Annotated[bool, flag("--list", "List the published models and the devices.")] = False,
-    config: options.OptionFiles = None,
+    config: options.Config = None,
     debug: options.Debug = False,
 ) -> None:
     """Predict whether a generation fits, and the seconds of every mesh. Nothing is loaded or computed."""
     from para_core.adapters.planner.plan_mesh import plan_mesh
+    from para_core.weights.pipefusion_options import PipeFusion
 
     console = Console(soft_wrap=True, highlight=False)
     if list_:
@@ -76,42 +85,62 @@ def plan(
     if memory is not None and not memory > 0:
         raise typer.BadParameter(f"--memory {memory:g}: expected more than 0 GB.")
     _require_dtype(dtype)
+    if compile_ not in get_args(Compile):
+        raise ValueError(f"compile is {compile_!r}; expected one of {', '.join(get_args(Compile))}.")
     width, height = (None, None) if size is None else read_size(size)
     settings: dict[str, Any] = {
         "ranks": ranks,
         "device": device,
         "link": link,
         "ranks_per_host": per_host,
-        "compiled": compiled,
+        "compiled": compile_ != "no",
         "mesh": dict(parse_mesh_sizes(mesh)),
         "memory": None if memory is None else memory * 1e9,
         "text_encoders": text_encoders,
         "vae_placement": vae_placement,
         "quantize": quantize,
+        "pipefusion": None if pipefusion is None else PipeFusion(pipefusion),
         "measured": measured,
         **({} if weights is None else {"weights": weights}),
         **({} if offload is None else {"offload": offload}),
     }
     sizes: dict[str, Any] = {"height": height, "width": width, "frames": frames, "steps": steps}
-    subject: _Subject | _UnknownWork | None = _published(model, sizes)
-    if subject is None:
+    source = _Source(model, pipeline, next(iter(config or ()), None))
+    subject: _Subject | WeightsOnly
+    if source.is_counted:
         # Validate the options before the model is looked for and counted, which takes seconds.
         plan_mesh("FLUX.1-dev", **settings)
+        source.require_files(debug=debug)
         with _status(f"Counting the operations of {model} without its weights", debug=debug):
-            subject = _counted(model, sizes, dtype, trust_remote_code=trust_remote_code, debug=debug)
-    if isinstance(subject, _UnknownWork):
-        console.print(subject.answer(device, settings["memory"]), markup=False)
+            subject = _counted(source, sizes, dtype, trust_remote_code=trust_remote_code, debug=debug)
+    else:
+        subject = _published(source, sizes)
+    if isinstance(subject, WeightsOnly):
+        _require_no_chart(out, subject)
+        weight_options = WeightOptions(ranks, weights, offload, quantize)
+        _require_components(subject, weight_options, pipefusion)
+        used = {*_OF_WEIGHTS, *weight_options.used}
+        unused = [name for name in _chosen_options(context) if name not in used]
+        _print_weights(subject, device, settings["memory"], weight_options, unused, console)
         return
     mesh_plan = plan_mesh(subject.work, **settings)
     if console.is_terminal:
         _print_table(mesh_plan, console)
     else:
         console.print(mesh_plan.markdown(), markup=False)
-    command = _command(
-        mesh_plan,
-        subject,
-        {"dtype": dtype if dtype != "auto" else None, "memory": None if memory is None else f"{memory:g}"},
-    )
+    if pipefusion is not None and all(row.shape.pipefusion is None for row in mesh_plan.rows):
+        console.print(
+            f"\n--pipefusion {pipefusion} is not used: it is predicted on several ranks, one for each stage of a mesh "
+            "with pipe.",
+            markup=False,
+        )
+    further_options = {
+        "pipeline": pipeline,
+        "config": source.config,
+        "dtype": dtype if dtype != "auto" else None,
+        "memory": None if memory is None else f"{memory:g}",
+    }
+    command = _command(mesh_plan, subject, compile_, further_options)
     if command is not None:
         console.print(f"\nAs a command: {command}", markup=False)
     if out is not None:
@@ -139,84 +168,98 @@ def _print_names(console: Console) -> None:
 
 
 @dataclass(frozen=True)
+class _Source:
+    """The model that the user named, and the class and the configs for it, as in ``para_core generate``."""
+
+    model: str
+    pipeline: str | None
+    config: str | None
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the work is counted on the configs, and not looked up in the table of published models."""
+        from para_core.adapters.planner.published import is_published
+
+        path = Path(self.model)
+        if self.config is not None or path.exists() or path.suffix in (SAFETENSORS, GGUF):
+            return True
+        return "/" in self.model and (self.pipeline is not None or not is_published(self.model))
+
+    def require_files(self, *, debug: bool) -> None:
+        """Validate the model without torch, which takes seconds to import.
+
+        Raise FileNotFoundError if its configs do not exist or cannot be read, and ValueError if the class or the
+        configs do not fit.
+        """
+        from para_core.fleet.selection import select_pipeline
+
+        if not debug:
+            logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        if self.model.endswith(GGUF):
+            raise ValueError(
+                f"model is {self.model!r}, and the bytes of its packed weights cannot be told from configs. Use the "
+                "folder or repository of the model with --quantize int8, which takes about as many bytes."
+            )
+        home = home_of(self.model, self.config)
+        if not Path(home).is_dir():
+            _require_repository(home, "model" if self.config is None else "config")
+        select_pipeline(self.model, pipeline=self.pipeline, config=self.config)
+
+
+@dataclass(frozen=True)
 class _Subject:
     """A model whose work is known: its name in commands, its work, and the fields that its pipeline's call takes.
 
-    ``needs_image`` says whether the call requires an image.
+    ``images`` are the fields for images that every call requires.
     """
 
     name: str
     work: Workload
     fields: frozenset[str] = frozenset({"height", "num_inference_steps", "prompt"})
-    needs_image: bool = False
+    images: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _UnknownWork:
-    """A model whose operations cannot be counted: the bytes of its components, and the reason."""
+def _published(source: _Source, sizes: dict[str, Any]) -> _Subject:
+    """Return the work of one generation with a published model.
 
-    name: str
-    bytes_: dict[str, int]
-    reason: str
-
-    def answer(self, device: str, room: float | None) -> str:
-        """Return whether the weights fit into ``room`` bytes, by default what ``device`` leaves a model."""
-        from para_core.planner.hardware import device_named
-        from para_core.planner.prediction import RESERVED
-
-        card = device_named(device)
-        room = card.memory - RESERVED if room is None else room
-        total, largest = sum(self.bytes_.values()), max(self.bytes_.values(), default=0)
-        parts = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in self.bytes_.items())
-        fits = "fit" if total <= room else "do not fit"
-        held = f"{total / 1e9:.3g} GB of {room / 1e9:.3g} that a rank may hold"
-        lines = [f"{self.name}: its weights {fits} 1 × {card.name}: {held} ({parts})."]
-        if total > room >= largest:
-            lines.append(f"What makes it fit: --offload model (the largest component has {largest / 1e9:.3g} GB).")
-        elif total > room:
-            lines.append("What makes it fit: --quantize int8, a larger card, or --weights fsdp on several.")
-        lines.append(f"Activations and seconds are not predicted: {self.reason}")
-        return "\n\n".join(lines)
-
-
-def _published(model: str, sizes: dict[str, Any]) -> _Subject | None:
-    """Return the work of one generation with a published ``model``; None for a folder or another repository.
-
-    Raise ValueError if ``model`` is none of these, or a size is invalid.
+    Raise ValueError if ``source`` names none, or a class for it, or a size is invalid.
     """
     from para_core.adapters.planner.plan_mesh import workload
-    from para_core.adapters.planner.published import PUBLISHED, find_published, is_published
+    from para_core.adapters.planner.published import PUBLISHED, find_published
 
-    if Path(model).is_dir() or ("/" in model and not is_published(model)):
-        return None
-    work, published = workload(model, **sizes), PUBLISHED[find_published(model)]
+    published = PUBLISHED[find_published(source.model)]
+    if source.pipeline is not None:
+        raise ValueError(
+            f"pipeline is {source.pipeline!r}, and model {source.model!r} is the name of a published model, whose work "
+            f"is known for its own class only. Use a folder or the repository, --model {published.repository}."
+        )
     video = {"num_frames"} if published.sizes.frames > 1 else set()
-    return _Subject(published.repository, work, _Subject.fields | video)
+    return _Subject(published.repository, workload(source.model, **sizes), _Subject.fields | video)
 
 
 def _counted(
-    model: str, sizes: dict[str, Any], dtype: str, *, trust_remote_code: bool, debug: bool
-) -> _Subject | _UnknownWork:
-    """Count the work of the pipeline in folder or repository ``model``, which is made from its configs."""
+    source: _Source, sizes: dict[str, Any], dtype: str, *, trust_remote_code: bool, debug: bool
+) -> _Subject | WeightsOnly:
+    """Count the work of the pipeline of ``source``, which is made from its configs."""
     import torch
 
-    from para_core.adapters.planner.count import UnknownModelError, bytes_of
+    from para_core.adapters.planner.count import UnknownModelError
     from para_core.adapters.planner.plan_mesh import workload
     from para_core.cli.ranks import quiet
     from para_core.fleet.foresee import without_weights
     from para_core.fleet.loading import find_model
 
     quiet(debug)
-    if not Path(model).is_dir():
-        _require_repository(model)
-    described = find_model(model, trust_remote_code=trust_remote_code)
+    described = find_model(
+        source.model, pipeline=source.pipeline, config=source.config, trust_remote_code=trust_remote_code
+    )
     pipe = without_weights(described, torch.float16 if dtype == "float16" else torch.bfloat16)
     fields = frozenset(described.fields)
     if described.modular:
         # The call of a modular pipeline has no parameters with defaults; its blocks have.
-        defaults = {name: described.fields.get(_FIELDS.get(name, name)) for name in sizes}
-        known = {name: value for name, value in defaults.items() if isinstance(value, int)}
-        sizes = {name: known.get(name) if value is None else value for name, value in sizes.items()}
+        of_blocks = {name: described.fields.get(_FIELDS.get(name, name)) for name in sizes}
+        defaults = {name: value for name, value in of_blocks.items() if isinstance(value, int)}
+        sizes = {name: defaults.get(name) if value is None else value for name, value in sizes.items()}
     if not debug:
         # A model that cannot be counted is no error, and the reason is part of the answer.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
@@ -225,21 +268,98 @@ def _counted(
     except ValueError:
         # A size that the user gave.
         raise
+    except UnknownModelError as error:
+        return WeightsOnly(source.model, _component_bytes(pipe), str(error))
     except Exception as error:
         # The config may be of a version or kind of model whose inputs the planner does not know.
-        reason = (
-            str(error) if isinstance(error, UnknownModelError) else f"counting raised {type(error).__name__}: {error}"
+        return WeightsOnly(source.model, _component_bytes(pipe), f"counting raised {type(error).__name__}: {error}.")
+    images = dict.fromkeys(described.required)
+    if described.fields.get("image") is Parameter.empty:
+        images["image"] = None
+    named = replace(work, name=f"{source.model}, {work.name.partition(', ')[2]}")
+    return _Subject(source.model, named, fields, tuple(images))
+
+
+def _component_bytes(pipe: Any) -> dict[str, ComponentBytes]:
+    """Return the bytes of the components of ``pipe`` by name. Transformers alone are quantized."""
+    import torch
+
+    from para_core.adapters.components import components_of
+    from para_core.adapters.planner.count import module_bytes
+    from para_core.adapters.registry import transformers_of
+
+    transformers, can_be_sharded = transformers_of(pipe), components_of(pipe)
+    modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    return {
+        name: ComponentBytes(
+            module_bytes(module),
+            module_bytes(module, in_8_bits=True) if name in transformers else None,
+            name in can_be_sharded,
         )
-        parts = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-        return _UnknownWork(model, {name: bytes_of(part) for name, part in parts.items()}, reason)
-    needs_image = "image" in described.required or described.fields.get("image") is Parameter.empty
-    named = replace(work, name=f"{model}, {work.name.partition(', ')[2]}")
-    return _Subject(model, named, fields, needs_image)
+        for name, module in modules.items()
+    }
 
 
-def _require_repository(model: str) -> None:
+def _require_no_chart(path: Path | None, subject: WeightsOnly) -> None:
+    """Raise ValueError if a chart is to be written to ``path``, because there are no seconds to show."""
+    if path is not None:
+        raise ValueError(
+            f"out is {str(path)!r}, and there is no chart without seconds, which cannot be predicted: {subject.reason} "
+            "Plan without --out."
+        )
+
+
+def _chosen_options(context: typer.Context) -> list[str]:
+    """Return the names of the options that the user has set, on the command line or in a file of options."""
+    chosen: list[str] = []
+    for parameter in context.command.params:
+        source = None if parameter.name is None else context.get_parameter_source(parameter.name)
+        if source is not None and source.name != "DEFAULT":
+            chosen.append(parameter.opts[0].lstrip("-"))
+    return chosen
+
+
+def _require_components(subject: WeightsOnly, weight_options: WeightOptions, pipefusion: int | None) -> None:
+    """Raise ValueError if an option needs components that the model does not have, as loading it does."""
+    if weight_options.shards and not any(component.can_be_sharded for component in subject.components.values()):
+        raise ValueError(
+            f"weights is 'fsdp', but {subject.name} has no transformer or text encoder whose weights can be sharded. "
+            "Leave --weights out."
+        )
+    if any(component.in_8_bits is not None for component in subject.components.values()):
+        return
+    values = {
+        "quantize": weight_options.quantize,
+        "offload": "blocks" if weight_options.offload == "blocks" else None,
+        "weights": "tensor" if weight_options.weights == "tensor" else None,
+        "pipefusion": pipefusion,
+    }
+    for name, value in values.items():
+        if value is not None:
+            raise ValueError(f"{name} is {value!r}, but {subject.name} has no transformer. Leave --{name} out.")
+
+
+def _print_weights(
+    subject: WeightsOnly,
+    device: str,
+    room: float | None,
+    weight_options: WeightOptions,
+    unused: Sequence[str],
+    console: Console,
+) -> None:
+    """Print whether the weights fit into ``room`` bytes, by default what ``device`` leaves a model."""
+    from para_core.planner.hardware import device_named
+    from para_core.planner.prediction import RESERVED
+
+    card = device_named(device)
+    room = card.memory - RESERVED if room is None else room
+    console.print(subject.answer(card.name, room, weight_options, unused), markup=False)
+
+
+def _require_repository(model: str, subject: str) -> None:
     """Raise FileNotFoundError if ``model`` is no repository on the Hub, or cannot be asked for and is not cached.
 
+    ``subject`` says in the message what ``model`` is.
     diffusers finds that out, too, but without a network only after a minute.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -254,10 +374,10 @@ def _require_repository(model: str) -> None:
             return
         HfApi().model_info(model, timeout=10)
     except HFValidationError:
-        raise FileNotFoundError(f"model {model!r} is no folder here{hint}; {other}.") from None
+        raise FileNotFoundError(f"{subject} {model!r} is no folder here{hint}; {other}.") from None
     except RepositoryNotFoundError:
         raise FileNotFoundError(
-            f"model {model!r} is no folder here and no repository on the Hub{hint}; {other}."
+            f"{subject} {model!r} is no folder here and no repository on the Hub{hint}; {other}."
         ) from None
     except HfHubHTTPError:
         # The Hub answers, and its answer to the download will say more.
@@ -265,8 +385,8 @@ def _require_repository(model: str) -> None:
     except Exception as error:
         # Whatever a network may raise.
         raise FileNotFoundError(
-            f"model {model!r} is no folder here{hint}, and the Hub cannot be reached ({type(error).__name__}). Connect "
-            "to it, or give a folder or a name of --list."
+            f"{subject} {model!r} is no folder here{hint}, and the Hub cannot be reached ({type(error).__name__}). "
+            "Connect to it, or give a folder or a name of --list."
         ) from error
 
 
@@ -313,9 +433,10 @@ def _require_chart(path: Path | None) -> None:
         raise typer.BadParameter(f"--out {path}: expected a suffix of {', '.join(sorted(formats))}.")
 
 
-def _command(plan: MeshPlan, subject: _Subject, further_options: dict[str, Any]) -> str | None:
+def _command(plan: MeshPlan, subject: _Subject, compile_: str, further_options: dict[str, Any]) -> str | None:
     """Return the shell command that generates on the plan's fastest mesh. None if that mesh cannot run.
 
+    ``compile_`` is what the user compiles. Instead of a whole transformer, its blocks are compiled on some meshes.
     ``further_options`` have their values by name, None for those that are left out.
     """
     row, work = plan.best, plan.work
@@ -323,19 +444,23 @@ def _command(plan: MeshPlan, subject: _Subject, further_options: dict[str, Any])
     if not row.runs or start is None:
         return None
     placement = row.placement
-    compiled = "blocks" if row.shape.fsdp or placement.resident is not None or placement.takes_turns else "whole"
+    if compile_ == "whole" and (row.shape.fsdp or placement.resident is not None or placement.takes_turns):
+        compile_ = "blocks"
     named: dict[str, Any] = {
         "model": subject.name,
         "prompt": "a red circle" if "prompt" in subject.fields else None,
-        "image": "input.png" if subject.needs_image else None,
+        "image": "input.png" if "image" in subject.images else None,
         "size": f"{work.width}x{work.height}" if "height" in subject.fields and work.width else None,
         "frames": work.frames if "num_frames" in subject.fields else None,
         "steps": work.steps if "num_inference_steps" in subject.fields else None,
-        "compile": compiled if plan.machine.runtime.compiled else None,
+        "compile": None if compile_ == "no" else compile_,
         **row.command_options,
         **further_options,
     }
     words = [word for name, value in named.items() if value is not None for word in (f"--{name}", f"{value}")]
+    for name in subject.images:
+        if name != "image":
+            words += ["--set", f"{name}={name}.png"]
     return f"{start} {shlex.join(words)}"
 
 

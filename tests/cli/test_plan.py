@@ -9,12 +9,17 @@ import sys
 from dataclasses import replace
 
 import pytest
-from diffusers import UNet2DConditionModel
+import torch
+from diffusers import FluxPipeline, UNet2DConditionModel
 
 from para_core.adapters import plan_mesh
+from para_core.adapters.planner.inputs import INPUTS
 from para_core.cli.app import run
+from para_core.cli.plan_weights import ComponentBytes, WeightOptions, WeightsOnly
 from para_core.fleet.models import find_tiny_flux
 from para_core.planner.prediction import default_text_encoders
+from para_core.planner.weights import ModuleBytes
+from para_core.weights.pipefusion_options import PipeFusion
 from tests.modular_folders import save_modular
 from zoo.tiny.pipelines import PIPELINES
 
@@ -112,7 +117,7 @@ def test_command_quotes_a_folder_for_the_shell(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_printed_command_runs(capsys, tmp_path):
-    assert run(["plan", "--model", str(find_tiny_flux()), "--size", "64x64", "--steps", "2", "--eager"]) == 0
+    assert run(["plan", "--model", str(find_tiny_flux()), "--size", "64x64", "--steps", "2", "--compile", "no"]) == 0
     command = shlex.split(printed_command(capsys.readouterr().out))
     assert run([*command[1:], "--out", str(tmp_path)]) == 0
     assert [path.suffix for path in tmp_path.iterdir() if path.suffix == ".png"] == [".png"]
@@ -188,19 +193,138 @@ def test_command_of_a_pipeline_that_needs_an_image_names_one(capsys, tmp_path):
         assert ("--image" in options_of(printed_command(capsys.readouterr().out))) == needed
 
 
-def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, tmp_path):
+@pytest.fixture
+def unet_folder(tmp_path):
+    """Return a folder whose pipeline has a UNet alone, and the UNet."""
+    folder = tmp_path / "unet_alone"
     unet = UNet2DConditionModel(**CONFIGS_OF_UNET)
-    unet.save_config(tmp_path / "unet")
+    unet.save_config(folder / "unet")
     index = {"_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"]}
     absent = ("vae", "text_encoder", "tokenizer", "scheduler", "safety_checker", "feature_extractor", "image_encoder")
     index |= {name: [None, None] for name in absent}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder, unet
+
+
+@pytest.fixture
+def no_inputs_of_flux(monkeypatch):
+    """Make the inputs of the FLUX transformer unknown to the planner, so that its operations cannot be counted."""
+    monkeypatch.delitem(INPUTS, "FluxTransformer2DModel")
+
+
+def test_weights_of_an_unknown_model_are_compared_with_the_card(capsys, unet_folder):
+    folder, unet = unet_folder
     size = 2 * sum(x.numel() for x in unet.parameters()) / 1e9
-    assert run(["plan", "--model", str(tmp_path)]) == 0
+    assert run(["plan", "--model", str(folder)]) == 0
     out = capsys.readouterr().out
     assert f"weights fit 1 × H100: {size:.3g} GB of 74" in out and "not predicted" in out
-    assert run(["plan", "--model", str(tmp_path), "--memory", "0.0001"]) == 0
+    assert run(["plan", "--model", str(folder), "--memory", "0.0001"]) == 0
     assert "do not fit" in capsys.readouterr().out
+
+
+def test_options_of_weights_change_the_bytes_of_an_unknown_model(capsys, no_inputs_of_flux):
+    flux = str(find_tiny_flux())
+    parts = FluxPipeline.from_pretrained(flux, dtype=torch.bfloat16).components
+    modules = {name: part for name, part in parts.items() if isinstance(part, torch.nn.Module)}
+    sizes = {name: sum(2 * x.numel() for x in module.parameters()) for name, module in modules.items()}
+    linears = [x.weight for x in modules["transformer"].modules() if isinstance(x, torch.nn.Linear)]
+    saved = sum(x.numel() - 4 * x.shape[0] for x in linears)
+    cases = {
+        "": sum(sizes.values()),
+        "--quantize int8": sum(sizes.values()) - saved,
+        "--offload model": max(sizes.values()),
+        "--weights replicate": sum(sizes.values()),
+    }
+    for options, held in cases.items():
+        assert run(["plan", "--model", flux, "--ranks", "2", *options.split()]) == 0
+        out = capsys.readouterr().out
+        assert f": {held / 1e9:.3g} GB of 74" in out
+        assert "fit 2 × H100" in out
+        assert "Not used" not in out
+
+
+def test_fsdp_shards_the_bytes_of_an_unknown_model():
+    """Check a transformer of 100 GB in 10 blocks, and a VAE of 1 GB, by hand."""
+    transformer = ModuleBytes(100, 90, at_once=27)
+    model = WeightsOnly(
+        "m", {"transformer": ComponentBytes(transformer, None, True), "vae": ComponentBytes(ModuleBytes(1))}, "r"
+    )
+    assert model.held(WeightOptions(3, "fsdp")) == 10 + 90 / 3 + 27 + 1
+    assert model.held(WeightOptions(3)) == model.held(WeightOptions(1, "fsdp")) == 101
+    assert model.held(WeightOptions(3, offload="model")) == 100
+
+
+def test_advice_names_only_ways_that_fit_and_are_not_given():
+    halved = ComponentBytes(ModuleBytes(80, 80, at_once=4), ModuleBytes(40, 40, at_once=2), can_be_sharded=True)
+    model = WeightsOnly("m", {"transformer": halved, "vae": ComponentBytes(ModuleBytes(20))}, "r")
+
+    def advice(room, options):
+        return re.findall(r"--[a-z]+ \w+", model.answer("H100", room, options).split("What makes it fit: ")[1])
+
+    assert advice(90, WeightOptions())[:2] == ["--offload model", "--quantize int8"]
+    assert advice(70, WeightOptions()) == ["--quantize int8", "--weights fsdp", "--ranks 2"]
+    assert advice(50, WeightOptions()) == ["--weights fsdp", "--ranks 4"]
+    assert advice(70, WeightOptions(offload="model")) == ["--quantize int8"]
+    assert advice(30, WeightOptions(offload="model", quantize="int8")) == []
+    assert advice(10, WeightOptions()) == []
+
+
+def test_options_that_an_unknown_model_does_not_use_are_named(capsys, no_inputs_of_flux, tmp_path):
+    shared = tmp_path / "shared.yaml"
+    shared.write_text("compile: whole\n")
+    flux = ["plan", "--model", str(find_tiny_flux()), "--config", str(shared)]
+    assert run([*flux, "--steps", "3", "--offload", "blocks", "--dtype", "float16"]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert re.findall(r"--[a-z-]+", last) == ["--steps", "--compile", "--offload"]
+
+
+def test_options_without_effect_on_an_unknown_model_are_refused(capsys, unet_folder, tmp_path):
+    model = ["--model", str(unet_folder[0])]
+    for option, value in {"out": str(tmp_path / "plan.png"), "quantize": "int8", "offload": "blocks"}.items():
+        assert run(["plan", *model, f"--{option}", value]) == 2
+        assert f"--{option} is '{value}'" in capsys.readouterr().err
+    assert run(["plan", *model, "--weights", "fsdp", "--ranks", "2"]) == 2
+    assert "--weights is 'fsdp'" in capsys.readouterr().err
+    assert not (tmp_path / "plan.png").exists()
+
+
+def test_an_options_file_of_the_siblings_is_taken(capsys, tmp_path):
+    shared = tmp_path / "shared.yaml"
+    shared.write_text(f"model: {find_tiny_flux()}\ncompile: whole\npipefusion: 2\npipeline: FluxInpaintPipeline\n")
+    assert run(["plan", "--config", str(shared), "--ranks", "2"]) == 0
+    options = options_of(printed_command(capsys.readouterr().out))
+    assert (options["--pipeline"], options["--image"]) == ("FluxInpaintPipeline", "input.png")
+    assert options["--set"].startswith("mask_image=")
+
+
+@pytest.mark.parametrize(("how", "printed"), [("no", None), ("blocks", "blocks"), ("whole", "whole")])
+def test_compilation_is_that_of_the_option(capsys, how, printed):
+    assert run(["plan", "--compile", how]) == 0
+    out = capsys.readouterr().out
+    assert plan_mesh("FLUX.1-dev", ranks=1, compiled=how != "no").markdown() in out
+    assert options_of(printed_command(out)).get("--compile") == printed
+
+
+def test_pipefusion_is_planned_on_several_ranks(capsys):
+    fusion = PipeFusion(4)
+    slow_link = ["--device", "my card,200,100,ethernet"]
+    assert run(["plan", "--ranks", "4", "--pipefusion", "4", *slow_link]) == 0
+    expected = plan_mesh("FLUX.1-dev", ranks=4, pipefusion=fusion, device="my card,200,100,ethernet")
+    out = capsys.readouterr().out
+    assert expected.markdown() in out
+    assert options_of(printed_command(out))["--pipefusion"] == "4"
+    assert run(["plan", "--pipefusion", "4"]) == 0
+    assert "--pipefusion 4 is not used" in capsys.readouterr().out
+
+
+def test_a_single_file_is_planned_with_its_configs(capsys, tmp_path):
+    flux, file = find_tiny_flux(), tmp_path / "flux.safetensors"
+    shutil.copy(next((flux / "transformer").glob("*.safetensors")), file)
+    assert run(["plan", "--model", str(file), "--config", str(flux), "--size", "64x64"]) == 0
+    options = options_of(printed_command(capsys.readouterr().out))
+    assert (options["--model"], options["--config"]) == (str(file), str(flux))
+    assert run(["plan", "--model", str(file)]) == 2
+    assert "--config" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -250,7 +374,7 @@ def test_a_ring_of_no_rank_names_the_option(capsys):
 
 
 def test_a_plan_over_hosts_is_run_by_torchrun(capsys):
-    assert run(["plan", "--ranks", "16", "--compiled"]) == 0
+    assert run(["plan", "--ranks", "16", "--compile", "whole"]) == 0
     assert "torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d" in capsys.readouterr().out
     assert run(["plan", "--ranks", "12"]) == 0
     assert "torchrun --nnodes=2 --nproc_per_node=6" in capsys.readouterr().out
@@ -282,6 +406,11 @@ def test_options_restrict_the_plan_as_in_the_library(capsys):
         (["--dtype", "f16"], "--dtype is 'f16'"),
         (["--device", "rtx 5900"], "did you mean RTX 5090"),
         (["--device", "card,24,fast,pcie"], "'fast' stands for TFLOPs"),
+        (["--compile", "foo"], "--compile is 'foo'"),
+        (["--pipefusion", "0"], "--pipefusion"),
+        (["--pipeline", "FluxFillPipeline"], "--pipeline is 'FluxFillPipeline'"),
+        (["--config", "zoo"], "--config is 'zoo'"),
+        (["--model", "absent.gguf", "--config", "zoo"], "--model is 'absent.gguf'"),
         (["--model", "FLUX.1-dve"], "did you mean FLUX.1-dev"),
     ],
 )

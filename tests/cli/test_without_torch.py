@@ -75,6 +75,12 @@ CASES = [
     (["bench", "--model", "/absent"], 1, "'/absent'"),
     (["calibrate", "--prompt", "a", "--metric", "foo"], 2, "--metric foo"),
     (["calibrate", "--prompt", "a", "--mesh", "foo=2"], 2, "--mesh has 'foo=2'"),
+    (["plan", "--model", "/absent/model"], 1, "'/absent/model'"),
+    (["plan", "--model", "zoo"], 1, "model_index.json"),
+    (["plan", "--model", "absent.gguf"], 2, "--model is 'absent.gguf'"),
+    (["plan", "--model", "/absent.safetensors"], 1, "'/absent.safetensors'"),
+    (["plan", "--model", "zoo/flux/pipeline", "--pipeline", "FluxImg2ImgPipelin"], 2, "FluxImg2ImgPipeline?"),
+    (["plan", "--model", "zoo/flux/pipeline", "--config", "zoo/video"], 2, "--config is 'zoo/video'"),
 ]
 
 
