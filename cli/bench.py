@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from para_core.cli import checks, options
+from para_core.cli.launcher import stated_ranks
 from para_core.cli.options import INPUT, flag, option
 from para_core.cli.progress import announce_imports
+from para_core.cli.traces import require_new_traces
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import require_file, write_atomically
 from para_core.fleet.request import Request, make_request
@@ -44,6 +46,12 @@ def bench(
     checked = checks.check(model, run, debug=debug)
     with_prompt = {"prompt": prompt, **common} if checked.selection.needs_prompt else common
     checked.require_request(with_prompt, call.seed)
+    checked.require_ranks(ranks, 1)
+    _require_new_file(out)
+    stated = stated_ranks(ranks, 1)
+    if profile is not None:
+        # Without a stated number of ranks there is at least one. The others are checked as soon as GPUs are counted.
+        require_new_traces(profile, stated or 1)
 
     announce_imports()
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -58,12 +66,8 @@ def bench(
     num_ranks = count_ranks(ranks, 1)
     mesh_of_recipe(recipe, num_ranks)  # raises if the mesh is too small
     refuse_ranks(pipeline, num_ranks)
-    if out is not None and is_first_rank():
-        require_file(out)
-        if out.exists():
-            raise FileExistsError(f"{out} exists, and is not overwritten. Use another file with --out, or delete it.")
-    if profile is not None:
-        _require_new_traces(profile, num_ranks)
+    if profile is not None and stated is None:
+        require_new_traces(profile, num_ranks)
     request = _read_request(pipeline, common, prompt, call.seed)
     job = MeasurementJob(recipe, request, warmup_runs, runs, check, profile, debug)
     try:
@@ -82,20 +86,13 @@ def bench(
         raise typer.Exit(1)
 
 
-def _require_new_traces(folder: Path, ranks: int) -> None:
-    """Make the folder for the traces. Raise OSError if it cannot be written to, or already holds one of the traces."""
-    from para_core.cli.measurement import trace_path
-    from para_core.cli.ranks import in_torchrun
-
-    own = [int(os.environ["RANK"])] if in_torchrun() else range(ranks)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"--profile {folder}: {error.strerror}. Use another folder.") from error
-    for path in (trace_path(folder, rank) for rank in own):
-        require_file(path)
-        if path.exists():
-            raise FileExistsError(f"{path} exists, and is not overwritten. Use another folder with --profile.")
+def _require_new_file(path: Path | None) -> None:
+    """Raise OSError if the first rank, which alone writes the figures, cannot write a new file at ``path``."""
+    if path is None or os.environ.get("RANK", "0") != "0":
+        return
+    require_file(path)
+    if path.exists():
+        raise FileExistsError(f"{path} exists, and is not overwritten. Use another file with --out, or delete it.")
 
 
 def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) -> Request:

@@ -50,6 +50,7 @@ def calibrate(
         raise typer.BadParameter(f"--metric {metric}: expected one of {', '.join(get_args(Metric))}.")
     common = options.CallOptions(size=size, steps=steps, image=image, set_=set_).fields()
     checked = checks.check(model, load, debug=debug)
+    checked.require_ranks(None, 1)
     for text in prompt or ("",):
         checked.require_request({**common, "prompt": text}, seed, several=prompts is not None)
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from para_core.cli.launcher import stated_ranks
 from para_core.cli.options import LoadOptions, RunOptions
-from para_core.distributed.mesh_shape import parse_mesh_sizes
+from para_core.distributed.mesh_shape import mesh_sizes, parse_mesh_sizes
 
 if TYPE_CHECKING:
     from para_core.attention.schedule import AttentionSchedule
@@ -69,6 +70,15 @@ class Checked:
                     f"{way}: {self.selection.pipeline} takes none; expected --pipeline with one of "
                     f"{', '.join(classes)}."
                 )
+
+    def require_ranks(self, requested: int | None, replicas: int) -> None:
+        """Raise ValueError if the mesh is too small for the ranks, or typer.BadParameter if torchrun has others.
+
+        Nothing is checked if the number of ranks depends on the GPUs, which only torch can count.
+        """
+        ranks = stated_ranks(requested, replicas)
+        if ranks is not None:
+            mesh_sizes(ranks, dict(self.recipe.mesh))
 
     def require_format(self, format_: str | None) -> None:
         """Raise ValueError if the results of the model cannot be files of this format."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from para_core.cli.comparison import Reference, compare, make_reference
 from para_core.cli.progress import Bars, showing_phases
 from para_core.cli.ranks import ending_on_error, gather, is_first_rank, process_group, quiet
+from para_core.cli.traces import trace_path
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.recipe import Recipe, can_verify
 from para_core.fleet.request import Request
@@ -42,11 +43,6 @@ class MeasurementJob:
     profile: Path | None = None  # folder in which each rank writes a profiler trace
     debug: bool = False  # this and errors are as in RankJob
     errors: Path | None = None
-
-
-def trace_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's profiler trace in ``folder``."""
-    return folder / f"rank-{rank}.json.gz"
 
 
 def measure_rank(job: MeasurementJob) -> dict[str, Any] | None:

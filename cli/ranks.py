@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from para_core.cli.launcher import in_torchrun, stated_ranks
 from para_core.cli.progress import Bars, showing_phases
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.failures import sentence
@@ -59,11 +60,6 @@ class RankEndedError(RuntimeError):
     """Raised if a new process of :func:`run_on_ranks` ended early, with the message of the first that failed."""
 
 
-def in_torchrun() -> bool:
-    """Whether this process is a rank that torchrun started."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def is_first_rank() -> bool:
     """Whether this process is rank 0, in the process group if there is one, or no rank at all."""
     return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
@@ -75,16 +71,11 @@ def count_ranks(requested: int | None, replicas: int) -> int:
     The last is at least 1. Raise typer.BadParameter if a number is below 1 or contradicts torchrun's ranks, or if a
     single replica has more ranks than this machine has GPUs (without GPUs, any number is accepted).
     """
-    if replicas < 1 or (requested is not None and requested < 1):
-        numbers = f"--replicas {replicas}" if requested is None else f"--ranks {requested} and --replicas {replicas}"
-        raise typer.BadParameter(f"{numbers}: expected at least 1 of each.")
-    if in_torchrun():
-        world = int(os.environ["WORLD_SIZE"])
-        if requested not in (None, world) or replicas > 1:
-            raise typer.BadParameter(f"torchrun started {world} ranks: omit --ranks and --replicas.")
-        return world
+    stated = stated_ranks(requested, replicas)
+    if stated is not None and in_torchrun():
+        return stated
     gpus = torch.cuda.device_count()
-    ranks = requested or max(1, gpus // replicas)
+    ranks = stated or max(1, gpus // replicas)
     if gpus and replicas == 1 and ranks > gpus:
         raise typer.BadParameter(
             f"--ranks {ranks}, and this machine has {gpus} GPUs: expected at most one rank per GPU."

@@ -80,6 +80,7 @@ def serve(
     _require_limits(limits)
     groups.require_valid()
     checked = checks.check(model, run, debug=debug)
+    checked.require_ranks(groups.ranks, groups.replicas)
     checked.require_format(format_)
     recipe = checked.recipe
     _require_fit(recipe, limits.max_batch, loras)

@@ -75,6 +75,12 @@ CASES = [
     (["bench", "--model", "/absent"], 1, "'/absent'"),
     (["calibrate", "--prompt", "a", "--metric", "foo"], 2, "--metric foo"),
     (["calibrate", "--prompt", "a", "--mesh", "foo=2"], 2, "--mesh has 'foo=2'"),
+    (["bench", "--out", "README.md"], 1, "README.md exists"),
+    (["bench", "--out", "absent/figures.json"], 1, "absent/figures.json cannot be written"),
+    (["bench", "--profile", "README.md"], 1, "--profile README.md"),
+    ([*PROMPT, "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, "--mesh is too small"),
+    (["bench", "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, "--mesh is too small"),
+    (["serve", "--mesh", "ring=2,ulysses=1", "--ranks", "4"], 2, "--mesh is too small"),
     (["plan", "--model", "/absent/model"], 1, "'/absent/model'"),
     (["plan", "--model", "zoo"], 1, "model_index.json"),
     (["plan", "--model", "absent.gguf"], 2, "--model is 'absent.gguf'"),
@@ -84,12 +90,12 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def answers():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "2000"}
+def answers_to(commands, **variables):
+    """Run the command lines in one process, and return its answers. ``variables`` are added to its environment."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "2000", **variables}
     result = subprocess.run(
         [sys.executable, "-c", PROBE],
-        input=json.dumps([arguments for arguments, *_ in CASES]),
+        input=json.dumps(commands),
         capture_output=True,
         text=True,
         check=True,
@@ -100,9 +106,34 @@ def answers():
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.fixture(scope="module")
+def answers():
+    return answers_to([arguments for arguments, *_ in CASES])
+
+
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[" ".join(arguments) for arguments, *_ in CASES])
 def test_error_is_found_before_torch_is_imported(answers, number):
     arguments, code, said = CASES[number]
     assert answers[number][:2] == [arguments, code], answers[number][2]
     assert said in answers[number][2]
     assert answers[number][3] == []
+
+
+def test_existing_traces_are_found_before_torch_is_imported(tmp_path):
+    trace = tmp_path / "rank-1.json.gz"
+    trace.touch()
+    ((_, code, said, imported),) = answers_to([["bench", "--ranks", "2", "--profile", str(tmp_path)]])
+    assert code == 1
+    assert f"{trace} exists" in said
+    assert imported == []
+
+
+def test_ranks_of_torchrun_are_checked_before_torch_is_imported():
+    mesh = ["--mesh", "ring=2,ulysses=1"]
+    commands = [[*PROMPT, *mesh], ["calibrate", "--prompt", "a", *mesh], ["bench", *mesh], [*PROMPT, "--ranks", "3"]]
+    answers = answers_to(commands, RANK="1", WORLD_SIZE="4")
+    for _, code, said, imported in answers:
+        assert code == 2
+        assert "--mesh is too small: 4 ranks" in said or "torchrun started 4 ranks" in said
+        assert imported == []
+    assert len(answers) == len(commands)

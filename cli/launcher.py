@@ -1,0 +1,28 @@
+"""The number of ranks, as far as the options and torchrun state it. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+
+import typer
+
+
+def in_torchrun() -> bool:
+    """Whether this process is a rank that torchrun started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def stated_ranks(requested: int | None, replicas: int) -> int | None:
+    """Return the number of ranks of each replica: torchrun's, else ``requested``; None if it depends on the GPUs.
+
+    Raise typer.BadParameter if a number is below 1 or contradicts torchrun's ranks.
+    """
+    if replicas < 1 or (requested is not None and requested < 1):
+        numbers = f"--replicas {replicas}" if requested is None else f"--ranks {requested} and --replicas {replicas}"
+        raise typer.BadParameter(f"{numbers}: expected at least 1 of each.")
+    if not in_torchrun():
+        return requested
+    world = int(os.environ["WORLD_SIZE"])
+    if requested not in (None, world) or replicas > 1:
+        raise typer.BadParameter(f"torchrun started {world} ranks: omit --ranks and --replicas.")
+    return world

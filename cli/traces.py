@@ -1,0 +1,27 @@
+"""The files of profiler traces of ``para_core bench``. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from para_core.cli.launcher import in_torchrun
+from para_core.fleet.outputs import require_file
+
+
+def trace_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's profiler trace in ``folder``."""
+    return folder / f"rank-{rank}.json.gz"
+
+
+def require_new_traces(folder: Path, ranks: int) -> None:
+    """Make the folder for the traces. Raise OSError if it cannot be written to, or already holds one of the traces."""
+    own = [int(os.environ["RANK"])] if in_torchrun() else range(ranks)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--profile {folder}: {error.strerror}. Use another folder.") from error
+    for path in (trace_path(folder, rank) for rank in own):
+        require_file(path)
+        if path.exists():
+            raise FileExistsError(f"{path} exists, and is not overwritten. Use another folder with --profile.")
