@@ -104,9 +104,8 @@ def serve(
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     delivery = Delivery(choose_format(pipeline, format_), fps)
     server_options = ServerOptions(
-        groups.replicas,
-        api_key,
-        delivery,
+        api_key=api_key,
+        delivery=delivery,
         seed=seed,
         videos=out.expanduser().absolute(),
         loras=None if loras is None else loras.absolute(),
@@ -136,7 +135,15 @@ def serve(
         log = None
         try:
             log = serving.start(
-                pipeline, recipe, server_options, replica_options, host=host, port=port, log_level=level, debug=debug
+                pipeline,
+                recipe,
+                server_options,
+                replica_options,
+                replicas=groups.replicas,
+                host=host,
+                port=port,
+                log_level=level,
+                debug=debug,
             )
             address = f"[{host}]" if ":" in host else host
             console.print(f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)", markup=False)

@@ -72,6 +72,10 @@ class Job:
 class Replicas(Protocol):
     """Interface of replicas that each run one batch at a time. :class:`para_core.fleet.serving.Front` implements it."""
 
+    @property
+    def count(self) -> int:
+        """Number of replicas, also of those that cannot answer now. It never changes, and is at least 1."""
+
     async def run(self, batch: Sequence[Job]) -> None:
         """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free again."""
 
@@ -93,7 +97,7 @@ class Jobs:
         self, replicas: Replicas, options: ServerOptions, fits: Callable[[Sequence[Request]], bool] = lambda _: True
     ) -> None:
         self._replicas, self._options, self._fits = replicas, options, fits
-        self._free = options.replicas
+        self._free = replicas.count
         self._jobs: dict[str, Job] = {}
         self._waiting: list[Job] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,13 +112,13 @@ class Jobs:
 
     def require_room(self) -> None:
         """Raise RequestError (429) if as many requests wait or run as the limits allow."""
-        room = self._options.replicas + self._options.waiting
+        room = self._replicas.count + self._options.waiting
         if len(self._jobs) >= room:
             self.metrics.requests.labels("refused").inc()
             sample = self.metrics.registry.get_sample_value
             ended = sample("para_core_request_seconds_count")
             mean = sample("para_core_request_seconds_sum") / ended if ended else 1.0
-            seconds = max(1, round(mean * self._options.waiting / self._options.replicas))
+            seconds = max(1, round(mean * self._options.waiting / self._replicas.count))
             message = f"{len(self._jobs)} requests run or wait; at most {room} may. Retry in {seconds} s."
             raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
 

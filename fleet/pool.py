@@ -19,18 +19,23 @@ class Pool:
 
     It is the first argument of :class:`~para_core.fleet.server.Server`, and can generate without one. The methods are
     called in the same event loop.
+
+    Attributes:
+        count: The number of replicas.
     """
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, replicas: int = 1) -> None:
-        self._options, self._count = options, replicas
+        if replicas < 1:
+            raise ValueError(f"replicas is {replicas}; expected at least 1.")
+        self._options, self.count = options, replicas
         self._replicas = [group.Replica(recipe, options, f"replica {number}") for number in range(replicas)]
         self._free: asyncio.Queue[group.Replica] = asyncio.Queue()
         self._running: dict[str, group.Replica] = {}
 
     async def start(self) -> None:
         """Connect to Ray, and load the pipeline on all replicas. For the exceptions see :meth:`group.Replica.start`."""
-        group.connect(self._options.ranks * self._count, debug=False)
-        group.require_cluster(self._options, self._count)
+        group.connect(self._options.ranks * self.count, debug=False)
+        group.require_cluster(self._options, self.count)
         await asyncio.gather(*[replica.start() for replica in self._replicas])
         for replica in self._replicas:
             self._free.put_nowait(replica)

@@ -55,11 +55,10 @@ _RANDOM_SEED = -1
 _DRAWN_SEEDS = 2**32
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Options of the HTTP server itself, and limits on what it accepts. For those of a replica see ``rank.py``."""
 
-    replicas: int = 1
     api_key: str | None = None  # that requests must send; without one, only requests to a loopback name are accepted
     delivery: Delivery = field(default_factory=Delivery)  # of results, as far as requests state none
     videos: Path | None = None  # folder for results of asynchronous videos; None disables their routes

@@ -135,7 +135,7 @@ class Server:
         """Report the number of ready replicas: status 200 if there are any, else 503."""
         ready = await self._replicas.ready()
         status = "ok" if ready else "loading" if self.loading else "no replica is ready"
-        body = {"status": status, "ready": ready, "replicas": self._options.replicas}
+        body = {"status": status, "ready": ready, "replicas": self._replicas.count}
         return JSONResponse(body, 200 if ready else 503)
 
     async def _show_metrics(self) -> Response:

@@ -124,7 +124,8 @@ class ReplicaDeployment:
 class Front:
     """The Ray Serve deployment that answers HTTP. It holds the server and its queue, and sends batches to replicas."""
 
-    def __init__(self, model: Model, options: ServerOptions, log_level: int) -> None:
+    def __init__(self, model: Model, options: ServerOptions, replicas: int, log_level: int) -> None:
+        self.count = replicas  # number of replicas, also of those that cannot answer now
         self._handle: Any = None
         self._reports: dict[str, float] = {}
         self._log = LogRelay()
@@ -189,12 +190,13 @@ def start(
     options: ServerOptions,
     replica_options: ReplicaOptions,
     *,
+    replicas: int = 1,
     host: str,
     port: int,
     log_level: int = logging.WARNING,
     debug: bool = False,
 ) -> LogReader:
-    """Start the server on Ray at this address, and return when all replicas have loaded.
+    """Start the server with ``replicas`` replicas on Ray at this address, and return when all have loaded.
 
     What its processes log at ``log_level`` or above is logged in this process, by the loggers of this package, until
     the object that is returned is closed.
@@ -204,7 +206,7 @@ def start(
     """
     if not debug:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    begun, replicas = time.monotonic(), options.replicas
+    begun = time.monotonic()
     logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
     reader: LogReader | None = None
     _require_free(host, port)
@@ -230,7 +232,7 @@ def start(
             ray_actor_options={"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}},
         )
         # The front starts before the replicas, so that it can answer 503 while they load.
-        handle = serve.run(front.bind(model, options, log_level), name=APP, route_prefix="/")
+        handle = serve.run(front.bind(model, options, replicas, log_level), name=APP, route_prefix="/")
         reader = LogReader(lambda position: handle.read_log.remote(position).result(timeout_s=_ANSWER_SECONDS))
         _require_answer(host, port)
         try:

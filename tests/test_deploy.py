@@ -66,7 +66,7 @@ def test_health_check(ready, code):
     command = json.loads(line.partition("CMD")[2])
     # The container has a key, which the health check does not send.
     with test_server.serving(api_key="secret") as (port, backend):
-        backend.count = ready
+        backend.live = ready
         script = command[2].replace("8000", str(port))
         assert subprocess.run([sys.executable, "-c", script], stderr=subprocess.DEVNULL, check=False).returncode == code
 
@@ -99,7 +99,7 @@ def test_manifest_fits_the_container():
 def test_probes_ask_the_route_that_knows(ready, status):
     # A probe sends the address of the pod as its host, and no key.
     with test_server.serving(api_key="secret") as (port, backend):
-        backend.count = ready
+        backend.live = ready
         for name in ("startupProbe", "readinessProbe"):
             path = CONTAINER[name]["httpGet"]["path"]
             assert test_server.ask(port, None, method="GET", path=path, Host="10.0.0.7:8000")[0] == status

@@ -66,6 +66,8 @@ def ask(port: int) -> tuple[int, float, float]:
 class PlainBackend:
     """An unmodified pipeline that answers one request after the other."""
 
+    count = 1
+
     def __init__(self, model: str) -> None:
         self._pipe = FluxPipeline.from_pretrained(model, dtype=torch.float32)
         self._pipe.set_progress_bar_config(disable=True)
@@ -108,14 +110,14 @@ def plain_server(model: Model, options: ServerOptions, port: int) -> Iterator[No
 
 
 @contextlib.contextmanager
-def replica_server(model: Model, options: ServerOptions, port: int, ranks: int) -> Iterator[None]:
+def replica_server(model: Model, options: ServerOptions, port: int, *, replicas: int, ranks: int) -> Iterator[None]:
     import ray
 
     from para_core.fleet import serving
     from para_core.fleet.rank import ReplicaOptions
 
     of_replica = ReplicaOptions(ranks, prompt_bytes=2**30)
-    serving.start(model, Recipe(model.name), options, of_replica, host=HOST, port=port)
+    serving.start(model, Recipe(model.name), options, of_replica, replicas=replicas, host=HOST, port=port)
     try:
         yield
     finally:
@@ -217,10 +219,11 @@ def main() -> None:
     parser_of(__doc__).parse_args()
     torch.set_num_threads(1)
     replicas, ranks, requests, num_rounds, port = OPTIONS.values()
-    model, options = find_model(None), ServerOptions(replicas, waiting=2 * replicas)
+    model, options = find_model(None), ServerOptions(waiting=2 * replicas)
     rounds: dict[str, list[dict[str, Any]]] = {"plain": [], "replicas": []}
     # Both servers run all the time and are asked in turns, so that other programs on the machine affect both equally.
-    with plain_server(model, ServerOptions(waiting=2), port), replica_server(model, options, port + 1, ranks):
+    of_replicas = replica_server(model, options, port + 1, replicas=replicas, ranks=ranks)
+    with plain_server(model, ServerOptions(waiting=2), port), of_replicas:
         for number in range(num_rounds):
             for name, of_server, running in (("plain", port, 1), ("replicas", port + 1, replicas)):
                 rounds[name].append(measure(of_server, requests, running))

@@ -240,9 +240,9 @@ def try_death() -> dict[str, Any]:
 
 
 def try_server() -> dict[str, Any]:
-    options = ServerOptions(REPLICAS, waiting=CLIENTS, seconds=600, retries=1)
+    options = ServerOptions(waiting=CLIENTS, seconds=600, retries=1)
     start = time.perf_counter()
-    with replica_server(find_model(None), options, PORT, RANKS):
+    with replica_server(find_model(None), options, PORT, replicas=REPLICAS, ranks=RANKS):
         started = time.perf_counter() - start
         results = {"clients": try_clients(), "death": try_death()}
     return {"replicas": REPLICAS, "ranks": RANKS, "seconds_to_start": started, **results}

@@ -15,7 +15,7 @@ def started(monkeypatch):
     calls = []
 
     def start(model, recipe, options, replica_options, **rest):
-        calls.append({"model": model, "recipe": recipe, "options": options, "replicas": replica_options, **rest})
+        calls.append({"model": model, "recipe": recipe, "options": options, "replica": replica_options, **rest})
         raise RuntimeError("stop here")
 
     monkeypatch.setattr(serving, "start", start)
@@ -33,8 +33,8 @@ def test_config_file_sets_options_that_the_line_does_not(started, tmp_path, caps
     assert (call["recipe"].weights, call["recipe"].timeout) == ("fsdp", 600)
     assert call["recipe"].backend == AttentionSchedule("triton-int8", first=1, last=2)
     assert call["options"].cors == ("https://a.example",)
-    assert [request.size for request in call["replicas"].warmup] == ["64x64", "32x64"]
-    assert call["replicas"].prompt_bytes == 10**9
+    assert [request.size for request in call["replica"].warmup] == ["64x64", "32x64"]
+    assert call["replica"].prompt_bytes == 10**9
     assert call["options"].request_log == tmp_path / "log"
 
 
@@ -79,7 +79,7 @@ def test_class_and_those_that_serve_other_routes_reach_the_server(started, capsy
     (call,) = started
     assert (call["recipe"].pipeline, call["model"].required) == ("FluxInpaintPipeline", ("image", "mask_image"))
     assert call["model"].others == ("FluxPipeline",)
-    assert call["replicas"].warmup[0].images.keys() == {"image", "mask_image"}
+    assert call["replica"].warmup[0].images.keys() == {"image", "mask_image"}
 
 
 @pytest.mark.parametrize(

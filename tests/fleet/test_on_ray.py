@@ -56,9 +56,9 @@ def recipe(model):
 @pytest.fixture(scope="module")
 def server(model, recipe):
     """Serve with two replicas of two ranks on a cluster of this machine."""
-    options = ServerOptions(2, max_batch=2, waiting=2, seconds=300)
+    options = ServerOptions(max_batch=2, waiting=2, seconds=300)
     of_replica = ReplicaOptions(ranks=2, room=6e7, prompt_bytes=2**30)
-    serving.start(model, recipe, options, of_replica, host="127.0.0.1", port=PORT)
+    serving.start(model, recipe, options, of_replica, replicas=2, host="127.0.0.1", port=PORT)
     yield PORT
     serving.stop()
     end_cluster()

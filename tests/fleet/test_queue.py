@@ -14,7 +14,8 @@ from para_core.fleet.request import Request
 class Replicas:
     """Replicas that answer when ``open`` is set."""
 
-    def __init__(self):
+    def __init__(self, count):
+        self.count = count
         self.ran, self.cancelled, self.open = [], [], asyncio.Event()
 
     async def run(self, batch):
@@ -35,8 +36,8 @@ def ask(jobs, id_, **fields):
 
 def test_cancelled_request_leaves_the_queue_at_once():
     async def run():
-        replicas = Replicas()
-        jobs = Jobs(replicas, ServerOptions(1))
+        replicas = Replicas(1)
+        jobs = Jobs(replicas, ServerOptions())
         first, second, third = (ask(jobs, name) for name in ("first", "second", "third"))
         await asyncio.sleep(0)
         jobs.cancel("second")
@@ -54,8 +55,8 @@ def test_cancelled_request_leaves_the_queue_at_once():
 
 def test_each_free_replica_takes_the_next_request():
     async def run():
-        replicas = Replicas()
-        jobs = Jobs(replicas, ServerOptions(2))
+        replicas = Replicas(2)
+        jobs = Jobs(replicas, ServerOptions())
         answers = [ask(jobs, name) for name in "abc"]
         await asyncio.sleep(0.01)
         assert replicas.ran == ["a", "b"]
@@ -69,8 +70,8 @@ def test_each_free_replica_takes_the_next_request():
 @pytest.mark.filterwarnings("ignore")
 def test_replica_that_ends_frees_its_place():
     async def run():
-        replicas = Replicas()
-        jobs = Jobs(replicas, ServerOptions(1))
+        replicas = Replicas(1)
+        jobs = Jobs(replicas, ServerOptions())
         dies, lives = ask(jobs, "dies"), ask(jobs, "lives")
         replicas.open.set()
         with pytest.raises(ReplicaDied):
@@ -82,8 +83,8 @@ def test_replica_that_ends_frees_its_place():
 
 def test_requests_that_differ_in_prompt_and_seed_are_one_batch():
     async def run():
-        replicas = Replicas()
-        jobs = Jobs(replicas, ServerOptions(1, max_batch=3), fits=lambda requests: len(requests) < 4)
+        replicas = Replicas(1)
+        jobs = Jobs(replicas, ServerOptions(max_batch=3), fits=lambda requests: len(requests) < 4)
         busy = ask(jobs, "busy")
         fields = {"height": 64}
         answers = [ask(jobs, name, **fields) for name in ("a", "b")]
@@ -104,8 +105,8 @@ def test_requests_that_differ_in_prompt_and_seed_are_one_batch():
 
 def test_retried_request_can_be_cancelled_when_its_first_replica_is_back():
     class Dying(Replicas):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, count):
+            super().__init__(count)
             self.restarted = asyncio.Event()
 
         async def run(self, batch):
@@ -117,8 +118,8 @@ def test_retried_request_can_be_cancelled_when_its_first_replica_is_back():
                 await super().run(batch)
 
     async def run():
-        replicas = Dying()
-        jobs = Jobs(replicas, ServerOptions(2, retries=1))
+        replicas = Dying(2)
+        jobs = Jobs(replicas, ServerOptions(retries=1))
         answer = ask(jobs, "a")
         await asyncio.sleep(0.01)
         replicas.restarted.set()

@@ -32,7 +32,7 @@ PATH = "/v1/images/generations"
 class StandIn:
     """One replica whose steps take ``seconds`` each; a prompt may make it fail."""
 
-    count, server = 1, None
+    count, live, server = 1, 1, None
 
     def __init__(self, seconds=0.0):
         self.seconds, self.turn, self.cancelled, self.ran, self.deaths = seconds, asyncio.Lock(), set(), [], 0
@@ -65,7 +65,7 @@ class StandIn:
         self.cancelled.add(job.id_)
 
     async def ready(self):
-        return self.count
+        return self.live
 
 
 @contextlib.contextmanager
@@ -424,10 +424,10 @@ def test_loras_are_listed_set_and_named_by_requests(tmp_path):
 def test_loading_server_says_so():
     with serving() as (port, backend):
         backend.server.loading = True
-        backend.count = 0
+        backend.live = 0
         status, _, body = ask(port, None, method="GET", path="/health")
         assert (status, body["status"]) == (503, "loading")
         status, headers, _ = ask(port, {"prompt": "a"})
         assert (status, headers["retry-after"]) == (503, "5")
-        backend.server.loading, backend.count = False, 1
+        backend.server.loading, backend.live = False, 1
         assert ask(port, {"prompt": "a"})[0] == 200
