@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from para_core.fleet import group
-from para_core.fleet.failures import ReplicaDied
+from para_core.fleet.failures import ReplicaDied, RequestCancelled
 from para_core.fleet.jobs import Job
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
+
+# Seconds between two checks that the ranks of all replicas live.
+_WATCH_SECONDS = 1.0
+logger = logging.getLogger(__name__)
 
 
 class Pool:
@@ -31,6 +36,8 @@ class Pool:
         self._replicas = [group.Replica(recipe, options, f"replica {number}") for number in range(replicas)]
         self._free: asyncio.Queue[group.Replica] = asyncio.Queue()
         self._running: dict[str, group.Replica] = {}
+        self._watching: asyncio.Task[None] | None = None  # None before start and after stop
+        self._restarts: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Connect to Ray, and load the pipeline on all replicas. For the exceptions see :meth:`group.Replica.start`."""
@@ -39,9 +46,16 @@ class Pool:
         await asyncio.gather(*[replica.start() for replica in self._replicas])
         for replica in self._replicas:
             self._free.put_nowait(replica)
+        self._watching = asyncio.ensure_future(self._watch())
 
     async def stop(self) -> None:
         """End all replicas."""
+        tasks = [*self._restarts, *([] if self._watching is None else [self._watching])]
+        self._watching = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._take_free()
         await asyncio.gather(*[replica.stop() for replica in self._replicas])
 
     async def generate(self, request: Request) -> Result:
@@ -55,38 +69,78 @@ class Pool:
     async def run(self, batch: Sequence[Job]) -> None:
         """Run jobs as one batch on a free replica, and finish them. Return or raise when the replica is free again."""
         replica = await self._free.get()
-        self._running.update(dict.fromkeys([job.id_ for job in batch], replica))
+        for job in batch:
+            # Its replica died after it was cancelled, so it waited again.
+            if job.cancelled and not job.answer.done():
+                job.finish(_cancelled())
+        jobs = [job for job in batch if not job.answer.done()]
+        self._running.update(dict.fromkeys([job.id_ for job in jobs], replica))
 
         def progress(event: int | Output) -> None:
-            for job in batch:
+            for job in jobs:
                 job.progress(event)
 
         try:
-            outcomes = await replica.generate_batch([(job.id_, job.request) for job in batch], progress)
-            for job, outcome in zip(batch, outcomes, strict=True):
-                job.finish(outcome)
+            if jobs:
+                outcomes = await replica.generate_batch([(job.id_, job.request) for job in jobs], progress)
+                for job, outcome in zip(jobs, outcomes, strict=True):
+                    job.finish(outcome)
         except ReplicaDied as error:
-            for job in batch:
+            for job in jobs:
                 job.finish(error)
         finally:
-            for job in batch:
+            for job in jobs:
                 self._running.pop(job.id_, None)
             await self._give_back(replica)
 
     async def _give_back(self, replica: group.Replica) -> None:
         """Let the next batch use the replica, after it has started again if it died."""
         try:
-            if not replica.actors:
+            # After stop, a batch whose replica was stopped must not start it again.
+            if not replica.actors and self._watching is not None:
                 await replica.start()
+        except RuntimeError as error:
+            logger.warning("a replica cannot start again: %s The next attempt follows.", error)
         finally:
-            self._free.put_nowait(replica)
+            if self._watching is not None:
+                self._free.put_nowait(replica)
+
+    async def _watch(self) -> None:
+        """Start replicas again whose ranks died while no batch ran, for ever."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            lives = await asyncio.gather(*[replica.alive() for replica in self._replicas])
+            dead = [replica for replica, alive in zip(self._replicas, lives, strict=True) if not alive]
+            # A replica that is not free runs a batch, after which it starts again, or is starting already.
+            for replica in self._take_free():
+                if replica not in dead:
+                    self._free.put_nowait(replica)
+                    continue
+                restart = asyncio.ensure_future(self._restart(replica))
+                self._restarts.add(restart)
+                restart.add_done_callback(self._restarts.discard)
+
+    async def _restart(self, replica: group.Replica) -> None:
+        # It may have ended a restart since it was checked.
+        if not await replica.alive():
+            await replica.stop()
+        await self._give_back(replica)
+
+    def _take_free(self) -> list[group.Replica]:
+        return [self._free.get_nowait() for _ in range(self._free.qsize())]
 
     def cancel(self, job: Job) -> None:
-        """Cancel a running job after its current step."""
+        """Cancel a job: at once if it still waits for a replica, after its current step if it runs."""
         replica = self._running.get(job.id_)
-        if replica is not None and replica.actors:
+        if replica is None:
+            job.finish(_cancelled())
+        elif replica.actors:
             group.cancel(replica.actors[0], job.id_)
 
     async def ready(self) -> int:
         """Return the number of replicas that can answer."""
         return sum(await asyncio.gather(*[replica.alive() for replica in self._replicas]))
+
+
+def _cancelled() -> RequestCancelled:
+    return RequestCancelled("cancelled before its first step.")

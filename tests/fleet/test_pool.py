@@ -7,8 +7,9 @@ from diffusers import FluxKontextPipeline
 
 pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
 
-from para_core.fleet import group
-from para_core.fleet.failures import ReplicaDied
+from para_core.fleet import group, pool
+from para_core.fleet.failures import ReplicaDied, RequestCancelled
+from para_core.fleet.jobs import Job, Jobs, Metrics
 from para_core.fleet.models import describe
 from para_core.fleet.outputs import Result
 from para_core.fleet.pool import Pool
@@ -98,6 +99,129 @@ def test_server_uses_all_replicas_of_its_pool(made):
         for each in made:
             each.open.set()
         assert [(await job.task).metadata["id"] for job in running] == ["a", "b", "c", "d"]
+        await replicas.stop()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Let a pool look for dead replicas all the time."""
+    monkeypatch.setattr(pool, "_WATCH_SECONDS", 0.01)
+
+
+def test_replica_that_dies_while_idle_starts_again(made, quick):
+    async def run():
+        replicas = make_pool(2)
+        await replicas.start()
+        made[0].dead, made[0].failing = True, 2  # the first two attempts fail
+        await until(lambda: made[0].starts == 4)
+        await asyncio.sleep(0.1)
+        assert [each.starts for each in made] == [4, 1]
+        assert await replicas.ready() == 2
+        for each in made:
+            each.open.set()
+        # Both are free, each once.
+        await asyncio.gather(*[replicas.generate(None) for _ in range(2)])
+        assert [len(each.ran) for each in made] == [1, 1]
+        await replicas.stop()
+        await asyncio.sleep(0.1)
+        assert [each.starts for each in made] == [4, 1]
+
+    asyncio.run(run())
+
+
+def test_busy_replica_that_dies_starts_again_once(made, quick):
+    async def run():
+        replicas = make_pool(1)
+        await replicas.start()
+        answer = asyncio.ensure_future(replicas.generate(None))
+        await until(lambda: made[0].ran)
+        made[0].dead = True
+        await asyncio.sleep(0.1)
+        assert made[0].starts == 1
+        made[0].open.set()
+        with pytest.raises(ReplicaDied):
+            await answer
+        assert (made[0].starts, await replicas.ready()) == (2, 1)
+        await replicas.stop()
+
+    asyncio.run(run())
+
+
+def test_replica_of_a_stopped_pool_does_not_start_again(made):
+    async def run():
+        replicas = make_pool(1)
+        await replicas.start()
+        answer = asyncio.ensure_future(replicas.generate(None))
+        await until(lambda: made[0].ran)
+        await replicas.stop()
+        made[0].open.set()
+        with pytest.raises(ReplicaDied):
+            await answer
+        assert (made[0].starts, made[0].actors) == (1, [])
+
+    asyncio.run(run())
+
+
+def test_request_that_waits_for_a_replica_is_cancelled_at_once(made):
+    async def run():
+        replicas = make_pool(1)
+        await replicas.start()
+        jobs = Jobs(replicas, ServerOptions(max_batch=2))
+        own = asyncio.ensure_future(replicas.generate(None))  # takes the replica besides the queue
+        await until(lambda: made[0].ran)
+        first = ask(jobs, "first")
+        await asyncio.sleep(0.01)
+        jobs.cancel("first")
+        with pytest.raises(RequestCancelled):
+            await asyncio.wait_for(asyncio.shield(first.task), 1)
+        second = ask(jobs, "second")
+        made[0].open.set()
+        assert (await second.task).metadata["id"] == "second"
+        await own
+        assert made[0].ran == [["own"], ["second"]]
+        await replicas.stop()
+
+    asyncio.run(run())
+
+
+def test_cancelled_request_of_a_batch_that_waits_is_left_out(made):
+    async def run():
+        replicas = make_pool(1)
+        await replicas.start()
+        own = asyncio.ensure_future(replicas.generate(None))
+        await until(lambda: made[0].ran)
+        batch = [Job(name, Request({"prompt": name}, seed=0), Metrics()) for name in "ab"]
+        for job in batch:
+            job.answer = asyncio.get_running_loop().create_future()
+        running = asyncio.ensure_future(replicas.run(batch))
+        await asyncio.sleep(0.01)
+        replicas.cancel(batch[0])
+        made[0].open.set()
+        await asyncio.gather(own, running)
+        assert isinstance(batch[0].answer.exception(), RequestCancelled)
+        assert batch[1].answer.result().metadata["id"] == "b"
+        assert made[0].ran == [["own"], ["b"]]
+        await replicas.stop()
+
+    asyncio.run(run())
+
+
+def test_cancelled_request_is_not_retried_after_its_replica_died(made, monkeypatch):
+    async def run():
+        replicas = make_pool(1)
+        await replicas.start()
+        jobs = Jobs(replicas, ServerOptions(retries=1))
+        monkeypatch.setattr(group, "cancel", lambda actor, id_: None)  # the rank dies before it sees the cancellation
+        job = ask(jobs, "a")
+        await until(lambda: made[0].ran)
+        jobs.cancel("a")
+        made[0].dead = True
+        made[0].open.set()
+        with pytest.raises(RequestCancelled):
+            await job.task
+        assert made[0].ran == [["a"]]
         await replicas.stop()
 
     asyncio.run(run())
