@@ -7,7 +7,7 @@ import logging
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -239,16 +239,25 @@ def start(
             serve.run(deployment.bind(recipe, replica_options, log_level), name=REPLICAS, route_prefix=None)
         except RuntimeError as error:
             raise RuntimeError(f"a replica cannot start: {_constructor_error() or error}") from error
-        deadline = time.monotonic() + _READY_SECONDS
-        while handle.ready.remote().result() < replicas and time.monotonic() < deadline:
-            time.sleep(_REPORT_SECONDS / 4)
-        logger.info("ready after %.1f s, on port %d of %s", time.monotonic() - begun, port, host)
+        if _wait_until_ready(lambda: handle.ready.remote().result(), replicas):
+            logger.info("ready after %.1f s, on port %d of %s", time.monotonic() - begun, port, host)
         return reader
     except BaseException:
         if reader is not None:
             reader.close()
         stop()
         raise
+
+
+def _wait_until_ready(count_ready: Callable[[], int], replicas: int) -> bool:
+    """Wait at most ``_READY_SECONDS`` for ``replicas`` ready replicas. Return whether they are, else log a warning."""
+    deadline = time.monotonic() + _READY_SECONDS
+    while (ready := count_ready()) < replicas:
+        if time.monotonic() > deadline:
+            logger.warning("%d of %d replicas are ready %g s after all loaded", ready, replicas, _READY_SECONDS)
+            return False
+        time.sleep(_REPORT_SECONDS / 4)
+    return True
 
 
 def _constructor_error() -> str:
