@@ -78,6 +78,9 @@ class Replica:
         try:
             watching = [actor.watch_signals.remote() for actor in self.actors]
             self._processes = [(pid, Notes(folder)) for pid, folder in await asyncio.gather(*watching)]
+            # A rank on another node removes its folder itself, now: Ray kills ranks, so they cannot do it at their end.
+            elsewhere = [rank for rank, (_, notes) in enumerate(self._processes) if not notes.readable]
+            await asyncio.gather(*[self.actors[rank].remove_notes.remote() for rank in elsewhere])
             host = await self.actors[0].__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
             port = await self.actors[0].open_store.remote(host)
             async with self._logging_progress():

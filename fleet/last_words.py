@@ -31,7 +31,8 @@ class LastWords:
     """Notes that this process writes when a signal ends it.
 
     Attributes:
-        folder: The folder with the notes. The process that makes :class:`Notes` of it removes it.
+        folder: The folder with the notes. The process that makes :class:`Notes` of it removes it, or on another node,
+            where it cannot, lets this process call :meth:`remove_folder`.
     """
 
     def __init__(self) -> None:
@@ -40,8 +41,16 @@ class LastWords:
         self._files: list[Any] = [(Path(self.folder) / name).open("w") for name in (_CRASH_FILE, *_OTHERS)]
         faulthandler.enable(self._files[0], all_threads=False)
         for name, file in zip(_OTHERS, self._files[1:], strict=True):
-            # With chain, what the signal did before follows: it ends the process.
-            faulthandler.register(getattr(signal, name), file, all_threads=False, chain=True)
+            number = getattr(signal, name)
+            # A signal that is ignored, as SIGHUP is under nohup, or handled in Python does not end the process: a note
+            # of it would be taken for the reason of a later end.
+            if signal.getsignal(number) == signal.SIG_DFL:
+                # With chain, what the signal did before follows: it ends the process.
+                faulthandler.register(number, file, all_threads=False, chain=True)
+
+    def remove_folder(self) -> None:
+        """Remove the folder. The files stay open, so that a signal handler can still write."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Notes:

@@ -166,3 +166,8 @@ class Rank:
         if self._last_words is None:
             self._last_words = LastWords()
         return os.getpid(), self._last_words.folder
+
+    def remove_notes(self) -> None:
+        """Remove the folder of the note, because the process that called :meth:`watch_signals` cannot open it."""
+        if self._last_words is not None:
+            self._last_words.remove_folder()

@@ -43,6 +43,19 @@ def test_signal_that_ended_a_process_is_known(name):
     notes.close()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("handler", ["signal.SIG_IGN", "lambda *_: None"])
+def test_signal_that_does_not_end_a_process_leaves_no_note(handler):
+    child = CHILD.replace("signal.SIG_DFL", handler)
+    child = child.replace("time.sleep", "signal.raise_signal(signal.SIGHUP)\nprint('lives', flush=True)\ntime.sleep")
+    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True) as process:
+        notes = Notes(process.stdout.readline().strip())
+        assert process.stdout.readline() == "lives\n"
+        process.kill()
+    assert describe_death(VANISHED.format(HINT), notes) == "SIGKILL"
+    notes.close()
+
+
 @pytest.mark.parametrize(
     ("message", "death"),
     [

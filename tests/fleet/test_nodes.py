@@ -1,6 +1,8 @@
 """A replica whose ranks are on two nodes of a Ray cluster."""
 
+import asyncio
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from para_core.fleet import group
+from para_core.fleet.last_words import Notes
 from para_core.fleet.loading import build, find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.rank import ReplicaOptions
@@ -54,6 +57,25 @@ def test_spread_ranks_equal_plain_pipeline(two_nodes):
     alone = Recipe(model.name)
     expected = generate(build(alone), request, alone).outputs[0].data
     assert np.abs(pixels(written[0].outputs[0].data) - pixels(expected)).max() <= 1
+
+
+def test_folder_of_notes_on_another_node_is_removed_there(two_nodes, monkeypatch):
+    folders = []
+
+    def open_elsewhere(folder):
+        folders.append(Path(folder))
+        return Notes(folder + "_on_another_node")
+
+    async def start_and_stop():
+        replica = group.Replica(Recipe(find_model(None).name, timeout=120), ReplicaOptions(2, spread=True))
+        await replica.start()
+        exist = [folder.exists() for folder in folders]
+        await replica.stop()
+        return exist
+
+    monkeypatch.setattr(group, "Notes", open_elsewhere)
+    group.connect(2, debug=False)
+    assert asyncio.run(start_and_stop()) == [False, False]
 
 
 def pixels(data):
