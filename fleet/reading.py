@@ -222,8 +222,7 @@ def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
     prompt = fields.get("prompt")
     prompts = max(1, len(prompt)) if isinstance(prompt, list) else 1
     for name in set(fields) - set(model.images):
-        value = fields[name]
-        texts = [value] if isinstance(value, str) else value if isinstance(value, list) else []
+        texts = fields[name] if isinstance(fields[name], list) else [fields[name]]
         lengths = [len(text) for text in texts if isinstance(text, str)]
         if sum(lengths) > most * prompts or max(lengths, default=0) > most:
             raise RequestError(
@@ -236,8 +235,11 @@ def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
 
 def _height(value: Any) -> int:
     """Return the number of levels of a JSON value: 1 for a scalar or an empty list."""
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return 1 + max(map(_height, items), default=0)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return 1
+    return 1 + max(map(_height, value), default=0)
 
 
 def _require_size(request: Request, model: Model, options: ServerOptions) -> None:

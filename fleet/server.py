@@ -123,18 +123,23 @@ class Server:
 
     async def _absent(self, http: HttpRequest, error: Any) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}[error.status_code]
-        posts = ", ".join(f"POST {path}" for path in self._paths)
         # A thread may import diffusers' tables: the event loop must not be blocked.
-        message = await asyncio.to_thread(_other_classes, self._model, http.url.path) + (
-            f"this server generates {self._model.kind}s: {posts}, DELETE {self._paths[0]}/ID, GET /docs, /health, "
-            "/metrics, /v1/models."
-        )
+        other_classes = await asyncio.to_thread(_other_classes, self._model, http.url.path)
+        routes = ", ".join(await asyncio.to_thread(self._list_routes))
+        message = f"{other_classes}this server generates {self._model.kind}s: {routes}, GET /docs."
         return await _refuse(http, RequestError(error.status_code, code, message, error.headers))
+
+    def _list_routes(self) -> list[str]:
+        """Return method and path of each route of the API, such as ``"GET /v1/models"``."""
+        paths = self.app.openapi()["paths"]
+        return [f"{method.upper()} {path}" for path, methods in paths.items() for method in methods]
 
     async def _health(self) -> Response:
         """Report the number of ready replicas: status 200 if there are any, else 503."""
         ready = await self._replicas.ready()
-        status = "ok" if ready else "loading" if self.loading else "no replica is ready"
+        status = "ok"
+        if not ready:
+            status = "loading" if self.loading else "no replica is ready"
         body = {"status": status, "ready": ready, "replicas": self._replicas.count}
         return JSONResponse(body, 200 if ready else 503)
 

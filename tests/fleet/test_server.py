@@ -147,6 +147,27 @@ def test_video_pipeline_answers_at_videos_route():
         assert "POST /v1/videos/sync" in str(ask(port, fields)[2])
 
 
+@pytest.mark.parametrize("pipeline", [FluxKontextPipeline, WanPipeline])
+def test_unknown_path_lists_the_routes_that_exist(tmp_path, pipeline):
+    with serving(pipeline=pipeline, videos=tmp_path, loras=tmp_path) as (port, _):
+        message = ask(port, None, method="GET", path="/none")[2]["error"]["message"]
+        listed = re.findall(r"(GET|POST|DELETE|PUT|PATCH) (/[^ ,]*[^ ,.])", message)
+        assert {path for _, path in listed} >= {"/health", "/metrics", "/docs", "/v1/loras", "/v1/loras/unset"}
+        assert ("GET", "/v1/files/{request_id}/{index}") in listed
+        assert (("POST", "/v1/videos") in listed) == (pipeline is WanPipeline)
+        assert (("POST", PATH) in listed) == (pipeline is FluxKontextPipeline)
+        for method, path in listed:
+            _, _, answer = ask(port, None, method=method, path=re.sub("{.*?}", "0", path))
+            assert "this server generates" not in str(answer), (method, path)
+
+
+def test_unknown_path_lists_no_route_that_is_off():
+    with serving(pipeline=WanPipeline) as (port, _):
+        message = ask(port, None, method="GET", path="/none")[2]["error"]["message"]
+        assert "/v1/videos/sync" in message
+        assert not re.search(r"/v1/loras|POST /v1/videos,", message)
+
+
 @pytest.fixture(scope="module")
 def server():
     with serving(body_bytes=200_000) as (port, _):
