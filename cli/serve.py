@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -18,15 +19,19 @@ from rich.console import Console
 from para_core.cli import checks, options
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
 from para_core.cli.progress import announce_imports
-from para_core.fleet.models import Kind, Model
+from para_core.fleet.models import Model
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.request import Delivery, Request, make_request, read_size
 from para_core.fleet.selection import pipelines_for
 
 if TYPE_CHECKING:
+    from para_core.fleet.log_relay import LogReader
     from para_core.fleet.recipe import Recipe
 
 _RESULTS = Path("~/.cache/para_core/videos")
+_FRAMES = re.compile(r"[0-9]{1,9}")
+# Default of --max-size.
+_PIXELS = {"image": 2048 * 2048, "video": 1280 * 720 * 129}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _LEVELS = ("debug", "info", "warning", "error")
 logger = logging.getLogger(__name__)
@@ -85,13 +90,11 @@ def serve(
     recipe = checked.recipe
     _require_fit(recipe, limits.max_batch, loras)
     require_file(request_log)
-    if max_size is not None:
-        _pixels(max_size, "image")
-    for size in warmup or ():
-        _require_warmup(size)
+    largest = None if max_size is None else _Shape.read("--max-size", max_size)
+    shapes = [_Shape.read("--warmup", size) for size in warmup or ()]
 
     announce_imports()
-    from para_core.cli.ranks import count_ranks, describe_signal, quiet, terminable
+    from para_core.cli.ranks import count_ranks, quiet
     from para_core.fleet import serving
     from para_core.fleet.classical import refuse_ranks
     from para_core.fleet.rank import ReplicaOptions
@@ -111,7 +114,7 @@ def serve(
         loras=None if loras is None else loras.absolute(),
         cors=tuple(cors or ()),
         request_log=None if request_log is None else request_log.absolute(),
-        pixels=_pixels(max_size, pipeline.kind),
+        pixels=_PIXELS[pipeline.kind] if largest is None else largest.pixels,
         **vars(limits),
     )
     ranks = count_ranks(groups.ranks, groups.replicas)
@@ -122,31 +125,39 @@ def serve(
         groups.room,
         prompt_bytes=int(encoded_prompts * 1e9),
         loras=0 if loras is None else max_loras,
-        warmup=tuple(_warmup_request(pipeline, size, delivery) for size in warmup or ()),
+        warmup=tuple(_warmup_request(pipeline, shape, delivery) for shape in shapes),
     )
+
+    def start() -> LogReader:
+        return serving.start(
+            pipeline,
+            recipe,
+            server_options,
+            replica_options,
+            replicas=groups.replicas,
+            host=host,
+            port=port,
+            log_level=level,
+            debug=debug,
+        )
+
+    address = f"[{host}]" if ":" in host else host
+    with _logged(level):
+        _run_until_interrupted(start, f"{pipeline.pipeline} answers on http://{address}:{port}/", debug=debug)
+
+
+def _run_until_interrupted(start: Callable[[], LogReader], message: str, *, debug: bool) -> None:
+    """Call ``start``, print ``message``, and serve until Ctrl-C or SIGTERM. Both are the usual end of a server."""
+    from para_core.cli.ranks import describe_signal, terminable
+    from para_core.fleet import serving
+
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     # Ray prints messages on stdout, while this command uses stderr. docker stop and systemd send SIGTERM.
-    with (
-        Path(os.devnull).open("w") as sink,
-        nullcontext() if debug else redirect_stdout(sink),
-        _logged(level),
-        terminable(),
-    ):
+    with Path(os.devnull).open("w") as sink, nullcontext() if debug else redirect_stdout(sink), terminable():
         log = None
         try:
-            log = serving.start(
-                pipeline,
-                recipe,
-                server_options,
-                replica_options,
-                replicas=groups.replicas,
-                host=host,
-                port=port,
-                log_level=level,
-                debug=debug,
-            )
-            address = f"[{host}]" if ":" in host else host
-            console.print(f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)", markup=False)
+            log = start()
+            console.print(f"{message} (stop with Ctrl-C)", markup=False)
             while True:
                 time.sleep(1)
         except KeyboardInterrupt as end:
@@ -203,20 +214,55 @@ def _require_fit(recipe: Recipe, max_batch: int, loras: Path | None) -> None:
             raise typer.BadParameter(f"--loras with {name} {value}: LoRAs of requests need layers that can change.")
 
 
-def _warmup_request(model: Model, size: str, delivery: Delivery) -> Request:
-    """Return a request of two steps for ``size``, given as ``"WxH"`` or ``"WxHxFRAMES"``."""
-    fields: dict[str, Any] = {"size": size, **dict.fromkeys(model.required, "blank")}
+@dataclass(frozen=True)
+class _Shape:
+    """Width and height in pixels, and the number of frames, None if it was not stated, of the value of an option."""
+
+    option: str
+    text: str
+    width: int
+    height: int
+    frames: int | None
+
+    @classmethod
+    def read(cls, option: str, text: str) -> _Shape:
+        """Parse ``"WxH"`` or ``"WxHxFRAMES"``. Raise typer.BadParameter if ``text``, given to ``option``, is neither.
+
+        >>> _Shape.read("--max-size", "64x32x9").pixels
+        18432
+        """
+        plane, frames = text, None
+        if text.count("x") == 2:
+            plane, _, last = text.rpartition("x")
+            frames = int(last) if _FRAMES.fullmatch(last) else 0
+        try:
+            width, height = read_size(plane)
+        except ValueError as error:
+            raise typer.BadParameter(f"{option} {text}: {error}") from None
+        if frames is not None and frames < 1:
+            raise typer.BadParameter(f"{option} {text}: expected width x height, or width x height x frames.")
+        return cls(option, text, width, height, frames)
+
+    @property
+    def pixels(self) -> int:
+        """Number of pixels of all frames."""
+        return self.width * self.height * (self.frames or 1)
+
+
+def _warmup_request(model: Model, shape: _Shape, delivery: Delivery) -> Request:
+    """Return a request of two steps for results of this shape."""
+    fields: dict[str, Any] = dict.fromkeys(model.required, "blank")
+    fields["size"] = f"{shape.width}x{shape.height}"
     if "prompt" in model.fields:
         fields["prompt"] = "warm-up"
     if "num_inference_steps" in model.fields:
         fields["steps"] = 2
-    if size.count("x") == 2:
-        fields["size"], _, frames = size.rpartition("x")
-        fields["frames"] = int(frames) if frames.isdecimal() else 0
+    if shape.frames is not None:
+        fields["frames"] = shape.frames
     try:
         return replace(make_request(fields, model, read_image=_blank_image), delivery=delivery)
     except ValueError as error:
-        raise typer.BadParameter(f"--warmup {size}: {error}") from None
+        raise typer.BadParameter(f"{shape.option} {shape.text}: {error}") from None
 
 
 def _blank_image(name: str) -> bytes:
@@ -225,25 +271,3 @@ def _blank_image(name: str) -> bytes:
     file = BytesIO()
     Image.new("RGB", (64, 64), "white").save(file, "PNG")
     return file.getvalue()
-
-
-def _require_warmup(size: str) -> None:
-    """Raise typer.BadParameter if ``size`` is neither ``"WxH"`` nor ``"WxHxFRAMES"``."""
-    plane, _, frames = size.rpartition("x") if size.count("x") == 2 else (size, "", "1")
-    try:
-        read_size(plane)
-    except ValueError as error:
-        raise typer.BadParameter(f"--warmup {size}: {error}") from None
-    if not frames.isdecimal() or int(frames) < 1:
-        raise typer.BadParameter(f"--warmup {size}: expected width x height, or width x height x frames.")
-
-
-def _pixels(size: str | None, kind: Kind) -> int:
-    if size is None:
-        return {"image": 2048 * 2048, "video": 1280 * 720 * 129}[kind]
-    # A third number, if any, is the number of frames.
-    plane, _, frames = size.rpartition("x") if size.count("x") == 2 else (size, "", "1")
-    width, height = read_size(plane)
-    if not frames.isdecimal() or int(frames) < 1:
-        raise typer.BadParameter(f"--max-size {size}: expected width x height, or width x height x frames.")
-    return width * height * int(frames)

@@ -1,6 +1,9 @@
 """The options of ``para_core serve``, without starting replicas."""
 
 import logging
+import os
+import signal
+import threading
 
 import pytest
 
@@ -92,6 +95,12 @@ def test_class_and_those_that_serve_other_routes_reach_the_server(started, capsy
         (["--resident-blocks", "1", "--offload", "model"], "--resident-blocks is 1"),
         (["--warmup", "64"], "--warmup 64"),
         (["--warmup", "64x64x0"], "--warmup 64x64x0"),
+        (["--warmup", "64x64xmany"], "--warmup 64x64xmany"),
+        (["--max-size", "64"], "--max-size 64"),
+        (["--max-size", "64x-64"], "--max-size 64x-64"),
+        (["--max-size", "64x64x"], "--max-size 64x64x"),
+        (["--max-size", "64x64x²"], "--max-size 64x64x²"),
+        (["--max-size", "64x64x" + "9" * 5000], "--max-size"),
         (["--host", "0.0.0.0"], "PARA_CORE_API_KEY"),
         (["--seed", "-1"], "--seed"),
         (["--seed", "9223372036854775808"], "--seed"),
@@ -104,3 +113,40 @@ def test_options_that_do_not_fit_are_refused(started, capsys, monkeypatch, argum
     assert run(["serve", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pixels"),
+    [([], 2048 * 2048), (["--max-size", "64x32"], 64 * 32), (["--max-size", "64x32x9"], 64 * 32 * 9)],
+)
+def test_largest_size_and_replicas_reach_the_server(started, arguments, pixels):
+    assert run(["serve", "--replicas", "3", *arguments]) == 1
+    (call,) = started
+    assert (call["options"].pixels, call["replicas"]) == (pixels, 3)
+
+
+def test_size_with_frames_is_warmed_up_with_them(started, capsys):
+    # The model makes images, so that the request itself is refused.
+    assert run(["serve", "--warmup", "64x64x9"]) == 2
+    message = capsys.readouterr().err
+    assert "--warmup 64x64x9" in message and "frames" in message
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["loading", "serving"])
+def test_server_that_is_stopped_has_succeeded(monkeypatch, number, when):
+    closed = []
+
+    class Log:
+        def close(self):
+            closed.append(True)
+
+    def start(*args, **rest):
+        if when == "loading":
+            signal.raise_signal(number)
+        threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+        return Log()
+
+    monkeypatch.setattr(serving, "start", start)
+    assert run(["serve"]) == 0
+    assert closed == [True] * (when == "serving")
