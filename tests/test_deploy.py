@@ -95,6 +95,13 @@ def test_manifest_fits_the_container():
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(ranks)
 
 
+def test_compose_and_manifest_pass_the_same_variables():
+    secrets = {entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in CONTAINER["env"]}
+    required = {name: value.startswith(f"${{{name}:?") for name, value in SERVICE["environment"].items()}
+    assert {name: not secret.get("optional", False) for name, secret in secrets.items()} == required
+    assert len({secret["key"] for secret in secrets.values()}) == len(secrets)
+
+
 @pytest.mark.parametrize(("ready", "status"), [(1, 200), (0, 503)])
 def test_probes_ask_the_route_that_knows(ready, status):
     # A probe sends the address of the pod as its host, and no key.
