@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,12 +77,7 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
-    api_key = os.environ.get(api_key_env) or None
-    if api_key is None and host not in _LOOPBACK:
-        raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {api_key_env} to an API key.")
-    if log_level.lower() not in _LEVELS:
-        raise typer.BadParameter(f"--log-level {log_level}: expected {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}.")
-    level = logging.getLevelNamesMapping()[log_level.upper()]
+    api_key, level = _read_api_key(api_key_env, host), _read_level(log_level)
     _require_limits(limits)
     groups.require_valid()
     checked = checks.check(model, run, debug=debug)
@@ -128,22 +124,26 @@ def serve(
         warmup=tuple(_warmup_request(pipeline, shape, delivery) for shape in shapes),
     )
 
-    def start() -> LogReader:
-        return serving.start(
-            pipeline,
-            recipe,
-            server_options,
-            replica_options,
-            replicas=groups.replicas,
-            host=host,
-            port=port,
-            log_level=level,
-            debug=debug,
-        )
-
+    start = partial(serving.start, pipeline, recipe, server_options, replica_options, replicas=groups.replicas)
+    start = partial(start, host=host, port=port, log_level=level, debug=debug)
     address = f"[{host}]" if ":" in host else host
     with _logged(level):
         _run_until_interrupted(start, f"{pipeline.pipeline} answers on http://{address}:{port}/", debug=debug)
+
+
+def _read_api_key(variable: str, host: str) -> str | None:
+    """Return the API key in this environment variable, or None. Raise BadParameter if ``host`` needs one."""
+    api_key = os.environ.get(variable) or None
+    if api_key is None and host not in _LOOPBACK:
+        raise typer.BadParameter(f"--host {host} is reachable from other hosts: set {variable} to an API key.")
+    return api_key
+
+
+def _read_level(name: str) -> int:
+    """Return the level of the log with this name. Raise BadParameter if there is none."""
+    if name.lower() not in _LEVELS:
+        raise typer.BadParameter(f"--log-level {name}: expected {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}.")
+    return logging.getLevelNamesMapping()[name.upper()]
 
 
 def _run_until_interrupted(start: Callable[[], LogReader], message: str, *, debug: bool) -> None:
