@@ -123,8 +123,10 @@ class Server:
 
     async def _absent(self, http: HttpRequest, error: Any) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}[error.status_code]
+        # In an application that mounts this one, the path begins with where it is mounted.
+        path = http.url.path.removeprefix(http.scope.get("root_path", ""))
         # A thread may import diffusers' tables: the event loop must not be blocked.
-        other_classes = await asyncio.to_thread(_other_classes, self._model, http.url.path)
+        other_classes = await asyncio.to_thread(_other_classes, self._model, path)
         routes = ", ".join(await asyncio.to_thread(self._list_routes))
         message = f"{other_classes}this server generates {self._model.kind}s: {routes}, GET /docs."
         return await _refuse(http, RequestError(error.status_code, code, message, error.headers))

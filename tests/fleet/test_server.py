@@ -15,7 +15,9 @@ from dataclasses import replace
 
 import pytest
 import uvicorn
-from diffusers import FluxKontextPipeline, WanPipeline
+from diffusers import FluxKontextPipeline, FluxPipeline, WanPipeline
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from PIL import Image
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
@@ -159,6 +161,14 @@ def test_unknown_path_lists_the_routes_that_exist(tmp_path, pipeline):
         for method, path in listed:
             _, _, answer = ask(port, None, method=method, path=re.sub("{.*?}", "0", path))
             assert "this server generates" not in str(answer), (method, path)
+
+
+@pytest.mark.parametrize("mounted", ["", "/flux"])
+def test_route_that_the_class_cannot_serve_names_those_that_can(mounted):
+    app = FastAPI()
+    app.mount(mounted, Server(StandIn(), describe("", FluxPipeline, {}), ServerOptions()).app)
+    answer = TestClient(app, "http://127.0.0.1").post(f"{mounted}/v1/images/edits", json={"prompt": "a"})
+    assert (answer.status_code, "FluxImg2ImgPipeline" in answer.text) == (404, True)
 
 
 def test_unknown_path_lists_no_route_that_is_off():
