@@ -63,6 +63,28 @@ def test_own_endpoint_and_mounted_server_give_the_same_image(port):
     assert np.abs(image(base64.b64decode(other["data"][0]["b64_json"])) - image(drawn)).max() > 1
 
 
+def test_own_endpoint_draws_a_seed_for_each_call(port):
+    first, second = (ask(port, None, path="/draw?prompt=a+large+red+circle")[2] for _ in range(2))
+    assert np.abs(image(first) - image(second)).max() > 1
+
+
+def test_replica_that_dies_while_idle_starts_again(port):
+    def ready():
+        return ask(port, None, method="GET", path="/flux/health")[2]["ready"]
+
+    def wait_for(count):
+        deadline = time.monotonic() + 120
+        while ready() != count:
+            assert time.monotonic() < deadline, f"not {count} replicas"
+            time.sleep(0.2)
+
+    wait_for(1)
+    os.kill(rank_processes()[-1], signal.SIGKILL)
+    wait_for(0)
+    wait_for(1)
+    assert ask(port, FIELDS, path=PATH, **KEY)[0] == 200
+
+
 def test_addresses_pages_and_refusals_are_below_the_path(port):
     assert ask(port, FIELDS, path=PATH)[0] == 401
     answer = ask(port, {**FIELDS, "response_format": "url"}, path=PATH, X_Request_Id="mine", **KEY)[2]
@@ -71,7 +93,7 @@ def test_addresses_pages_and_refusals_are_below_the_path(port):
     for path in ("/flux/", "/flux/docs", "/flux/docs/assets/swagger-ui.css", "/flux/health"):
         assert ask(port, None, method="HEAD", path=path)[0] == 200
     status, _, body = ask(port, FIELDS, path="/flux/v1/images/edits", **KEY)
-    assert (status, "FluxImg2ImgPipeline" in body["error"]["message"]) == (400, True)
+    assert (status, "FluxImg2ImgPipeline" in body["error"]["message"]) == (404, True)
 
 
 def test_running_request_is_cancelled(port):
