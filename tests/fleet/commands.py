@@ -54,7 +54,8 @@ def serve(*arguments, seconds=400):
 
 
 def messages(lines):
-    """Return level and message of each line. Every line must be one of the log, or the address of the server."""
-    logged = [(line, LOGGED.fullmatch(line)) for line in lines if " answers on http://" not in line]
+    """Return level and message of each line. Every line must be one of the log, or one that the command prints."""
+    printed = ("importing torch and diffusers", " answers on http://")
+    logged = [(line, LOGGED.fullmatch(line)) for line in lines if not any(text in line for text in printed)]
     assert all(match for _, match in logged), [line for line, match in logged if not match]
     return [(match[1], match[3]) for _, match in logged]
