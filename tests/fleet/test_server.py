@@ -17,7 +17,6 @@ import pytest
 import uvicorn
 from diffusers import FluxKontextPipeline, FluxPipeline, WanPipeline
 from fastapi import FastAPI
-from fastapi.testclient import TestClient
 from PIL import Image
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
@@ -71,13 +70,17 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serving(backend=None, *, pipeline=FluxKontextPipeline, others=(), **options):
-    """Yield the port of a running server and its backend."""
+def serving(backend=None, *, pipeline=FluxKontextPipeline, others=(), mounted="", **options):
+    """Yield the port of a running server, in an application that mounts it at a path, and its backend."""
     backend = backend or StandIn()
     model = replace(describe("", pipeline, {}), others=others)
     server = Server(backend, model, ServerOptions(**options))
     backend.server = server
-    web = uvicorn.Server(uvicorn.Config(server.app, port=0, log_level="error", ws="none", lifespan="off"))
+    app = FastAPI()
+    app.mount(mounted, server.app)
+    web = uvicorn.Server(
+        uvicorn.Config(app if mounted else server.app, port=0, log_level="error", ws="none", lifespan="off")
+    )
     thread = threading.Thread(target=web.run, daemon=True)
     thread.start()
     while not web.started:
@@ -165,10 +168,9 @@ def test_unknown_path_lists_the_routes_that_exist(tmp_path, pipeline):
 
 @pytest.mark.parametrize("mounted", ["", "/flux"])
 def test_route_that_the_class_cannot_serve_names_those_that_can(mounted):
-    app = FastAPI()
-    app.mount(mounted, Server(StandIn(), describe("", FluxPipeline, {}), ServerOptions()).app)
-    answer = TestClient(app, "http://127.0.0.1").post(f"{mounted}/v1/images/edits", json={"prompt": "a"})
-    assert (answer.status_code, "FluxImg2ImgPipeline" in answer.text) == (404, True)
+    with serving(pipeline=FluxPipeline, mounted=mounted) as (port, _):
+        status, _, body = ask(port, {"prompt": "a"}, path=f"{mounted}/v1/images/edits")
+        assert (status, "FluxImg2ImgPipeline" in body["error"]["message"]) == (404, True)
 
 
 def test_unknown_path_lists_no_route_that_is_off():
