@@ -61,6 +61,8 @@ START_TIMEOUT = 600.0
 # After a rank has failed, the others count as stuck if they make no progress for this time.
 GRACE = 10.0
 _WATCH_INTERVAL = 0.25
+# After a rank has died, the others have this time to report what they raised because of it.
+_LAST_REPORTS = 3.0
 # Between two jobs, a rank with a group of all ranks and no other has five threads.
 _MOST_THREADS = 16
 
@@ -388,10 +390,10 @@ def _describe_death(group: _Group, fn: Callable[..., Any], reports: dict[int, _R
     code = process.exitcode
     # A collective often fails soon on the ranks that shared it with a dead one. Their error is then what they report.
     pending = [index for index in range(len(group.ranks)) if index not in reports and index != dead]
-    time.sleep(_WATCH_INTERVAL)
+    deadline = time.monotonic() + _LAST_REPORTS
     for index in pending:
         with contextlib.suppress(EOFError, ConnectionError):
-            if group.ranks[index].connection.poll():
+            if group.ranks[index].connection.poll(max(0.0, deadline - time.monotonic())):
                 reports[index] = _decode_report(group.ranks[index].connection.recv_bytes())
     how = f"exit code {code}" + (f" ({signal.Signals(-code).name})" if code is not None and code < 0 else "")
     return f"rank {dead} died in {_name(fn)} with {how}.\n\n{_describe(group, reports)}"

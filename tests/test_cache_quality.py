@@ -133,6 +133,9 @@ def test_conclusions_of_the_cache_page_follow_from_the_results():
         mean, error = rows["order 2", threshold]["psnr difference from the first"]
         assert mean < -2 * error if threshold == 0.3 else abs(mean) < 2 * error
         mean, error = rows["FoCa", threshold]["psnr difference from the first"]
-        assert mean > 2 * error
-    differences = [row["psnr difference from first_block"] for row in results["rules"]["rows"] if "at equal" in row]
-    assert all(mean > 0 for mean, _ in differences)
+        assert abs(mean) < 2 * error if threshold == 0.3 else mean > 2 * error
+    for row in results["rules"]["rows"]:
+        if "at equal" in row:
+            mean, error = row["psnr difference from first_block"]
+            # At equal seconds modulated_input is ahead on 8 blocks; on 57 blocks the two would be level.
+            assert mean > 2 * error if row["at equal"] == "seconds" else mean > -2 * error

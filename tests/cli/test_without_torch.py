@@ -69,7 +69,7 @@ CASES = [
     (["serve", "--weights", "foo"], 2, "--weights is 'foo'"),
     (["serve", "--format", "xyz"], 2, "--format is 'xyz'"),
     (["serve", "--model", "/absent"], 1, "'/absent'"),
-    (["serve", "--max-size", "big"], 2, "--max-size is 'big'"),
+    (["serve", "--max-size", "big"], 2, "--max-size big: size is 'big'"),
     (["serve", "--warmup", "big"], 2, "--warmup big"),
     (["bench", "--quantize", "foo"], 2, "--quantize is 'foo'"),
     (["bench", "--model", "/absent"], 1, "'/absent'"),
