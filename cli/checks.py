@@ -55,9 +55,9 @@ class Checked:
         """Raise typer.BadParameter if the class takes no such image, while others for the same weights do."""
         from para_core.fleet.pipeline_source import CONTROLNET, advised_pipelines
 
-        known = {} if self.draft is None else self.draft.fields
+        accepted_fields = {} if self.draft is None else self.draft.fields
         for name in ("image", "mask_image", "control_image"):
-            if name not in fields or name in known:
+            if name not in fields or name in accepted_fields:
                 continue
             content = self.selection.index.content
             sources = [source for source in advised_pipelines(content) if name in source.call]

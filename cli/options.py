@@ -95,8 +95,8 @@ class CallOptions:
         named |= {"guidance_scale": self.guidance, "negative_prompt": self.negative_prompt, **others}
         common = {name: value for name, value in named.items() if value is not None}
         fields = read_fields(self.set_)
-        given = {*common, *(["seed"] if self.seed else [])}
-        for field in given & fields.keys():
+        set_by_options = {*common, *(["seed"] if self.seed else [])}
+        for field in set_by_options & fields.keys():
             raise typer.BadParameter(f"--set {field} and the option for it: expected one of them.")
         if "size" in common and fields.keys() & {"height", "width"}:
             raise typer.BadParameter("--size and --set height or width: expected one of them.")

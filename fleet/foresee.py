@@ -161,7 +161,7 @@ def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def multiple_of_model(model: Model) -> int:
-    """Return the number of which height and width of ``model`` must be multiples; 1 if its class states none.
+    """Return the number that must divide height and width of a result of ``model``; 1 if its class states none.
 
     Only the autoencoder is made, on the meta device: a class computes the number from its config, and from that of the
     transformer.
@@ -191,7 +191,7 @@ def multiple_of_model(model: Model) -> int:
 
 @dataclass(frozen=True)
 class ConfigOnly:
-    """A stand-in for a component of a pipeline of which only the config is read."""
+    """Stand-in for a component of a pipeline, with its config alone."""
 
     config: Any
 

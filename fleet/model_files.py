@@ -76,13 +76,14 @@ def read_index(name: str, *, subject: str = "model") -> Index:
 
     ``subject`` says in the message what ``name`` is.
     """
-    found = _find(name, CLASSICAL, subject) or _find(name, MODULAR, subject)
-    if found is None:
+    index_file = _find(name, CLASSICAL, subject) or _find(name, MODULAR, subject)
+    if index_file is None:
         raise FileNotFoundError(
             f"{subject} {name!r} has no readable {CLASSICAL} or {MODULAR}; expected a folder written by "
             "save_pretrained, or a diffusers repository on the Hub."
         )
-    return Index(found[0] == MODULAR, found[1])
+    file, content = index_file
+    return Index(file == MODULAR, content)
 
 
 def read_config(name: str, subfolder: str = "", *, subject: str = "model") -> Mapping[str, Any]:
@@ -91,13 +92,13 @@ def read_config(name: str, subfolder: str = "", *, subject: str = "model") -> Ma
     Raise FileNotFoundError if there is none. ``subject`` says in the message what ``name`` is.
     """
     file = f"{subfolder}/config.json" if subfolder else "config.json"
-    found = _find(name, file, subject)
-    if found is None:
+    config_file = _find(name, file, subject)
+    if config_file is None:
         raise FileNotFoundError(
             f"{subject} {name!r} has no readable {file}; expected a folder written by save_pretrained, or a "
             "repository on the Hub."
         )
-    return found[1]
+    return config_file[1]
 
 
 def _find(name: str, file: str, subject: str) -> tuple[str, Mapping[str, Any]] | None:

@@ -47,7 +47,7 @@ class Model:
     controlnet: tuple[str, ...] = ()  # folders or repositories of ControlNets
     # Classes that take the same weights, and images if this class takes none, or none if it needs some.
     others: tuple[str, ...] = ()
-    multiple: int = 1  # of which height and width must be, in pixels
+    multiple: int = 1  # number of pixels that must divide height and width
 
     @property
     def edited_images(self) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class PipelineSource:
 
     @property
     def single_controlnets(self) -> tuple[str, ...]:
-        """Names of the ControlNet classes of which the pipeline takes one; empty if it takes none."""
+        """Names of the ControlNet classes that the pipeline accepts; empty if it accepts none."""
         names = re.findall(r"\w+", self.components.get(CONTROLNET, ""))
         return tuple(dict.fromkeys(name for name in names if name not in _NO_CLASSES and "Multi" not in name))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# Weight files, of which the largest format counts: repositories hold the same weights in several formats.
+# Suffixes of weight files. Repositories hold the same weights in several formats, so only the largest format counts.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 # This logger of diffusers says "Loaded NAME as CLASS from …" after each component of a pipeline.
 _DIFFUSERS = "diffusers.pipelines.pipeline_utils"

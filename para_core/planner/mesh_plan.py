@@ -331,9 +331,9 @@ def _allowed_shapes(ranks: int, choices: Choices) -> list[MeshShape]:
         allowed = [x for x in allowed if x.sequence > 1 and x.tensor == x.pipe == 1]
     if not allowed:
         demanded = "" if choices.demanded is None else f" and weights {choices.demanded!r}"
-        given = ", ".join(f"{name}={size}" for name, size in choices.mesh.items())
+        limits = ", ".join(f"{name}={size}" for name, size in choices.mesh.items())
         raise ValueError(
-            f"mesh is {given!r}{demanded}: no mesh of {ranks} ranks has both. Use other sizes, or leave one out."
+            f"mesh is {limits!r}{demanded}: no mesh of {ranks} ranks has both. Use other sizes, or leave one out."
         )
     return allowed
 
