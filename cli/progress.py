@@ -68,14 +68,10 @@ def showing_phases(*, shown: bool = True) -> Iterator[None]:
         yield
         return
     handler = _Phases(Console(stderr=True, soft_wrap=True, highlight=False))
-    level = progress.logger.level
-    progress.logger.addHandler(handler)
-    progress.logger.setLevel(logging.INFO)
     try:
-        yield
+        with progress.handled_by(handler):
+            yield
     finally:
-        progress.logger.setLevel(level)
-        progress.logger.removeHandler(handler)
         handler.close()
 
 
@@ -93,15 +89,8 @@ class _Lines(logging.Handler):
 @contextmanager
 def showing_log(console: Console) -> Iterator[None]:
     """Print on ``console`` what :mod:`para_core.fleet` logs at INFO or above, until the end of this context."""
-    logger, handler = logging.getLogger("para_core.fleet"), _Lines(console)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with progress.handled_by(_Lines(console), logging.getLogger("para_core.fleet")):
         yield
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
 
 
 class Bars(Progress):

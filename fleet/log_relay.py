@@ -6,8 +6,7 @@ import logging
 import threading
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 # Name of the logger above all loggers of this package.
@@ -49,18 +48,6 @@ class LogRelay(logging.Handler):
         logger = logging.getLogger(ROOT)
         logger.setLevel(level)
         logger.addHandler(self)
-
-    @contextmanager
-    def collecting(self, logger: logging.Logger) -> Iterator[None]:
-        """Inside this context, keep the records of ``logger`` at INFO or above."""
-        level = logger.level
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-            logger.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the record."""

@@ -18,6 +18,19 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 _DIFFUSERS = "diffusers.pipelines.pipeline_utils"
 
 
+@contextmanager
+def handled_by(handler: logging.Handler, source: logging.Logger = logger) -> Iterator[None]:
+    """Inside this context, pass the records of ``source`` at INFO or above to ``handler``."""
+    level = source.level
+    source.addHandler(handler)
+    source.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        source.setLevel(level)
+        source.removeHandler(handler)
+
+
 def report(text: str, done: int | None = None, total: int | None = None) -> None:
     """Log that a phase begins. A counted phase has ``done`` of ``total`` parts behind it."""
     logger.info(text, extra={"done": done, "total": total})
@@ -96,14 +109,11 @@ def reporting_components(name: str, components: Sequence[str]) -> Iterator[None]
     report(f"loading {name}: {len(components)} components, {readable_bytes(size) if folder else 'to be downloaded'}")
     source = logging.getLogger(_DIFFUSERS)
     counter = _ComponentCounter(name, len(components))
-    level, propagate = source.level, source.propagate
-    source.addHandler(counter)
-    source.setLevel(logging.INFO)
+    propagate = source.propagate
     # The messages are not to be printed; their level hid them before.
     source.propagate = False
     try:
-        yield
+        with handled_by(counter, source):
+            yield
     finally:
-        source.removeHandler(counter)
-        source.setLevel(level)
         source.propagate = propagate

@@ -90,7 +90,7 @@ class Rank:
         if self._options.ranks > 1:
             store = self._store or TCPStore(host, port, self._options.ranks, is_master=False, timeout=timeout)
             dist.init_process_group(store=store, rank=self._rank, world_size=self._options.ranks, timeout=timeout)
-        with self._log.collecting(progress.logger):
+        with progress.handled_by(self._log):
             self._pipe = build(self._recipe)
         if self._options.prompt_bytes:
             self._encoded_prompts = EncodedPrompts(self._pipe, self._options.prompt_bytes)
