@@ -53,6 +53,7 @@ EXTRAS = {
         ],
         "`para_core serve`, `generate --replicas`",
     ),
+    "launch": (["cloudpickle>=3"], "`launch` with functions of a script or notebook"),
     "quantize": (["torchao>=0.18", "gguf>=0.10"], "`--quantize`, and GGUF files as `--model`"),
     "calibrate": (["matplotlib", "scikit-image", "tqdm"], "`calibrate --metric ssim`, plots of a calibration"),
     "triton": (["triton>=3.5"], "the kernels; CUDA builds of torch bring it on Linux"),
@@ -60,6 +61,7 @@ EXTRAS = {
     "test": (
         [
             "build",
+            "cloudpickle>=3",
             "fastapi",
             "fastapi-offline>=1.7",
             "gguf",

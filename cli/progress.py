@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from para_core.fleet import progress
+from para_core import progress
 
 
 def announce_imports() -> None:
@@ -31,7 +31,7 @@ def announce_imports() -> None:
 
 
 class _Phases(logging.Handler):
-    """Handler of the records of :mod:`para_core.fleet.progress`: a spinner with a bar, or a line for each record."""
+    """Handler of the records of :mod:`para_core.progress`: a spinner with a bar, or a line for each record."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.INFO)

@@ -15,9 +15,9 @@ from para_core.adapters.registry import USUAL_NAMES, is_transformer_class
 from para_core.adapters.weights.quantize import loading_config
 from para_core.fleet.model_files import read_index
 from para_core.fleet.models import Kind, Model, can_be_given
-from para_core.fleet.progress import report
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 from para_core.option_values import Quantize
+from para_core.progress import report
 
 # Outputs of a modular pipeline that can be written to files. The values are the kind of result, and the attribute of a
 # classical pipeline's output that holds it.

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from para_core import progress
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
-from para_core.fleet import progress
 from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.last_words import LastWords

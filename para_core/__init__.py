@@ -8,6 +8,9 @@ from para_core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from para_core.api import *  # noqa: F403
+    from para_core.launcher.errors import Cancelled as Cancelled
+    from para_core.launcher.errors import RankDied as RankDied
+    from para_core.launcher.launch import launch as launch
 
 _here = Path(__file__).parent
 if not (_here / "adapters").is_dir():
@@ -15,12 +18,20 @@ if not (_here / "adapters").is_dir():
     # searched too. An installation moves them into this folder.
     __path__.append(str(_here.parent))  # noqa: F405
 
+# Public names of para_core.launcher, with the modules that define them.
+_OF_LAUNCH = {"launch": "launch", "Cancelled": "errors", "RankDied": "errors"}
+
 
 def __getattr__(name: str) -> Any:
     """Import :mod:`para_core.api` at the first access to a public name, and return the value of ``name``.
 
     ``para_core --help`` accesses no public name, so it starts without importing torch.
     """
+    if name in _OF_LAUNCH:
+        # A program that launches ranks starts them before it imports torch itself.
+        value = getattr(importlib.import_module(f"para_core.launcher.{_OF_LAUNCH[name]}"), name)
+        globals()[name] = value
+        return value
     # Do not write `from para_core import api` here: that statement looks up the attribute "api" and so calls this
     # function again, without end.
     api = importlib.import_module("para_core.api")
@@ -31,4 +42,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__getattr__("__all__")})
+    return sorted({*globals(), *_OF_LAUNCH, *__getattr__("__all__")})

@@ -495,3 +495,16 @@ class SpareDispatchKey:
             return nullcontext()
         guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(self._keys)
         return guard
+
+
+def queued_cuda_seed() -> tuple[Any, int] | None:
+    """Return the seed for CUDA that waits until CUDA is initialized, and an object that is new after each seeding.
+
+    Return None if there is none. ``torch.manual_seed`` and ``torch.cuda.manual_seed`` queue a function with the seed in
+    its closure (torch/cuda/__init__.py, ``_lazy_call``; the same in torch 2.11, 2.13 and 2.15).
+    """
+    calls = torch.cuda._lazy_seed_tracker.get_calls()
+    if torch.cuda.is_initialized() or not calls:
+        return None
+    function, _ = calls[-1]
+    return calls, int(inspect.getclosurevars(function).nonlocals["seed"])

@@ -13,6 +13,7 @@ LAYERS = (
     (
         "kernels",
         "para_core/option_values.py",
+        "para_core/progress.py",
         "para_core/torch_internals.py",
         "para_core/user_warnings.py",
         "para_core/version.py",
@@ -23,6 +24,7 @@ LAYERS = (
         "para_core/triton_support.py",
         "para_core/foreign_errors.py",
     ),
+    ("para_core/launcher",),
     ("para_core/distributed",),
     ("para_core/attention",),
     ("para_core/modes",),

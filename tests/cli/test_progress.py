@@ -13,10 +13,10 @@ import psutil
 import pytest
 from rich.console import Console
 
+from para_core import progress
 from para_core.cli.app import run
 from para_core.cli.progress import _Phases, showing_log, showing_phases
-from para_core.fleet import progress
-from para_core.fleet.progress import component_bytes, readable_bytes, report, reporting_components
+from para_core.progress import component_bytes, readable_bytes, report, reporting_components
 
 TINY_FLUX = Path(__file__).parents[2] / "zoo/flux/pipeline"
 DIFFUSERS = logging.getLogger("diffusers.pipelines.pipeline_utils")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core.fleet import progress
+from para_core import progress
 from para_core.fleet import rank as rank_module
 from para_core.fleet.failures import RequestCancelled, RequestFailed
 from para_core.fleet.log_relay import Position

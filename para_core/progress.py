@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 # Suffixes of weight files. Repositories hold the same weights in several formats, so only the largest format counts.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 # This logger of diffusers says "Loaded NAME as CLASS from …" after each component of a pipeline.
-_DIFFUSERS = "diffusers.pipelines.pipeline_utils"
+DIFFUSERS = "diffusers.pipelines.pipeline_utils"
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def reporting_components(name: str, components: Sequence[str]) -> Iterator[None]
     folder = folder_on_disk(name)
     size = sum(component_bytes(folder).values())
     report(f"loading {name}: {len(components)} components, {readable_bytes(size) if folder else 'to be downloaded'}")
-    source = logging.getLogger(_DIFFUSERS)
+    source = logging.getLogger(DIFFUSERS)
     counter = _ComponentCounter(name, len(components))
     propagate = source.propagate
     # The messages are not to be printed; their level hid them before.

@@ -1,0 +1,178 @@
+"""Callbacks of the caller, on both ends: a rank asks the caller to run them, and does what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from para_core.launcher.connection import CallerConnection
+from para_core.launcher.errors import Cancelled
+from para_core.launcher.messages import CallbackArguments, CallbackReply, PipeArgument, SentTensor
+from para_core.launcher.wire import Body
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def runs_in_caller(name: str, value: Any) -> bool:
+    """Whether the argument ``name`` of a pipeline's call is a callback that runs in the caller.
+
+    diffusers' own callback objects, such as ``SDCFGCutoffCallback``, run on the ranks: they call methods of the
+    pipeline.
+    """
+    if not name.startswith("callback") or not callable(value):
+        return False
+    callbacks = getattr(value, "callbacks", None) or [value]
+    return not all(type(callback).__module__.startswith("diffusers.") for callback in callbacks)
+
+
+def replace_callbacks(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:
+    """Return the arguments of a call without the caller's callbacks, and the callbacks by name.
+
+    Callback objects name the tensors that they want; a plain function in their place cannot, so an argument does.
+    """
+    callbacks = {name: value for name, value in kwargs.items() if runs_in_caller(name, value)}
+    rest = {name: value for name, value in kwargs.items() if name not in callbacks}
+    for name, callback in callbacks.items():
+        if hasattr(callback, "tensor_inputs"):
+            rest[f"{name}_tensor_inputs"] = list(callback.tensor_inputs)
+    return rest, callbacks
+
+
+# -- On a rank.
+
+
+class Relay:
+    """Callback on a rank that lets the caller run callback ``name``, and repeats its effect here."""
+
+    def __init__(self, connection: CallerConnection, pipe: Any, name: str) -> None:
+        self._connection, self._pipe, self._name = connection, pipe, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pipe, tensors = self._pipe, list[Any]()
+
+        def send(value: Any) -> Any:
+            if value is pipe:
+                return PipeArgument()
+            if _is_tensor(value):
+                tensors.append(value)
+            return value
+
+        arguments = CallbackArguments(_convert(args, send), _convert(kwargs, send), readable_attributes(pipe))
+        if self._connection.rank == 0:
+            self._connection.report("callback", self._name, body=Body.of(arguments))
+        # The caller answers to all ranks.
+        reply: CallbackReply = self._connection.replies.get().load()
+        if reply.raised:
+            raise Cancelled("the callback raised in the caller.")
+        for index, changed in reply.edits.items():
+            _assign(tensors[index], changed)
+        for name, value in reply.attributes.items():
+            setattr(pipe, name, value)
+        return _convert(reply.returned, lambda value: _on_device(value, tensors))
+
+
+def _assign(tensor: Any, changed: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        tensor.copy_(changed)
+
+
+def _on_device(value: Any, tensors: list[Any]) -> Any:
+    """Return the rank's value for ``value`` of the caller: the tensor that was sent, or a new one on its device."""
+    if isinstance(value, SentTensor):
+        return tensors[value.index]
+    return value.to(tensors[0].device) if _is_tensor(value) and tensors else value
+
+
+def readable_attributes(pipe: Any) -> dict[str, Any]:
+    """Return the attributes of a pipeline that are numbers, strings, booleans or None, properties included."""
+    names = [name for name in dir(type(pipe)) if isinstance(getattr(type(pipe), name, None), property)]
+    values = {name: value for name, value in vars(pipe).items() if isinstance(value, _PLAIN)}
+    for name in names:
+        try:
+            value = getattr(pipe, name)
+        # A property may raise anything before the call has set what it reads.
+        except Exception:
+            continue
+        if isinstance(value, _PLAIN):
+            values[name] = value
+    return values
+
+
+# -- In the caller.
+
+
+class CallbackPipe:
+    """Pipeline argument of a callback in the caller. The pipeline's plain attributes can be read and set."""
+
+    def __init__(self, attributes: Mapping[str, Any]) -> None:
+        vars(self)["_attributes"], vars(self)["_changes"] = dict(attributes), {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return vars(self)["_attributes"][name]
+        except KeyError:
+            raise AttributeError(_not_here(name)) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        attributes = vars(self)["_attributes"]
+        if name not in attributes or not isinstance(value, _PLAIN):
+            raise AttributeError(_not_here(name))
+        public = name.removeprefix("_")
+        if public != name and public in attributes and attributes[public] == attributes[name]:
+            # ``guidance_scale`` is a property that returns ``_guidance_scale``.
+            attributes[public] = value
+        attributes[name] = vars(self)["_changes"][name] = value
+
+
+def _not_here(name: str) -> str:
+    return (
+        f"{name!r}: the pipeline is on the ranks, and a callback can read and set only those of its attributes that "
+        f"are numbers, strings or booleans. After the call, run(lambda pipe: pipe.{name}) reaches all others."
+    )
+
+
+def run_callback(callback: Callable[..., Any], body: Body) -> CallbackReply:
+    """Run a callback with the arguments that a rank sent, and return its effect."""
+    arguments: CallbackArguments = body.load()
+    unchanged: CallbackArguments = body.load()
+    pipe, sent = CallbackPipe(arguments.attributes), list[Any]()
+
+    def receive(value: Any) -> Any:
+        if isinstance(value, PipeArgument):
+            return pipe
+        if _is_tensor(value):
+            sent.append(value)
+        return value
+
+    args, kwargs = _convert(arguments.args, receive), _convert(arguments.kwargs, receive)
+    originals = list[Any]()
+    _convert((unchanged.args, unchanged.kwargs), lambda x: originals.append(x) if _is_tensor(x) else x)
+    returned = callback(*args, **kwargs)
+    numbers = {id(tensor): SentTensor(index) for index, tensor in enumerate(sent)}
+    edits = {i: now for i, (now, before) in enumerate(zip(sent, originals, strict=True)) if not _same_bits(now, before)}
+    reply = _convert(returned, lambda value: numbers.get(id(value), value))
+    return CallbackReply(reply, edits, vars(pipe)["_changes"])
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    import torch
+
+    same_form = a.shape == b.shape and a.dtype == b.dtype
+    return same_form and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _convert(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return ``value`` with ``convert`` applied to what is in its tuples, lists and dicts, however nested."""
+    if isinstance(value, dict):
+        return {key: _convert(item, convert) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_convert(item, convert) for item in value)
+    return convert(value)

@@ -1,0 +1,126 @@
+"""A rank's connection to the caller: messages, the end of steps, cancellation, and the end of the process."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+from para_core.launcher.errors import Cancelled
+from para_core.launcher.wire import Body, Channel
+
+
+class CallerConnection:
+    """Connection of rank ``rank`` to the caller.
+
+    A thread receives messages, so that a call can be cancelled while the main thread runs it. If the caller ends, the
+    thread ends this process.
+    """
+
+    def __init__(self, channel: Channel, rank: int, ranks: int) -> None:
+        self.channel, self.rank, self.ranks = channel, rank, ranks
+        self.jobs = queue.SimpleQueue[tuple[tuple[Any, ...], Body]]()  # messages for the main thread
+        self.replies = queue.SimpleQueue[Body]()  # of callbacks that run in the caller
+        # Group of all ranks on the CPU for the launcher's own exchanges; None before there is one, or on one rank.
+        self.side_group: Any = None
+        self.call_number: int | None = None  # of the running call
+        self._cancelled: int | None = None  # the number of the call that the caller cancelled last
+        self._bars = 0  # of the running call
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                head, body = self.channel.receive()
+                if head[0] == "cancel":
+                    self._cancelled = head[1]
+                elif head[0] == "reply":
+                    self.replies.put(body)
+                elif head[0] == "where":
+                    self.channel.send(("where", self.rank), Body.of(_position()))
+                else:
+                    self.jobs.put((head, body))
+        except EOFError:
+            end_process()
+
+    def _end_with_parent(self, parent: int) -> None:
+        # A process that the caller forked keeps the connection open after the caller has ended. PR_SET_PDEATHSIG is no
+        # alternative: it sends its signal when the thread ends that started this process.
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        end_process()
+
+    def report(self, *message: Any, body: Body | None = None) -> None:
+        """Send a message from the first rank. Others, and calls outside of a call of the caller, send nothing."""
+        if self.rank == 0 and self.call_number is not None:
+            self.channel.send((message[0], self.call_number, *message[1:]), body)
+
+    def begin_call(self, number: int) -> None:
+        """Begin call ``number`` of the caller."""
+        self.call_number, self._bars = number, 0
+
+    def end_call(self) -> None:
+        """End the running call."""
+        self.call_number = None
+
+    def open_bar(self, total: int | None, options: dict[str, Any]) -> int:
+        """Report a progress bar, and return its number."""
+        self._bars += 1
+        self.report("bar", self._bars, total, options)
+        return self._bars
+
+    def end_step(self, bar: int, done: int, total: int | None) -> None:
+        """Report a finished step. Raise Cancelled on all ranks if the caller has cancelled the call."""
+        if self.call_number is None:
+            return
+        self.report("step", bar, done, total)
+        if self._agree_to_cancel():
+            raise Cancelled(f"cancelled after step {done}" + ("." if total is None else f" of {total}."))
+
+    def _agree_to_cancel(self) -> bool:
+        """Return the first rank's answer on all ranks: a message reaches ranks at different steps."""
+        cancelled = self._cancelled == self.call_number
+        if self.side_group is None:
+            return cancelled
+        import torch
+        import torch.distributed as dist
+
+        flag = torch.tensor([cancelled], dtype=torch.uint8)
+        dist.broadcast(flag, src=0, group=self.side_group)
+        return bool(flag)
+
+    def send_error(self, error: BaseException, number: int) -> None:
+        """Send an exception and its traceback to the caller."""
+        text = "".join(traceback.format_exception(error))
+        if isinstance(error, SystemExit):
+            error = RuntimeError(f"rank {self.rank} called sys.exit({error.code!r}).")
+        # Frames and causes may refer to what cannot be pickled; the text has them.
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        try:
+            body = Body.of((error, text))
+            body.load()
+        except Exception:
+            # An exception whose __init__ takes other arguments than its args cannot be loaded.
+            body = Body.of((RuntimeError(f"{type(error).__name__}: {error}"), text))
+        self.channel.send(("error", self.rank, number), body)
+
+
+def _position() -> tuple[bool, str]:
+    """Return whether the main thread waits for other ranks, and the line of the program at which it is."""
+    frames = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    waits = any("torch/distributed" in frame.filename for frame in frames)
+    frame = next((x for x in reversed(frames) if "torch/distributed" not in x.filename), frames[-1])
+    return waits, f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+
+
+def end_process() -> None:
+    """End this process at once, and the processes that it started, if it leads a session of its own."""
+    if os.getpid() == os.getsid(0):
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,292 @@
+"""The handle of a pipeline on ranks: called like the pipeline, from one process that is no rank."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from para_core.launcher.callbacks import replace_callbacks
+from para_core.launcher.display import Display
+from para_core.launcher.errors import Cancelled
+from para_core.launcher.messages import Call, LoadJob, PipeOfRank
+from para_core.launcher.pickling import generators_in, own_module
+from para_core.launcher.processes import Group
+from para_core.launcher.randomness import CallerSeeds
+from para_core.launcher.running_call import LOADING, RunningCall, import_early
+from para_core.launcher.wire import Body
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """Options of :func:`launch`, validated."""
+
+    load: Callable[[], Any]
+    ranks: int
+    start: Callable[[], Group]  # starts the processes
+    timeout: float
+    progress: bool | Callable[[int, int | None], None]
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """One call from its beginning, in which it may wait for its turn."""
+
+    cancelled: bool = False
+    running: RunningCall | None = None
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self.running is not None:
+            with suppress(OSError):  # The first rank has ended, which the call will see.
+                self.running.cancel()
+
+
+@dataclass(eq=False)
+class _State:
+    """Ranks and calls of a handle. Calls of several threads run one after another."""
+
+    options: LaunchOptions
+    by_value: str | None  # name of the module whose functions are sent by value
+    load: Body
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    seeds: CallerSeeds = field(default_factory=CallerSeeds)
+    group: Group | None = None
+    closed: bool = False
+    changed: bool = False  # whether run or a method may have changed the pipelines since they were loaded
+    calls: int = LOADING  # the number of the last call
+    current: _Ticket | None = None
+    thread: int | None = None  # the thread of the running call
+    methods: frozenset[str] = frozenset()
+    name: str = "pipeline"
+
+    def ready(self) -> Group:
+        """Return the running ranks. Start them first if they have ended."""
+        if self.group is not None and not self.group.ended:
+            return self.group
+        if self.changed:
+            warnings.warn(
+                "the ranks start again: changes that run() and methods made since the pipeline was loaded are lost.",
+                stacklevel=5,
+            )
+            self.changed = False
+        display = Display(self.options.progress)
+        display.line(f"starting {self.options.ranks} ranks" if self.options.ranks > 1 else "starting 1 rank")
+        random = self.seeds.before_call()
+        self.group = group = self.options.start()
+        weakref.finalize(self, group.end, idle=False)
+        job = Body.of(LoadJob(self.load, group.host, self.options.timeout, random))
+        group.send("load", body=job)
+        # The ranks import torch at the same time. Results need it here.
+        import_early("torch")
+        outcomes = RunningCall(group, LOADING, display, self.options.timeout).wait()
+        for module in outcomes[0].modules:
+            import_early(module)
+        self.seeds.after_call(outcomes[0].random)
+        self.name, methods = outcomes[0].value
+        self.methods = frozenset(methods)
+        return group
+
+    def call(self, ticket: _Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool, changes: bool) -> Any:
+        """Run a call on all ranks when it is its turn. Return the first rank's result, or those of all ranks."""
+        if self.thread == threading.get_ident():
+            raise RuntimeError("a callback cannot call the pipeline whose call it belongs to: that call has not ended.")
+        if self.group is not None and self.group.owner != os.getpid():
+            raise RuntimeError("this process is a fork of the one that launched the ranks: launch in this process.")
+        with self.turn:
+            if self.closed:
+                raise RuntimeError("the pipeline is closed. restart() starts its ranks again.")
+            if ticket.cancelled:
+                raise Cancelled("cancelled before it began.")
+            self.current, self.thread = ticket, threading.get_ident()
+            try:
+                return self._call(ticket, function, args, kwargs, everywhere=everywhere, changes=changes)
+            finally:
+                self.current = self.thread = ticket.running = None
+
+    def _call(self, ticket: _Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool, changes: bool) -> Any:
+        callbacks: dict[str, Callable[..., Any]] = {}
+        if function is None:
+            kwargs, callbacks = replace_callbacks(kwargs)
+        generators = generators_in((args, kwargs))
+        group = self.ready()
+        random = self.seeds.before_call()
+        body = Body.of(Call(function, args, kwargs, random, generators, tuple(callbacks)), self.by_value)
+        self.calls += 1
+        self.changed |= changes
+        display = Display(self.options.progress)
+        ticket.running = RunningCall(group, self.calls, display, self.options.timeout, callbacks)
+        group.send("call", self.calls, everywhere, body=body)
+        if ticket.cancelled:
+            ticket.cancel()
+        try:
+            outcomes = ticket.running.wait()
+        finally:
+            display.close()
+        self.seeds.after_call(outcomes[0].random, generators)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+        results = [outcome.value for outcome in outcomes]
+        return results if everywhere else results[0]
+
+    def end(self) -> None:
+        """End the ranks, at once if a call is running."""
+        if self.group is not None:
+            self.group.end(idle=self.current is None)
+
+    def cancel(self) -> bool:
+        """Cancel the running call. Return whether there is one."""
+        ticket = self.current
+        if ticket is None:
+            return False
+        ticket.cancel()
+        return True
+
+
+class Launched:
+    """A pipeline on several ranks. Returned by :func:`launch`, and called like the pipeline.
+
+    Calls return the first rank's result. Public methods of the pipeline's class, such as ``load_lora_weights``, run on
+    every rank; :meth:`run` runs any function there. Calls from several threads run one after another.
+    """
+
+    _state: _State
+
+    def __init__(self, options: LaunchOptions) -> None:
+        by_value = own_module(options.load)
+        vars(self)["_state"] = _State(options, by_value, Body.of(options.load, by_value))
+        with self._state.turn:
+            self._state.ready()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the pipeline on all ranks, and return the first rank's output.
+
+        Callbacks run in this process. Generators, and torch's seed, continue as if the pipeline were in this process.
+
+        Raises:
+            Cancelled: If :meth:`cancel` ended the call.
+            RankDied: If a rank ended or hangs. The next call starts the ranks again.
+            Exception: What the pipeline raised; its cause is the traceback on the rank.
+        """
+        return self._run(_Ticket(), None, args, kwargs)
+
+    async def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the pipeline as :meth:`__call__` does, and let other tasks run meanwhile.
+
+        Callbacks run in another thread. If the awaiting task is cancelled, the call ends after its current step.
+        """
+        loop, ticket = asyncio.get_running_loop(), _Ticket()
+        future: asyncio.Future[Any] = loop.create_future()
+
+        def finish(result: Any, error: BaseException | None) -> None:
+            if future.done():
+                return  # The task was cancelled.
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def work() -> None:
+            result, error = None, None
+            try:
+                result = self._run(ticket, None, args, kwargs)
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # The loop has been closed.
+                loop.call_soon_threadsafe(finish, result, error)
+
+        threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True).start()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            ticket.cancel()
+            raise
+
+    def run(self, function: Callable[..., Any], /, *args: Any, all_ranks: bool = False, **kwargs: Any) -> Any:
+        """Call ``function(pipe, *args, **kwargs)`` on every rank.
+
+        Return the first rank's result, or with ``all_ranks`` a list of the results of all ranks. Results travel by
+        value: tensors come to the CPU.
+        """
+        if not callable(function):
+            raise TypeError(f"run got {function!r}; expected a function whose first argument is the pipeline.")
+        return self._run(_Ticket(), function, args, kwargs, everywhere=all_ranks, changes=True)
+
+    def cancel(self) -> bool:
+        """End the running call after its current step, from another thread. Return whether a call is running.
+
+        That call raises :class:`Cancelled`, and the next call runs on the same processes.
+        """
+        return self._state.cancel()
+
+    def restart(self) -> None:
+        """End the ranks, even in the middle of a call, and start them again. Also reopens a closed pipeline."""
+        state = self._state
+        state.end()
+        with state.turn:
+            state.end()
+            state.closed = state.changed = False
+            state.ready()
+
+    def close(self) -> None:
+        """End the ranks, even in the middle of a call. Later calls raise RuntimeError."""
+        self._state.closed = True
+        self._state.end()
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _run(
+        self, ticket: _Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool = False, changes: bool = False
+    ) -> Any:
+        result = self._state.call(ticket, function, args, kwargs, everywhere=everywhere, changes=changes)
+        if everywhere:
+            return [self if isinstance(x, PipeOfRank) else x for x in result]
+        return self if isinstance(result, PipeOfRank) else result
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._state.methods:
+            raise AttributeError(_on_ranks(name))
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._run(_Ticket(), name, args, kwargs, changes=True)
+
+        method.__name__ = name
+        return method
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{name!r}: the pipeline is on the ranks. Set it there: run(lambda pipe, value: setattr(pipe, {name!r}, "
+            "value), value)."
+        )
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(_on_ranks(name))
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._state.methods})
+
+    def __repr__(self) -> str:
+        state = self._state
+        return f"<{state.name} on {state.options.ranks} ranks{', closed' if state.closed else ''}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a launched pipeline cannot be sent to its ranks or to another process. A function of run gets the rank's "
+            "pipeline as its first argument"
+        )
+
+
+def _on_ranks(name: str) -> str:
+    return f"{name!r}: the pipeline is on the ranks, so its attributes are not here. Use run(lambda pipe: pipe.{name})."

@@ -1,0 +1,96 @@
+"""``launch``: a pipeline on several ranks, driven by one Python process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from para_core.launcher.handle import Launched, LaunchOptions
+from para_core.launcher.processes import IN_RANK, start_local_ranks
+
+
+def launch(
+    load: Callable[[], Any],
+    ranks: int | None = None,
+    *,
+    devices: Sequence[int | str] | None = None,
+    timeout: float = 1800.0,
+    env: Mapping[str, str] | None = None,
+    progress: bool | Callable[[int, int | None], None] = True,
+) -> Launched:
+    """Start ranks, load a pipeline on each of them, and return a handle that is called like the pipeline.
+
+        def load():
+            pipe = FluxPipeline.from_pretrained("black-forest-labs/FLUX.1-dev", dtype=torch.bfloat16).to("cuda")
+            return parallelize_pipe(pipe)
+
+        with launch(load, ranks=4) as pipe:
+            image = pipe("a cat", num_inference_steps=28).images[0]
+
+    This process is no rank and needs no launcher: it may be a script, a notebook, or a web server. Each rank is a
+    process of its own, with the process group made and its GPU selected before ``load`` runs. All ranks end with the
+    handle (``close``, ``with``, garbage collection) and with this process, however it ends.
+
+    Args:
+        load: Function that returns the pipeline, or any other callable or object with methods. It is sent to the ranks
+            by value if ``__main__`` or a module of yours defines it, which needs cloudpickle
+            (``pip install 'para_core[launch]'``).
+        ranks: Number of ranks. Defaults to the number of ``devices``, else of the GPUs that this process sees, else 1.
+        devices: The GPUs of the ranks, as numbers or as names for CUDA_VISIBLE_DEVICES. Defaults to the first ones.
+        timeout: Seconds without progress (no step, no answer) after which the ranks are ended, and the call raises.
+        env: Further environment variables of the ranks.
+        progress: Whether to show progress on standard error, or a function of the numbers of finished and of all steps.
+
+    Raises:
+        TypeError, ValueError: If an argument is invalid.
+        RuntimeError: If this process is itself a rank, of ``launch`` or of torchrun.
+        RankDied: If a rank ends while it loads.
+        Exception: What ``load`` raises on a rank.
+    """
+    _require_no_rank()
+    if not callable(load):
+        raise TypeError(f"load is {load!r}; expected a function that returns the pipeline.")
+    if isinstance(devices, (str, int)):
+        raise TypeError(f"devices={devices!r}; expected a list, such as [0, 1].")
+    count = _count_ranks(ranks, devices)
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout}; expected a positive number of seconds.")
+    environment = dict(env or {})
+    for name, value in environment.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"env has {name!r}: {value!r}; expected strings.")
+    return Launched(
+        LaunchOptions(load, count, lambda: start_local_ranks(count, devices, environment), timeout, progress)
+    )
+
+
+def _require_no_rank() -> None:
+    if IN_RANK in os.environ:
+        raise RuntimeError(
+            "launch was called on a rank: ranks import the module that contains the call. Put the call into a function "
+            "or below `if __name__ == '__main__':`, or load into a module of its own."
+        )
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        raise RuntimeError(
+            f"this process is rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} that torchrun or another "
+            "launcher started. launch starts ranks by itself: run the program with python."
+        )
+
+
+def _count_ranks(ranks: int | None, devices: Sequence[int | str] | None) -> int:
+    """Return the number of ranks. Raise TypeError or ValueError if it is invalid, or differs from that of devices."""
+    if ranks is None and devices is not None:
+        ranks = len(devices)
+    if ranks is None:
+        import torch
+
+        # This asks the driver without initializing CUDA.
+        ranks = max(1, torch.cuda.device_count())
+    if isinstance(ranks, bool) or not isinstance(ranks, int):
+        raise TypeError(f"ranks={ranks!r}; expected an integer.")
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}; expected at least 1.")
+    if devices is not None and len(devices) != ranks:
+        raise ValueError(f"ranks={ranks} and {len(devices)} devices: expected one device for each rank.")
+    return ranks

@@ -1,0 +1,85 @@
+"""Contents of the messages between the caller and its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from para_core.launcher.wire import Body
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """State of torch's random numbers in a process."""
+
+    cpu: Any = None  # state of the default generator of the CPU; None if torch is not imported
+    cuda: Any = None  # state of the default generator of CUDA; None if CUDA is not initialized
+    cuda_seed: int | None = None  # the seed that a caller without CUDA has set since its last call
+    generators: Sequence[Any] = ()  # states of the generators among a call's arguments
+
+
+@dataclass(frozen=True)
+class LoadJob:
+    """The job with which a rank begins: load the pipeline."""
+
+    load: Body  # the pickled function that returns the pipeline
+    host: str  # address of the first rank's host
+    timeout: float  # seconds after which a collective gives up
+    random: RandomState
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the pipeline, of a method of it, or of a function that gets it as its first argument."""
+
+    function: Callable[..., Any] | str | None  # a function, the name of a method, or None for the pipeline itself
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: RandomState
+    generators: Sequence[Any] = ()  # those among the arguments
+    callbacks: tuple[str, ...] = ()  # names of arguments that are functions of the caller
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a call or of loading on one rank."""
+
+    value: Any
+    random: RandomState
+    modules: tuple[str, ...] = ()  # which the caller needs to load results
+    error: Exception | None = None  # why the value cannot be sent; the call itself succeeded
+
+
+@dataclass(frozen=True)
+class CallbackArguments:
+    """Arguments of a callback, which runs in the caller. :class:`PipeArgument` stands for the pipeline."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    attributes: dict[str, Any]  # plain attributes of the pipeline
+
+
+@dataclass(frozen=True)
+class CallbackReply:
+    """Effect of a callback that ran in the caller."""
+
+    returned: Any = None  # SentTensor stands for a tensor that was an argument
+    edits: dict[int, Any] = field(default_factory=dict)  # tensors that were changed in place, by number
+    attributes: dict[str, Any] = field(default_factory=dict)  # attributes that were set on the pipeline
+    raised: bool = False
+
+
+class PipeOfRank:
+    """Placeholder for the pipeline in a result. The caller replaces it by its handle."""
+
+
+class PipeArgument:
+    """Placeholder for the pipeline among the arguments of a callback."""
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """Placeholder for tensor number ``index`` among the arguments of a callback."""
+
+    index: int

@@ -1,0 +1,103 @@
+"""The process group of a rank: made before the pipeline is loaded, also if ``load`` asks for it again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+
+def join(
+    rank: int, ranks: int, host: str, exchange_port: Callable[[int | None], int], timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """Select this rank's GPU, make the default process group, and return a gloo group for the launcher's exchanges.
+
+    Return None if there is one rank, which has nothing to exchange. ``exchange_port`` gets the port of the first rank's
+    store on ``host``, or None on other ranks, and returns the port. Raise ValueError if there are fewer GPUs than
+    ranks.
+    """
+    if torch.cuda.is_available():
+        local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
+            raise ValueError(
+                f"{os.environ['LOCAL_WORLD_SIZE']} ranks on a host with {gpus} GPUs: expected at most one rank per GPU."
+            )
+        # Before anything initializes CUDA: ``.to("cuda")`` then means this rank's GPU.
+        torch.cuda.set_device(local_rank)
+    if rank == 0:
+        store = TCPStore(host, 0, ranks, is_master=True, timeout=timeout, wait_for_workers=False)
+        exchange_port(store.port)
+    else:
+        store = TCPStore(host, exchange_port(None), ranks, is_master=False, timeout=timeout)
+    dist.init_process_group(store=store, rank=rank, world_size=ranks, timeout=timeout)
+    if ranks == 1:
+        return None
+    # A group of its own, so that the launcher's exchanges do not mix with collectives of the pipeline.
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
+
+
+@contextmanager
+def taking_init_as_done(timeout: timedelta) -> Iterator[None]:
+    """Inside this context, let ``dist.init_process_group()`` pass if it asks for the group that there is.
+
+    Scripts that torchrun starts begin with this call. Only a process that this package started enters this context.
+    """
+    original = dist.init_process_group
+
+    def init_process_group(
+        backend: str | None = None, init_method: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if not dist.is_initialized():
+            original(backend, init_method, *args, **kwargs)
+            return
+        names = ("timeout", "world_size", "rank", "store", "group_name", "pg_options", "device_id")
+        arguments = {"backend": backend, "init_method": init_method, **dict(zip(names, args, strict=False)), **kwargs}
+        _require_same(arguments, timeout)
+
+    dist.init_process_group = init_process_group
+    try:
+        yield
+    finally:
+        dist.init_process_group = original
+
+
+def _require_same(arguments: dict[str, Any], timeout: timedelta) -> None:
+    """Raise ValueError if arguments of ``init_process_group`` ask for another group than the default one."""
+    device = arguments.get("device_id")
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    same = {
+        "backend": _is_backend_of_group(arguments.get("backend")),
+        "init_method": arguments.get("init_method") in (None, "env://"),
+        "timeout": arguments.get("timeout") in (None, timeout),
+        "world_size": arguments.get("world_size", -1) in (None, -1, dist.get_world_size()),
+        "rank": arguments.get("rank", -1) in (None, -1, dist.get_rank()),
+        "store": arguments.get("store") is None,
+        "group_name": not arguments.get("group_name"),
+        "pg_options": arguments.get("pg_options") is None,
+        "device_id": device is None or (device.type == "cuda" and device.index == torch.cuda.current_device()),
+    }
+    different = [f"{name}={arguments[name]!r}" for name, equal in same.items() if not equal]
+    if different:
+        raise ValueError(
+            f"init_process_group({', '.join(different)}) inside load: launch has made the process group, with backend "
+            f"{dist.get_backend_config()}, {dist.get_world_size()} ranks and a timeout of {timeout}. Leave the call "
+            "out, or pass ranks= and timeout= to launch."
+        )
+
+
+def _is_backend_of_group(backend: str | None) -> bool:
+    """Whether ``backend``, such as "nccl" or "cpu:gloo,cuda:nccl", names what the default group has."""
+    if backend is None:
+        return True
+    has = set(dist.get_backend_config().split(","))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parts = [part if ":" in part else f"{device}:{part}" for part in backend.lower().split(",")]
+    return has.issuperset(parts)

@@ -1,0 +1,212 @@
+"""Processes of the ranks on this host: how they are started, watched and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from para_core.launcher.wire import Body, Channel
+
+_MAIN = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
+    "from para_core.launcher.rank import main_of_child; main_of_child(*map(int, sys.argv[1:]))"
+)
+# Environment variables by which other launchers tell a process its rank. Ranks have ranks of their own.
+_LAUNCHERS = (
+    *("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_", "GROUP_", "ROLE_"),
+    *("MASTER_", "NODE_RANK"),
+)
+# Tells a process that it is a rank.
+IN_RANK = "PARA_CORE_LAUNCHED_RANK"
+# Bytes of a rank's output that are shown if it dies.
+_TAIL = 2000
+# Seconds in which a rank that was told to close ends by itself.
+_CLOSING = 5.0
+
+
+class Member(Protocol):
+    """The process of one rank, which a :class:`Group` ends."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the process has ended, at most ``seconds``. Return whether it has."""
+
+    def kill(self) -> None:
+        """End the process, and those that it started, at once. Release what describes its end."""
+
+    def describe_end(self) -> str:
+        """Return how the process ended: a clause after its rank's name, and its last output, if that was not shown."""
+
+
+class LocalProcess:
+    """A rank's process on this host. ``output`` is the file with its output, None if it writes to the caller's."""
+
+    def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes] | None) -> None:
+        self._process, self._output = process, output
+
+    def wait(self, seconds: float) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(seconds, 0.0))
+        return self._process.returncode is not None
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            # The rank leads a session, in which are the processes that it started, such as compile workers.
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._output is not None:
+            self._output.close()
+
+    def describe_end(self) -> str:
+        if not self.wait(2.0):
+            return "closed its connection"
+        code = self._process.returncode
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        if code == -signal.SIGKILL:
+            how += ", most likely because the machine ran out of memory"
+        tail = self._tail()
+        return f"{how}. Its last output:\n{tail}\n" if tail else f"{how}."
+
+    def _tail(self) -> str:
+        if self._output is None:
+            return ""
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL))
+        return self._output.read().decode(errors="replace").strip()
+
+
+class Group:
+    """The ranks of one start: their processes, their channels, and the messages that came from them.
+
+    It has no reference to the handle, so that garbage collection of the handle ends the ranks.
+    """
+
+    def __init__(self, members: Sequence[Member], channels: Sequence[Channel], host: str = "127.0.0.1") -> None:
+        self.members, self.channels, self.host = members, channels, host
+        self.inbox = queue.SimpleQueue[tuple[tuple[Any, ...], Body]]()
+        self.ended = False
+        # A process that this one forks has the group too, but does not own it.
+        self.owner = os.getpid()
+        for rank, channel in enumerate(channels):
+            threading.Thread(target=_receive, args=(rank, channel, self.inbox), daemon=True).start()
+
+    def send(self, *head: Any, body: Body | None = None) -> None:
+        """Send a message to all ranks."""
+        for channel in self.channels:
+            with suppress(OSError):  # The thread that receives reports a rank that has ended.
+                channel.send(head, body)
+
+    def end(self, *, idle: bool) -> None:
+        """End all ranks. Those that are ``idle`` are told to, and get some seconds for it."""
+        if self.ended or os.getpid() != self.owner:
+            return
+        self.ended = True
+        if idle:
+            self.send("close")
+            deadline = time.monotonic() + _CLOSING
+            for member in self.members:
+                member.wait(deadline - time.monotonic())
+        for member in self.members:
+            member.kill()
+        for channel in self.channels:
+            channel.end()
+        # Wake a call that waits for these ranks in another thread.
+        self.inbox.put((("ended",), Body(b"")))
+
+
+def _receive(rank: int, channel: Channel, inbox: queue.SimpleQueue[tuple[tuple[Any, ...], Body]]) -> None:
+    try:
+        while True:
+            inbox.put(channel.receive())
+    except EOFError:
+        channel.close()
+        inbox.put((("died", rank), Body(b"")))
+
+
+def rank_environment(
+    rank: int, ranks: int, local_rank: int, local_ranks: int, env: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment of a rank: this process's, without other launchers' variables, and those of torchrun."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    own = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_ranks),
+        IN_RANK: "1",
+        # The caller draws the progress bar.
+        "TQDM_DISABLE": "1",
+    }
+    if local_ranks > 1 and "OMP_NUM_THREADS" not in inherited:
+        own["OMP_NUM_THREADS"] = "1"  # as torchrun does: ranks share the CPU cores
+    return {**inherited, **own, **env}
+
+
+def start_local_ranks(ranks: int, devices: Sequence[int | str] | None, env: Mapping[str, str]) -> Group:
+    """Start ``ranks`` processes on this host. They see ``devices``, by default all that this process sees."""
+    if not hasattr(socket, "send_fds"):
+        raise RuntimeError("launch needs Unix sockets: Linux or macOS.")
+    if not sys.executable:
+        raise RuntimeError(
+            "launch starts Python processes, but sys.executable is empty: set it to a Python interpreter."
+        )
+    members, channels = list[Member](), list[Channel]()
+    visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(_visible_names(devices))}
+    try:
+        for rank in range(ranks):
+            # The first rank writes to this process's output; what all ranks print would come ``ranks`` times.
+            output = None if rank == 0 else tempfile.TemporaryFile()  # noqa: SIM115 (closed with the group)
+            ours, theirs = socket.socketpair()
+            environment = rank_environment(rank, ranks, rank, ranks, {**visible, **env})
+            members.append(LocalProcess(_start(theirs, rank, ranks, environment, output), output))
+            channels.append(Channel(ours))
+    except BaseException:
+        for member in members:
+            member.kill()
+        raise
+    return Group(members, channels)
+
+
+def _start(
+    sock: socket.socket, rank: int, ranks: int, environment: Mapping[str, str], output: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    with sock:
+        options = [f"-W{option}" for option in sys.warnoptions]
+        search_path = json.dumps([path or str(Path.cwd()) for path in sys.path])
+        return subprocess.Popen(
+            [sys.executable, *options, "-c", _MAIN, str(sock.fileno()), str(rank), str(ranks), search_path],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[sock.fileno()],
+            # A terminal's or Jupyter's Ctrl-C then reaches the caller only.
+            start_new_session=True,
+        )
+
+
+def _visible_names(devices: Sequence[int | str]) -> list[str]:
+    """Return the entries of CUDA_VISIBLE_DEVICES for ``devices``, whose numbers count what this process sees.
+
+    Raise ValueError if a number is too large.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not visible:
+        return [str(device) for device in devices]
+    names = visible.split(",")
+    for device in devices:
+        if isinstance(device, int) and device >= len(names):
+            raise ValueError(f"devices={list(devices)}, and CUDA_VISIBLE_DEVICES={visible} has {len(names)} of them.")
+    return [names[device] if isinstance(device, int) else device for device in devices]

@@ -1,0 +1,67 @@
+"""Random numbers that continue in the caller as if it had run the pipeline itself.
+
+The state of the CPU's generator, and of generators among the arguments, travels with each call and back. A caller
+should never initialize CUDA, so the state of CUDA's generator stays on the ranks. If the caller has seeded it since its
+last call, the ranks seed it too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from para_core.launcher.messages import RandomState
+
+
+class CallerSeeds:
+    """The random state of the caller, before and after calls."""
+
+    def __init__(self) -> None:
+        self._seeding: Any = None  # the last seeding of CUDA that the ranks know
+
+    def before_call(self) -> RandomState:
+        """Return the state with which the ranks begin. It has no value if torch is not imported here."""
+        torch = sys.modules.get("torch")
+        if torch is None or not hasattr(torch, "get_rng_state"):
+            return RandomState()
+        from para_core.torch_internals import queued_cuda_seed
+
+        if torch.cuda.is_initialized():
+            return RandomState(torch.get_rng_state(), torch.cuda.get_rng_state())
+        queued = queued_cuda_seed()
+        if queued is None or queued[0] is self._seeding:
+            return RandomState(torch.get_rng_state())
+        self._seeding, seed = queued
+        return RandomState(torch.get_rng_state(), cuda_seed=seed)
+
+    def after_call(self, state: RandomState, generators: Sequence[Any] = ()) -> None:
+        """Continue with the state of the first rank. ``generators`` are those among the call's arguments."""
+        import torch
+
+        if state.cpu is not None:
+            torch.set_rng_state(state.cpu)
+        if state.cuda is not None and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(state.cuda)
+        for generator, after in zip(generators, state.generators, strict=False):
+            generator.set_state(after)
+
+
+def begin_with(state: RandomState) -> None:
+    """Set the random state of this rank to that of the caller."""
+    import torch
+
+    if state.cuda_seed is not None:
+        torch.cuda.manual_seed_all(state.cuda_seed)
+    if state.cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state.cuda)
+    if state.cpu is not None:
+        torch.set_rng_state(state.cpu)
+
+
+def state_of_rank(generators: Sequence[Any] = ()) -> RandomState:
+    """Return the random state of this rank, with the states of ``generators``."""
+    import torch
+
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return RandomState(torch.get_rng_state(), cuda, generators=[generator.get_state() for generator in generators])

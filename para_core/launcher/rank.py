@@ -1,0 +1,136 @@
+"""One rank of a launched pipeline: a process that joins the others, loads the pipeline, and runs the caller's calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+from para_core.launcher.connection import CallerConnection, end_process
+from para_core.launcher.messages import Call, LoadJob, Outcome, PipeOfRank
+from para_core.launcher.wire import Body, Channel
+
+
+def main_of_child(fd: int, rank: int, ranks: int) -> None:
+    """Run a rank in a process that the caller started. ``fd`` is the descriptor of its socket."""
+    main(Channel(socket.socket(fileno=fd)), rank, ranks)
+
+
+def main(channel: Channel, rank: int, ranks: int) -> None:
+    """Run a rank in this process until the caller closes it or ends, and end the process."""
+    # A terminal and Jupyter send Ctrl-C to all processes. The caller tells all ranks to stop after the same step.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = CallerConnection(channel, rank, ranks)
+    try:
+        try:
+            pipe = _load(connection)
+        except BaseException as error:
+            connection.send_error(error, 0)
+            # The caller ends this process when it has heard of all ranks.
+            time.sleep(60)
+            end_process()
+        else:
+            _serve(connection, pipe)
+    except BrokenPipeError:
+        end_process()  # The caller has ended.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of libraries, and collectives that another rank has left, must not hold up the end.
+    os._exit(0)
+
+
+def _load(connection: CallerConnection) -> Any:
+    """Make the process group, load the pipeline, tell the caller so, and return the pipeline."""
+    from para_core.launcher.process_group import join, taking_init_as_done
+    from para_core.launcher.randomness import begin_with, state_of_rank
+    from para_core.launcher.report_loading import quiet_imports, reporting_to
+    from para_core.launcher.steps import hook_progress_bars
+
+    def exchange_port(port: int | None) -> int:
+        # The first rank has the port, and the caller tells it to all ranks.
+        if port is not None:
+            connection.channel.send(("port", port))
+        head, _ = connection.jobs.get()
+        return int(head[1])
+
+    _, body = connection.jobs.get()
+    job: LoadJob = body.load()
+    timeout = timedelta(seconds=job.timeout)
+    connection.side_group = join(connection.rank, connection.ranks, job.host, exchange_port, timeout)
+    begin_with(job.random)
+    with reporting_to(connection), quiet_imports(), taking_init_as_done(timeout):
+        pipe = job.load.load()()
+    methods = _public_methods(pipe)
+    if not callable(pipe) and not methods:
+        raise TypeError(f"load returned {pipe!r}; expected the pipeline, or another object with methods.")
+    hook_progress_bars(pipe, connection)
+    answer = Outcome((type(pipe).__name__, methods), state_of_rank(), _modules_of_results(pipe))
+    connection.channel.send(("ready", connection.rank), Body.of(answer))
+    return pipe
+
+
+def _modules_of_results(pipe: Any) -> tuple[str, ...]:
+    """Return modules that the caller needs to load results, so that the first call does not wait for them."""
+    module = type(pipe).__module__
+    if not module.startswith("diffusers."):
+        return ()
+    sibling = f"{module.rpartition('.')[0]}.pipeline_output"
+    return ("diffusers.utils", *([sibling] if sibling in sys.modules else []))
+
+
+def _public_methods(pipe: Any) -> list[str]:
+    """Return the names of the public methods of the class of ``pipe``."""
+    cls = type(pipe)
+    return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
+
+
+def _serve(connection: CallerConnection, pipe: Any) -> None:
+    """Run calls until the caller closes this rank."""
+    body: Body | None
+    outcome: Outcome | None
+    while True:
+        (kind, *head), body = connection.jobs.get()
+        if kind == "close":
+            return
+        number, everywhere = head
+        connection.begin_call(number)
+        try:
+            outcome = _run(connection, pipe, body.load(), everywhere)
+        except BaseException as error:
+            connection.send_error(error, number)
+        else:
+            connection.channel.send(("result", connection.rank, number), _body_of(outcome))
+        connection.end_call()
+        # The memory of arguments and results is released before the next call, not after it.
+        body = outcome = None
+
+
+def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) -> Outcome:
+    """Run a call, and return its outcome."""
+    from para_core.launcher.callbacks import Relay
+    from para_core.launcher.randomness import begin_with, state_of_rank
+
+    begin_with(call.random)
+    kwargs = {**call.kwargs, **{name: Relay(connection, pipe, name) for name in call.callbacks}}
+    if call.function is None:
+        result = pipe(*call.args, **kwargs)
+    elif isinstance(call.function, str):
+        result = getattr(pipe, call.function)(*call.args, **kwargs)
+    else:
+        result = call.function(pipe, *call.args, **kwargs)
+    random = state_of_rank(call.generators)
+    if result is pipe:
+        result = PipeOfRank()
+    return Outcome(result if everywhere or connection.rank == 0 else None, random)
+
+
+def _body_of(outcome: Outcome) -> Body:
+    """Return the pickled outcome, or if its value cannot be pickled, one that says why."""
+    try:
+        return Body.of(outcome)
+    except TypeError as error:
+        return Body.of(Outcome(None, outcome.random, error=TypeError(str(error))))

@@ -1,0 +1,86 @@
+"""Lines about loading, which the first rank sends to the caller: components of a pipeline, with their bytes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from para_core import progress
+from para_core.launcher.connection import CallerConnection
+
+# diffusers logs "Loaded NAME as CLASS from `NAME` subfolder of FOLDER." after each component of a pipeline.
+_LOADED = re.compile(r"Loaded (?P<name>\S+) as \S+ from `\S+` subfolder of (?P<folder>.+)\.$")
+
+# Loggers that warn at import of what users of a pipeline did not ask for.
+_CHATTY = ("torch", "torchao", "accelerate", "peft", "huggingface_hub")
+
+
+class _Lines(logging.Handler):
+    """Handler that sends a line to the caller for each component of a pipeline that diffusers has loaded."""
+
+    def __init__(self, connection: CallerConnection) -> None:
+        super().__init__(logging.INFO)
+        self._connection = connection
+        self._sizes: dict[str, dict[str, int]] = {}  # bytes by component, by folder
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name == progress.logger.name:
+            self._send(record.getMessage())
+            return
+        match = _LOADED.match(record.getMessage())
+        if match is None:
+            return
+        folder = match["folder"]
+        if folder not in self._sizes:
+            # Results are objects of diffusers.
+            self._connection.channel.send(("import", "diffusers.utils"))
+            self._sizes[folder] = progress.component_bytes(progress.folder_on_disk(folder))
+            total = sum(self._sizes[folder].values())
+            self._send(f"loading {folder}: {progress.readable_bytes(total)}")
+        size = self._sizes[folder].get(match["name"], 0)
+        self._send(f"loaded {match['name']}" + (f" ({progress.readable_bytes(size)})" if size else ""))
+
+    def _send(self, line: str) -> None:
+        self._connection.channel.send(("line", line))
+
+
+@contextmanager
+def reporting_to(connection: CallerConnection) -> Iterator[None]:
+    """Inside this context, in which the pipeline is loaded, the first rank sends lines to the caller."""
+    if connection.rank > 0:
+        yield
+        return
+    lines = _Lines(connection)
+    source = logging.getLogger(progress.DIFFUSERS)
+    propagate = source.propagate
+    # The messages are not to be printed; their level hid them before.
+    source.propagate = False
+    try:
+        with progress.handled_by(lines, source), progress.handled_by(lines):
+            yield
+    finally:
+        source.propagate = propagate
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Inside this context, hide what libraries log when they are imported, such as optional parts that are missing."""
+    loggers = [logging.getLogger(name) for name in _CHATTY]
+    levels = [logger.level for logger in loggers]
+    # These two set the level of their loggers at import, to the variable's or to WARNING.
+    variables = [name for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY") if name not in os.environ]
+    os.environ.update(dict.fromkeys(variables, "error"))
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+            logging.getLogger(name.partition("_")[0].lower()).setLevel(logging.WARNING)
+        for logger, level in zip(loggers, levels, strict=True):
+            if logger.level == logging.ERROR:
+                logger.setLevel(level)

@@ -1,0 +1,223 @@
+"""The caller's side of one call: the messages of the ranks until all have answered, and what they mean together."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from para_core.launcher.callbacks import run_callback
+from para_core.launcher.display import Display
+from para_core.launcher.errors import Cancelled, RankDied, RankTraceback
+from para_core.launcher.interrupts import first_interrupt_calls
+from para_core.launcher.messages import CallbackReply, Outcome
+from para_core.launcher.processes import Group
+from para_core.launcher.wire import Body
+
+# After one rank has failed, the others have this many seconds to answer. They may wait for it in a collective.
+_GRACE = 10.0
+# A rank that does not say within this many seconds where it is does not run Python code.
+_ANSWER = 2.0
+# The number of the call in which ranks load the pipeline.
+LOADING = 0
+
+
+class RunningCall:
+    """A call that all ranks of ``group`` run, or their loading. It ends them unless they stay usable."""
+
+    def __init__(
+        self,
+        group: Group,
+        number: int,
+        display: Display,
+        timeout: float,
+        callbacks: Mapping[str, Callable[..., Any]] | None = None,
+    ) -> None:
+        self._group, self.number, self._display, self._timeout = group, number, display, timeout
+        self._callbacks = callbacks or {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._errors: dict[int, tuple[BaseException, str]] = {}
+        self._open_bars = set[int]()
+        # What ends the call in the caller: KeyboardInterrupt, or what a callback or the function ``progress`` raised.
+        self._raised: BaseException | None = None
+        self._cancelled = False
+        self._last_progress = time.monotonic()
+        self._first_error = 0.0
+
+    def cancel(self) -> None:
+        """Let the ranks end the call after their current step. Any thread may call this."""
+        self._cancelled = True
+        self._group.channels[0].send(("cancel", self.number))
+
+    def wait(self) -> list[Outcome]:
+        """Return the outcomes of all ranks, in rank order.
+
+        Raises:
+            Cancelled: If :meth:`cancel` was called. The ranks stay usable.
+            RankDied: If a rank ended, or made no progress for ``timeout`` seconds. The ranks have been ended.
+            Exception: What the ranks raised. Unless all raised the same, they have been ended.
+            BaseException: KeyboardInterrupt, or what a callback raised. The ranks stay usable.
+        """
+        with first_interrupt_calls(lambda: self._group.inbox.put((("interrupt",), Body(b"")))):
+            try:
+                self._collect()
+            except BaseException:
+                # A second Ctrl-C, or a rank that ended.
+                self._group.end(idle=False)
+                if self._raised is not None:
+                    raise self._raised from None
+                raise
+        return self._conclude()
+
+    def _collect(self) -> None:
+        while len(self._outcomes) + len(self._errors) < len(self._group.members):
+            try:
+                head, body = self._group.inbox.get(timeout=self._seconds_left())
+            except queue.Empty:
+                if self._errors:
+                    return
+                self._raise_stuck()
+            except BaseException as error:
+                # The program has a handler of SIGINT of its own, which raised.
+                self._interrupt(error)
+                continue
+            self._last_progress = time.monotonic()
+            self._handle(head, body)
+
+    def _seconds_left(self) -> float:
+        deadline = self._last_progress + self._timeout
+        if self._errors:
+            deadline = min(deadline, self._first_error + _GRACE)
+        return max(0.0, deadline - time.monotonic())
+
+    def _handle(self, head: tuple[Any, ...], body: Body) -> None:
+        kind = head[0]
+        if kind in ("result", "ready"):
+            self._outcomes[head[1]] = _load(body, head[1])
+        elif kind == "error":
+            self._first_error = self._first_error or time.monotonic()
+            self._errors[head[1]] = _load(body, head[1])
+        elif kind == "died":
+            raise RankDied(f"rank {head[1]} {self._group.members[head[1]].describe_end()}", head[1])
+        elif kind == "ended":
+            raise RankDied("the ranks were ended by close() or restart(), or at the end of this process.")
+        elif kind == "interrupt":
+            self._interrupt(KeyboardInterrupt())
+        elif kind == "callback":
+            self._answer_callback(head[2], body)
+        elif kind == "port":
+            self._group.send("port", head[1])
+        else:
+            self._show(kind, head[1:])
+
+    def _show(self, kind: str, content: tuple[Any, ...]) -> None:
+        try:
+            if kind == "line":
+                self._display.line(*content)
+            elif kind == "import":
+                import_early(*content)
+            elif kind == "bar":
+                self._open_bars.add(content[1])
+                self._display.open_bar(*content[1:])
+            elif kind == "step":
+                self._display.step(*content[1:])
+            elif kind == "bar closed":
+                self._open_bars.discard(content[1])
+                self._display.close_bar(content[1])
+        except BaseException as error:
+            # The user's function ``progress`` raised.
+            self._interrupt(error)
+
+    def _interrupt(self, error: BaseException) -> None:
+        """End the call after the current step, and raise ``error`` then."""
+        self._raised = self._raised or error
+        self._group.channels[0].send(("cancel", self.number))
+        if isinstance(error, KeyboardInterrupt) and not self._open_bars:
+            doing = "load the pipeline" if self.number == LOADING else "are not between two steps of a pipeline"
+            self._display.line(f"interrupted: the ranks {doing}, and finish that first. Ctrl-C again ends them.")
+
+    def _answer_callback(self, name: str, body: Body) -> None:
+        reply = CallbackReply(raised=True)
+        if self._raised is None:
+            try:
+                reply = run_callback(self._callbacks[name], body)
+            except BaseException as error:
+                self._interrupt(error)
+        self._group.send("reply", body=Body.of(reply))
+
+    def _conclude(self) -> list[Outcome]:
+        alike = len({(type(error), str(error)) for error, _ in self._errors.values()}) <= 1
+        if self._errors and (self._outcomes or not alike or self.number == LOADING or self._stuck()):
+            # Ranks disagree, so their connections may be broken: a rank may still wait for another.
+            self._group.end(idle=False)
+        if self._raised is not None:
+            if self.number == LOADING:
+                self._group.end(idle=False)
+            raise self._raised
+        if self._errors:
+            self._raise_error()
+        if self._cancelled:
+            raise Cancelled("cancelled after its last step.")
+        return [self._outcomes[rank] for rank in sorted(self._outcomes)]
+
+    def _stuck(self) -> bool:
+        return len(self._errors) < len(self._group.members)
+
+    def _raise_error(self) -> NoReturn:
+        # An error about another rank comes after that rank's own.
+        rank, (error, text) = next(iter(self._errors.items()))
+        if isinstance(error, Cancelled):
+            raise error
+        if len(self._errors) < len(self._group.members):
+            error.add_note(f"Only rank {rank} raised this. The ranks were ended, and the next call starts them again.")
+        raise error from RankTraceback(text)
+
+    def _raise_stuck(self) -> NoReturn:
+        """Raise RankDied, with the ranks for which the others wait."""
+        answered = {*self._outcomes, *self._errors}
+        positions = self._positions()
+        waiting = {rank for rank, (waits, _) in positions.items() if waits}
+        stuck = [rank for rank in range(len(self._group.members)) if rank not in answered | waiting]
+        lines = []
+        for rank in range(len(self._group.members)):
+            if rank not in answered:
+                lines.append(f"  rank {rank}: {positions.get(rank, (False, 'does not run Python code'))[1]}")
+        named = "all ranks wait for each other"
+        if stuck:
+            named = f"rank {', '.join(map(str, stuck))} {'hangs' if len(stuck) == 1 else 'hang'}"
+        raise RankDied(
+            f"no rank made progress for {self._timeout:g} s: {named}. The ranks were ended, and the next call starts "
+            "them again; if a step or loading may take longer, pass a larger timeout= to launch.\n" + "\n".join(lines),
+            stuck[0] if len(stuck) == 1 else None,
+        )
+
+    def _positions(self) -> dict[int, tuple[bool, str]]:
+        """Return by rank whether it waits for others, and at which line it is. Ranks that do not answer are missing."""
+        self._group.send("where")
+        positions: dict[int, tuple[bool, str]] = {}
+        deadline = time.monotonic() + _ANSWER
+        while len(positions) < len(self._group.members):
+            try:
+                head, body = self._group.inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if head[0] == "where":
+                positions[head[1]] = body.load()
+        return positions
+
+
+def _load(body: Body, rank: int) -> Any:
+    """Return the content of a message. Raise RuntimeError if this process cannot load it."""
+    try:
+        return body.load()
+    except Exception as error:
+        raise RuntimeError(f"the answer of rank {rank} cannot be loaded in this process: {error}") from error
+
+
+def import_early(name: str) -> None:
+    """Import a module while the ranks work, so that the first result does not wait for it."""
+    with suppress(ImportError):  # A result that needs the module says so.
+        importlib.import_module(name)

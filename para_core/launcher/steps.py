@@ -1,0 +1,63 @@
+"""Steps of a pipeline's call, seen at its progress bar: reported to the caller, and where a call can be cancelled.
+
+All but a few pipelines of diffusers have a ``progress_bar``, also those without a callback. Modular pipelines have it
+on their blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from para_core.launcher.connection import CallerConnection
+
+
+def hook_progress_bars(pipe: Any, connection: CallerConnection) -> None:
+    """Replace ``progress_bar`` of the rank's pipeline, and of the blocks of a modular pipeline."""
+    for owner in [pipe, *_blocks_of(getattr(pipe, "_blocks", None))]:
+        if callable(getattr(owner, "progress_bar", None)):
+            owner.progress_bar = _Bars(connection, owner)
+
+
+def _blocks_of(block: Any) -> list[Any]:
+    """Return the blocks of a modular pipeline in a list."""
+    if block is None:
+        return []
+    children = getattr(block, "sub_blocks", None)
+    return [block, *(x for child in dict(children or {}).values() for x in _blocks_of(child))]
+
+
+class _Bars:
+    """Replacement for the ``progress_bar`` method of a pipeline or block."""
+
+    def __init__(self, connection: CallerConnection, owner: Any) -> None:
+        self._connection, self._owner = connection, owner
+
+    def __call__(self, iterable: Iterable[Any] | None = None, total: int | None = None, **options: Any) -> Bar:
+        options = {**(getattr(self._owner, "_progress_bar_config", None) or {}), **options}
+        return Bar(self._connection, iterable, total, options)
+
+
+class Bar(tqdm):  # type: ignore[misc]
+    """Progress bar that the caller draws. Each update is a step, after which the call may end as cancelled."""
+
+    def __init__(self, connection: CallerConnection, iterable: Any, total: int | None, options: dict[str, Any]) -> None:
+        # A disabled bar of tqdm draws nothing and counts nothing, but has all of tqdm's methods.
+        super().__init__(iterable, total=total, disable=True)
+        self._connection, self._number = connection, connection.open_bar(self.total, options)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.iterable:
+            yield item
+            self.update()
+
+    def update(self, n: float | None = 1) -> bool | None:
+        self.n += n or 0
+        self._connection.end_step(self._number, int(self.n), self.total)
+        return None
+
+    def close(self) -> None:
+        self._connection.report("bar closed", self._number)
+        super().close()

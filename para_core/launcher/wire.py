@@ -1,0 +1,163 @@
+"""Messages between the caller and a rank: a small head, and a body whose large buffers processes of a host share."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from para_core.launcher.pickling import dump
+
+# Buffers of fewer bytes stay in the pickle.
+_LARGE = 1 << 16
+# Buffers begin at multiples of this number of bytes, so that tensors of every dtype are aligned.
+_ALIGNMENT = 64
+# Lengths of the head and of the pickle in bytes, number of buffers, and whether the buffers follow in the stream.
+_HEADER = struct.Struct("<IQI?")
+
+
+class Body:
+    """A pickled value. ``storage`` holds its large buffers, whose lengths are ``sizes``.
+
+    The storage is a file descriptor of anonymous memory, or, after a message over TCP, a bytearray.
+    """
+
+    def __init__(self, data: bytes, sizes: Sequence[int] = (), storage: int | bytearray | None = None) -> None:
+        self.data, self.sizes, self.storage = data, list(sizes), storage
+
+    @classmethod
+    def of(cls, value: Any, by_value: str | None = None) -> Body:
+        """Return ``value`` pickled by :func:`dump`. Raise TypeError if that is not possible."""
+        buffers: list[memoryview] = []
+
+        def keep_in_pickle(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes >= _LARGE:
+                buffers.append(raw)
+            return raw.nbytes < _LARGE
+
+        data = dump(value, keep_in_pickle, by_value)
+        return cls(data, [raw.nbytes for raw in buffers], _shared_memory(buffers) if buffers else None)
+
+    def load(self) -> Any:
+        """Return the value. Its arrays can be written to, and no other process sees what is written."""
+        if self.storage is None:
+            return pickle.loads(self.data)
+        return pickle.loads(self.data, buffers=self._views())
+
+    def _views(self) -> list[memoryview]:
+        if isinstance(self.storage, int):
+            whole = memoryview(mmap.mmap(self.storage, 0, access=mmap.ACCESS_COPY))
+        else:
+            whole = memoryview(self.storage or b"")
+        views, start = [], 0
+        for size in self.sizes:
+            views.append(whole[start : start + size])
+            start += _aligned(size)
+        return views
+
+    def __del__(self) -> None:
+        if isinstance(self.storage, int):
+            os.close(self.storage)
+
+
+def _aligned(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+def _shared_memory(buffers: Sequence[memoryview]) -> int:
+    """Return a file descriptor of memory that holds ``buffers``. It has no name, so nothing is left if a process dies.
+
+    Docker's /dev/shm has 64 MB by default; a memfd has no such limit.
+    """
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("para_core")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    for raw in buffers:
+        view = raw
+        while len(view):
+            view = view[os.write(fd, view) :]
+        os.lseek(fd, _aligned(raw.nbytes) - raw.nbytes, os.SEEK_CUR)
+    os.ftruncate(fd, os.lseek(fd, 0, os.SEEK_CUR))
+    return fd
+
+
+class Channel:
+    """One end of the connection between the caller and a rank. One thread receives, any thread sends."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self._lock = sock, threading.Lock()
+        self._shares_memory = sock.family == socket.AF_UNIX
+
+    def send(self, head: tuple[Any, ...], body: Body | None = None) -> None:
+        """Send a message. Raise OSError if the other process has ended."""
+        body = body or Body(b"")
+        first = pickle.dumps(head)
+        sizes = struct.pack(f"<{len(body.sizes)}Q", *body.sizes)
+        inline = body.storage is not None and not (self._shares_memory and isinstance(body.storage, int))
+        header = _HEADER.pack(len(first), len(body.data), len(body.sizes), inline)
+        fds = [body.storage] if isinstance(body.storage, int) and not inline else []
+        with self._lock:
+            # Ancillary data need at least one byte beside them; a short write sends them with its first byte.
+            sent = socket.send_fds(self._sock, [header], fds) if fds else self._sock.send(header)
+            self._sock.sendall(b"".join((header[sent:], sizes, first, body.data)))
+            if inline:
+                self._send_storage(body)
+
+    def _send_storage(self, body: Body) -> None:
+        if isinstance(body.storage, int):
+            with mmap.mmap(body.storage, 0, access=mmap.ACCESS_READ) as memory:
+                self._sock.sendall(memory)
+        elif body.storage is not None:
+            self._sock.sendall(body.storage)
+
+    def receive(self) -> tuple[tuple[Any, ...], Body]:
+        """Return the head and the body of the next message. Raise EOFError if the other process has ended."""
+        try:
+            return self._receive()
+        except OSError:
+            raise EOFError from None
+
+    def _receive(self) -> tuple[tuple[Any, ...], Body]:
+        start, fds = b"", list[int]()
+        if self._shares_memory:
+            start, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, 1)
+            if not start:
+                raise EOFError
+        header = start + self._exactly(_HEADER.size - len(start))
+        head_size, data_size, count, inline = _HEADER.unpack(header)
+        sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
+        head = pickle.loads(self._exactly(head_size))
+        data = bytes(self._exactly(data_size))
+        storage: int | bytearray | None = fds[0] if fds else None
+        if inline:
+            storage = self._exactly(sum(map(_aligned, sizes)))
+        return head, Body(data, sizes, storage)
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = self._sock.recv_into(view)
+            if count == 0:
+                raise EOFError
+            view = view[count:]
+        return data
+
+    def end(self) -> None:
+        """End the connection, so that the thread that receives at either end gets an EOFError."""
+        with suppress(OSError):  # The other process has ended.
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Release the socket. The thread that receives calls this after its EOFError."""
+        self._sock.close()

@@ -1,0 +1,67 @@
+"""Functions that ranks run to load a pipeline, and pipelines of their own. Ranks get them by value."""
+
+import os
+import time
+
+
+def load_flux():
+    """Return the small FLUX, parallel if there are several ranks."""
+    import torch
+    from diffusers import FluxPipeline
+
+    from para_core.adapters import parallelize_pipe
+    from zoo.flux import PIPELINE
+
+    return parallelize_pipe(FluxPipeline.from_pretrained(PIPELINE, dtype=torch.float32))
+
+
+class Steps:
+    """A callable with a progress bar, which waits in its steps."""
+
+    guidance_scale = property(lambda self: self._guidance_scale)
+
+    def __init__(self):
+        self._guidance_scale = 2.0
+        self.notes = []
+
+    def progress_bar(self, iterable=None, total=None):
+        raise NotImplementedError("launch replaces this method")
+
+    def __call__(self, count=3, seconds=0.0, before=0.0, after=0.0, callback_on_step_end=None, **tensors):
+        time.sleep(before)
+        with self.progress_bar(total=count) as bar:
+            for step in range(count):
+                time.sleep(seconds)
+                if callback_on_step_end is not None:
+                    tensors = callback_on_step_end(self, step, step, tensors)
+                bar.update()
+        time.sleep(after)
+        return tensors
+
+    def note(self, text):
+        """Keep a note on this rank, and return all notes."""
+        self.notes.append(text)
+        return list(self.notes)
+
+    def this(self):
+        """Return this object."""
+        return self
+
+    def process(self):
+        """Return the process id of this rank."""
+        return os.getpid()
+
+
+def load_steps():
+    """Return a :class:`Steps`."""
+    return Steps()
+
+
+def all_reduce_or_raise(pipe, failing, error):
+    """Raise ``error`` on the rank ``failing``, and wait for all ranks on the others."""
+    import torch
+    import torch.distributed as dist
+
+    if failing in (None, dist.get_rank()):
+        raise error
+    dist.all_reduce(torch.ones(1))

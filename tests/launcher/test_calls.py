@@ -1,0 +1,267 @@
+"""Calls of a launched pipeline: results, random numbers, methods, ``run``, and what the handle refuses."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from para_core import launch
+from tests.launcher import loads
+from tests.launcher.loads import load_flux, load_steps
+
+ARGUMENTS = {
+    "prompt": "a red circle",
+    "num_inference_steps": 2,
+    "output_type": "np",
+    "max_sequence_length": 64,
+    "height": 64,
+    "width": 64,
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Return the small FLUX in this process, on one device."""
+    return load_flux()
+
+
+def images(pipe, **arguments):
+    return pipe(**ARGUMENTS, **arguments).images
+
+
+def test_images_are_those_of_one_process(flux, alone):
+    own, expected = [images(pipe, generator=torch.Generator().manual_seed(7)) for pipe in (flux, alone)]
+    np.testing.assert_allclose(own, expected, atol=1e-5)
+    assert own.flags.writeable
+    own[0, 0, 0] = 0.5
+
+
+def test_generators_continue_as_in_one_process(flux, alone):
+    results = []
+    for pipe in (flux, alone):
+        generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+        first = images(pipe, generator=generators, num_images_per_prompt=2)
+        second = images(pipe, generator=generators[1])
+        results.append((first, second, torch.rand(1, generator=generators[0])))
+    for own, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+    assert np.abs(results[0][0][1] - results[0][1][0]).max() > 0.01
+
+
+def test_seed_of_this_process_continues_as_in_one_process(flux, alone):
+    results = []
+    for pipe in (flux, alone):
+        torch.manual_seed(3)
+        results.append((images(pipe), images(pipe), torch.rand(3)))
+    for own, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+
+
+def last_cuda_seed(pipe):
+    """Return the seed that waits for CUDA, and whether it is the one of the previous call of this function."""
+    from para_core.torch_internals import queued_cuda_seed
+
+    seeding, seed = queued_cuda_seed()
+    same = getattr(pipe, "seeding", None) is seeding
+    pipe.seeding = seeding
+    return seed, same
+
+
+def test_ranks_seed_cuda_when_this_process_has_seeded_it(steps):
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        steps(1)
+        assert steps.run(last_cuda_seed) == (seed, False)
+        steps(1)
+        assert steps.run(last_cuda_seed) == (seed, True)
+    torch.cuda.manual_seed(8)
+    steps(1)
+    assert steps.run(last_cuda_seed) == (8, False)
+    assert not torch.cuda.is_initialized()
+
+
+def test_methods_run_on_every_rank(steps):
+    steps.note("a")
+    assert (
+        steps.run(lambda pipe: pipe.notes, all_ranks=True)[0] == steps.run(lambda pipe: pipe.notes, all_ranks=True)[1]
+    )
+    assert steps.note("b")[-2:] == ["a", "b"]
+    assert steps.this() is steps
+    assert "note" in dir(steps)
+    pids = steps.run(loads.Steps.process, all_ranks=True)
+    assert len({*pids, os.getpid()}) == 3
+
+
+def test_run_returns_the_first_ranks_result(steps):
+    def rank_and_sum(pipe, x, *, y):
+        import torch.distributed as dist
+
+        return dist.get_rank(), x + y
+
+    (rank, total) = steps.run(rank_and_sum, torch.ones(3), y=torch.arange(3.0))
+    assert rank == 0
+    assert total.tolist() == [1.0, 2.0, 3.0]
+    assert [rank for rank, _ in steps.run(rank_and_sum, 1, y=2, all_ranks=True)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pipe: pipe.notes,
+        lambda pipe: pipe.guidance_scale,
+        lambda pipe: pipe.unknown,
+        lambda pipe: setattr(pipe, "scheduler", 1),
+        lambda pipe: setattr(pipe, "note", 1),
+        lambda pipe: delattr(pipe, "notes"),
+    ],
+)
+def test_attributes_are_refused_and_name_run(steps, use):
+    with pytest.raises(AttributeError, match=r"run\(lambda pipe"):
+        use(steps)
+
+
+def test_handle_cannot_be_sent(steps):
+    with pytest.raises(TypeError, match="cannot be sent"):
+        steps.run(lambda pipe, other: None, steps)
+    assert steps.run(lambda pipe: 1) == 1
+
+
+def test_result_that_cannot_be_sent_leaves_the_ranks_usable(steps):
+    pids = steps.run(loads.Steps.process, all_ranks=True)
+    with pytest.raises(TypeError, match="cannot be sent"):
+        steps.run(lambda pipe: (x for x in range(3)))
+    assert steps.run(loads.Steps.process, all_ranks=True) == pids
+
+
+def test_progress_function_gets_steps():
+    seen = []
+    with launch(load_steps, ranks=1, progress=lambda done, total: seen.append((done, total))) as pipe:
+        pipe(3)
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_bar_is_drawn_here_with_the_pipelines_options(capfd):
+    def load():
+        pipe = load_flux()
+        pipe.set_progress_bar_config(desc="denoising")
+        return pipe
+
+    with launch(load, ranks=2) as pipe:
+        capfd.readouterr()
+        images(pipe)
+        bars = capfd.readouterr().err
+        pipe.set_progress_bar_config(disable=True)
+        images(pipe)
+        assert "2/2" not in capfd.readouterr().err
+    assert "denoising: 100%" in bars
+    assert bars.count("2/2") >= 1
+
+
+def test_lines_say_what_is_loaded(capfd):
+    launch(load_flux, ranks=1).close()
+    lines = capfd.readouterr().err.splitlines()
+    assert any("loading" in line and "9.19 MB" in line for line in lines)
+    assert any("loaded transformer (6.34 MB)" in line for line in lines)
+
+
+def test_init_process_group_in_load_is_taken_as_done():
+    def load():
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        return lambda: (dist.get_rank(), dist.get_world_size())
+
+    for ranks in (1, 2):
+        with launch(load, ranks=ranks, progress=False) as pipe:
+            assert pipe() == (0, ranks)
+
+
+def test_other_process_group_in_load_is_refused():
+    def load():
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", world_size=3, rank=0)
+
+    with pytest.raises(ValueError, match=r"world_size=3.*inside load: launch has made the process group"):
+        launch(load, ranks=2, progress=False)
+
+
+def test_callable_objects_and_partials_load():
+    with launch(functools.partial(load_flux.__globals__["Steps"]), ranks=1, progress=False) as pipe:
+        assert pipe(1) == {}
+
+
+def test_closed_pipeline_raises_until_it_restarts():
+    with launch(load_steps, ranks=1, progress=False) as pipe:
+        pipe(1)
+    with pytest.raises(RuntimeError, match="closed"):
+        pipe(1)
+    with pytest.raises(RuntimeError, match="closed"):
+        pipe.run(lambda pipe: None)
+    pipe.restart()
+    assert pipe(1) == {}
+    pipe.close()
+    pipe.close()
+
+
+def test_launch_on_a_rank_raises(steps):
+    with pytest.raises(RuntimeError, match="called on a rank"):
+        steps.run(lambda pipe: launch(load_steps, ranks=1))
+
+
+def test_launch_on_a_rank_of_torchrun_raises(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="rank 1 of 2"):
+        launch(load_steps, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"load": 3}, TypeError, "expected a function"),
+        ({"ranks": 0}, ValueError, "at least 1"),
+        ({"ranks": 1.5}, TypeError, "expected an integer"),
+        ({"ranks": True}, TypeError, "expected an integer"),
+        ({"ranks": 2, "devices": [0]}, ValueError, "one device for each rank"),
+        ({"devices": "0,1"}, TypeError, "expected a list"),
+        ({"timeout": 0}, ValueError, "positive"),
+        ({"env": {"A": 1}}, TypeError, "expected strings"),
+    ],
+)
+def test_invalid_arguments_are_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        launch(**{"load": load_steps, **arguments})
+
+
+def test_env_and_devices_reach_the_ranks(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setenv("SLURM_PROCID", "7")
+    with launch(load_steps, devices=[2, 0], env={"OWN": "1"}, progress=False) as pipe:
+        names = ("CUDA_VISIBLE_DEVICES", "OWN", "LOCAL_RANK", "SLURM_PROCID")
+        environments = pipe.run(lambda pipe: [os.environ.get(name) for name in names], all_ranks=True)
+    assert environments == [["6,4", "1", "0", None], ["6,4", "1", "1", None]]
+
+
+def test_functions_by_name_need_no_cloudpickle(tmp_path):
+    program = """
+import sys
+sys.modules["cloudpickle"] = None
+from para_core import launch
+from collections import Counter
+if __name__ == "__main__":
+    with launch(Counter, ranks=1, progress=False) as pipe:
+        pipe.update("aab")
+        print(pipe.most_common(1))
+    try:
+        launch(lambda: None, ranks=1, progress=False)
+    except TypeError as error:
+        print("cloudpickle" in str(error))
+"""
+    (tmp_path / "program.py").write_text(program)
+    run = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=True)
+    assert run.stdout.split("\n")[:2] == ["[('a', 2)]", "True"]
