@@ -21,7 +21,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from para_core import progress
+from para_core.progress import handled_by
 
 
 def announce_imports() -> None:
@@ -69,7 +69,7 @@ def showing_phases(*, shown: bool = True) -> Iterator[None]:
         return
     handler = _Phases(Console(stderr=True, soft_wrap=True, highlight=False))
     try:
-        with progress.handled_by(handler):
+        with handled_by(handler):
             yield
     finally:
         handler.close()
@@ -89,7 +89,7 @@ class _Lines(logging.Handler):
 @contextmanager
 def showing_log(console: Console) -> Iterator[None]:
     """Print on ``console`` what :mod:`para_core.fleet` logs at INFO or above, until the end of this context."""
-    with progress.handled_by(_Lines(console), logging.getLogger("para_core.fleet")):
+    with handled_by(_Lines(console), logging.getLogger("para_core.fleet")):
         yield
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from para_core import progress
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
@@ -24,6 +23,7 @@ from para_core.fleet.outputs import Output, Result
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, generate_batch
+from para_core.progress import handled_by
 
 # Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
 CONTROL = "control"
@@ -90,7 +90,7 @@ class Rank:
         if self._options.ranks > 1:
             store = self._store or TCPStore(host, port, self._options.ranks, is_master=False, timeout=timeout)
             dist.init_process_group(store=store, rank=self._rank, world_size=self._options.ranks, timeout=timeout)
-        with progress.handled_by(self._log):
+        with handled_by(self._log):
             self._pipe = build(self._recipe)
         if self._options.prompt_bytes:
             self._encoded_prompts = EncodedPrompts(self._pipe, self._options.prompt_bytes)

@@ -99,7 +99,7 @@ class CallerConnection:
         """Send an exception and its traceback to the caller."""
         text = "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
-            error = RuntimeError(f"rank {self.rank} called sys.exit({error.code!r}).")
+            error = RuntimeError(f"the rank called sys.exit({error.code!r}).")
         # Frames and causes may refer to what cannot be pickled; the text has them.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         try:

@@ -85,8 +85,7 @@ class _State:
         job = Body.of(LoadJob(self.load, group.host, self.options.timeout, random))
         group.send("load", body=job)
         # The ranks import torch at the same time. Results need it here.
-        import_early("torch")
-        outcomes = RunningCall(group, LOADING, display, self.options.timeout).wait()
+        outcomes = RunningCall(group, LOADING, display, self.options.timeout).wait(["torch"])
         for module in outcomes[0].modules:
             import_early(module)
         self.seeds.after_call(outcomes[0].random)

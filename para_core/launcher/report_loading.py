@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from para_core import progress
 from para_core.launcher.connection import CallerConnection
+from para_core.progress import DIFFUSERS, component_bytes, folder_on_disk, handled_by, readable_bytes
+from para_core.progress import logger as reports
 
 # diffusers logs "Loaded NAME as CLASS from `NAME` subfolder of FOLDER." after each component of a pipeline.
 _LOADED = re.compile(r"Loaded (?P<name>\S+) as \S+ from `\S+` subfolder of (?P<folder>.+)\.$")
@@ -27,7 +28,7 @@ class _Lines(logging.Handler):
         self._sizes: dict[str, dict[str, int]] = {}  # bytes by component, by folder
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name == progress.logger.name:
+        if record.name == reports.name:
             self._send(record.getMessage())
             return
         match = _LOADED.match(record.getMessage())
@@ -37,11 +38,11 @@ class _Lines(logging.Handler):
         if folder not in self._sizes:
             # Results are objects of diffusers.
             self._connection.channel.send(("import", "diffusers.utils"))
-            self._sizes[folder] = progress.component_bytes(progress.folder_on_disk(folder))
+            self._sizes[folder] = component_bytes(folder_on_disk(folder))
             total = sum(self._sizes[folder].values())
-            self._send(f"loading {folder}: {progress.readable_bytes(total)}")
+            self._send(f"loading {folder}: {readable_bytes(total)}")
         size = self._sizes[folder].get(match["name"], 0)
-        self._send(f"loaded {match['name']}" + (f" ({progress.readable_bytes(size)})" if size else ""))
+        self._send(f"loaded {match['name']}" + (f" ({readable_bytes(size)})" if size else ""))
 
     def _send(self, line: str) -> None:
         self._connection.channel.send(("line", line))
@@ -54,12 +55,12 @@ def reporting_to(connection: CallerConnection) -> Iterator[None]:
         yield
         return
     lines = _Lines(connection)
-    source = logging.getLogger(progress.DIFFUSERS)
+    source = logging.getLogger(DIFFUSERS)
     propagate = source.propagate
     # The messages are not to be printed; their level hid them before.
     source.propagate = False
     try:
-        with progress.handled_by(lines, source), progress.handled_by(lines):
+        with handled_by(lines, source), handled_by(lines):
             yield
     finally:
         source.propagate = propagate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -52,8 +52,8 @@ class RunningCall:
         self._cancelled = True
         self._group.channels[0].send(("cancel", self.number))
 
-    def wait(self) -> list[Outcome]:
-        """Return the outcomes of all ranks, in rank order.
+    def wait(self, modules: Sequence[str] = ()) -> list[Outcome]:
+        """Return the outcomes of all ranks, in rank order. Import ``modules`` while the ranks work.
 
         Raises:
             Cancelled: If :meth:`cancel` was called. The ranks stay usable.
@@ -63,6 +63,8 @@ class RunningCall:
         """
         with first_interrupt_calls(lambda: self._group.inbox.put((("interrupt",), Body(b"")))):
             try:
+                for module in modules:
+                    import_early(module)
                 self._collect()
             except BaseException:
                 # A second Ctrl-C, or a rank that ended.
@@ -81,6 +83,8 @@ class RunningCall:
                     return
                 self._raise_stuck()
             except BaseException as error:
+                if self._raised is not None:
+                    raise
                 # The program has a handler of SIGINT of its own, which raised.
                 self._interrupt(error)
                 continue
@@ -100,10 +104,10 @@ class RunningCall:
         elif kind == "error":
             self._first_error = self._first_error or time.monotonic()
             self._errors[head[1]] = _load(body, head[1])
+        elif kind == "ended" or self._group.ended:
+            raise RankDied("the ranks were ended by close() or restart(), or at the end of this process.")
         elif kind == "died":
             raise RankDied(f"rank {head[1]} {self._group.members[head[1]].describe_end()}", head[1])
-        elif kind == "ended":
-            raise RankDied("the ranks were ended by close() or restart(), or at the end of this process.")
         elif kind == "interrupt":
             self._interrupt(KeyboardInterrupt())
         elif kind == "callback":

@@ -13,10 +13,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from para_core import progress
 from para_core.cli.app import run
 from para_core.cli.progress import _Phases, showing_log, showing_phases
-from para_core.progress import component_bytes, readable_bytes, report, reporting_components
+from para_core.progress import component_bytes, logger, readable_bytes, report, reporting_components
 
 TINY_FLUX = Path(__file__).parents[2] / "zoo/flux/pipeline"
 DIFFUSERS = logging.getLogger("diffusers.pipelines.pipeline_utils")
@@ -57,7 +56,7 @@ def test_reports_reach_nobody_unless_shown(capsys):
         report("hidden on other ranks")
     report("hidden afterwards")
     assert capsys.readouterr().err == "seen\n"
-    assert not progress.logger.handlers
+    assert not logger.handlers
 
 
 def test_diffusers_logger_is_restored_after_an_error():

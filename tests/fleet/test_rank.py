@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core import progress
 from para_core.fleet import rank as rank_module
 from para_core.fleet.failures import RequestCancelled, RequestFailed
 from para_core.fleet.log_relay import Position
@@ -16,6 +15,7 @@ from para_core.fleet.models import find_tiny_flux
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
+from para_core.progress import logger
 
 SECONDS = 10.0
 
@@ -143,7 +143,7 @@ def local_rank_at_build():
 
 
 def test_loading_is_logged_for_the_process_that_asks():
-    handlers = list(progress.logger.handlers)
+    handlers = list(logger.handlers)
     rank = Rank(Recipe(str(find_tiny_flux())), 0, ReplicaOptions())
     with environment_restored():
         rank.join("127.0.0.1", 0)
@@ -152,4 +152,4 @@ def test_loading_is_logged_for_the_process_that_asks():
     assert "7 components" in messages[0]
     assert sum(message.startswith("loaded component") for message in messages) == 7
     assert rank.loading_log(position)[1] == []
-    assert progress.logger.handlers == handlers
+    assert logger.handlers == handlers
