@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from para_core.launcher.handle import Launched, LaunchOptions
-from para_core.launcher.processes import IN_RANK, start_local_ranks
+from para_core.launcher.processes import IN_RANK, Group, start_local_ranks
 
 
 def launch(
@@ -15,6 +15,7 @@ def launch(
     ranks: int | None = None,
     *,
     devices: Sequence[int | str] | None = None,
+    hosts: int | None = None,
     timeout: float = 1800.0,
     env: Mapping[str, str] | None = None,
     progress: bool | Callable[[int, int | None], None] = True,
@@ -38,6 +39,8 @@ def launch(
             (``pip install 'para_core[launch]'``).
         ranks: Number of ranks. Defaults to the number of ``devices``, else of the GPUs that this process sees, else 1.
         devices: The GPUs of the ranks, as numbers or as names for CUDA_VISIBLE_DEVICES. Defaults to the first ones.
+        hosts: Number of hosts of a running Ray cluster (``ray start``) on which to start as many ranks each. By default
+            all ranks are on this host, without Ray. Each host needs the same Python packages.
         timeout: Seconds without progress (no step, no answer) after which the ranks are ended, and the call raises.
         env: Further environment variables of the ranks.
         progress: Whether to show progress on standard error, or a function of the numbers of finished and of all steps.
@@ -53,16 +56,22 @@ def launch(
         raise TypeError(f"load is {load!r}; expected a function that returns the pipeline.")
     if isinstance(devices, (str, int)):
         raise TypeError(f"devices={devices!r}; expected a list, such as [0, 1].")
-    count = _count_ranks(ranks, devices)
+    count = _count_ranks(ranks, devices, hosts)
     if not timeout > 0:
         raise ValueError(f"timeout={timeout}; expected a positive number of seconds.")
     environment = dict(env or {})
     for name, value in environment.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env has {name!r}: {value!r}; expected strings.")
-    return Launched(
-        LaunchOptions(load, count, lambda: start_local_ranks(count, devices, environment), timeout, progress)
-    )
+
+    def start() -> Group:
+        if hosts is None:
+            return start_local_ranks(count, devices, environment)
+        from para_core.launcher.hosts import start_ranks_on_hosts
+
+        return start_ranks_on_hosts(count, hosts, timeout, environment)
+
+    return Launched(LaunchOptions(load, count, start, timeout, progress))
 
 
 def _require_no_rank() -> None:
@@ -78,8 +87,15 @@ def _require_no_rank() -> None:
         )
 
 
-def _count_ranks(ranks: int | None, devices: Sequence[int | str] | None) -> int:
+def _count_ranks(ranks: int | None, devices: Sequence[int | str] | None, hosts: int | None) -> int:
     """Return the number of ranks. Raise TypeError or ValueError if it is invalid, or differs from that of devices."""
+    if hosts is not None:
+        if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1:
+            raise ValueError(f"hosts={hosts!r}; expected a number of hosts of at least 1.")
+        if devices is not None:
+            raise ValueError("hosts= with devices=: on several hosts Ray chooses the GPUs. Pass one of them.")
+        if ranks is None:
+            raise ValueError(f"hosts={hosts} without ranks: pass the number of ranks on all hosts together.")
     if ranks is None and devices is not None:
         ranks = len(devices)
     if ranks is None:
@@ -93,4 +109,6 @@ def _count_ranks(ranks: int | None, devices: Sequence[int | str] | None) -> int:
         raise ValueError(f"ranks={ranks}; expected at least 1.")
     if devices is not None and len(devices) != ranks:
         raise ValueError(f"ranks={ranks} and {len(devices)} devices: expected one device for each rank.")
+    if hosts is not None and ranks % hosts:
+        raise ValueError(f"ranks={ranks} and hosts={hosts}; expected as many ranks on each host.")
     return ranks

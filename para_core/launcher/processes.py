@@ -19,10 +19,9 @@ from typing import IO, Any, Protocol
 
 from para_core.launcher.wire import Body, Channel
 
-_MAIN = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
-    "from para_core.launcher.rank import main_of_child; main_of_child(*map(int, sys.argv[1:]))"
-)
+# A rank has the caller's search path before it imports anything.
+_PATH = "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
+_MAIN = "from para_core.launcher.rank import main_of_child; main_of_child(*map(int, sys.argv[1:]))"
 # Environment variables by which other launchers tell a process its rank. Ranks have ranks of their own.
 _LAUNCHERS = (
     *("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_", "GROUP_", "ROLE_"),
@@ -166,35 +165,45 @@ def start_local_ranks(ranks: int, devices: Sequence[int | str] | None, env: Mapp
     visible = {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(_visible_names(devices))}
     try:
         for rank in range(ranks):
-            # The first rank writes to this process's output; what all ranks print would come ``ranks`` times.
-            output = None if rank == 0 else tempfile.TemporaryFile()  # noqa: SIM115 (closed with the group)
             ours, theirs = socket.socketpair()
-            environment = rank_environment(rank, ranks, rank, ranks, {**visible, **env})
-            members.append(LocalProcess(_start(theirs, rank, ranks, environment, output), output))
             channels.append(Channel(ours))
+            environment = rank_environment(rank, ranks, rank, ranks, {**visible, **env})
+            with theirs:
+                arguments = [str(theirs.fileno()), str(rank), str(ranks)]
+                members.append(
+                    start_process(_MAIN, arguments, environment, shown=rank == 0, pass_fds=[theirs.fileno()])
+                )
     except BaseException:
         for member in members:
             member.kill()
+        for channel in channels:
+            channel.close()
         raise
     return Group(members, channels)
 
 
-def _start(
-    sock: socket.socket, rank: int, ranks: int, environment: Mapping[str, str], output: IO[bytes] | None
-) -> subprocess.Popen[bytes]:
-    with sock:
-        options = [f"-W{option}" for option in sys.warnoptions]
-        search_path = json.dumps([path or str(Path.cwd()) for path in sys.path])
-        return subprocess.Popen(
-            [sys.executable, *options, "-c", _MAIN, str(sock.fileno()), str(rank), str(ranks), search_path],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[sock.fileno()],
-            # A terminal's or Jupyter's Ctrl-C then reaches the caller only.
-            start_new_session=True,
-        )
+def start_process(
+    program: str, arguments: Sequence[str], environment: Mapping[str, str], *, shown: bool, pass_fds: Sequence[int] = ()
+) -> LocalProcess:
+    """Start a Python process that runs ``program`` with the search path of this one.
+
+    ``shown`` is whether it writes to this process's output. The first rank does; what all ranks print would come
+    several times.
+    """
+    output = None if shown else tempfile.TemporaryFile()  # noqa: SIM115 (closed by LocalProcess.kill)
+    options = [f"-W{option}" for option in sys.warnoptions]
+    search_path = json.dumps([path or str(Path.cwd()) for path in sys.path])
+    process = subprocess.Popen(
+        [sys.executable, *options, "-c", _PATH + program, *arguments, search_path],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        pass_fds=pass_fds,
+        # A terminal's or Jupyter's Ctrl-C then reaches the caller only.
+        start_new_session=True,
+    )
+    return LocalProcess(process, output)
 
 
 def _visible_names(devices: Sequence[int | str]) -> list[str]:

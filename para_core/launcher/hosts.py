@@ -1,0 +1,201 @@
+"""Ranks on several hosts of a Ray cluster. Ray starts one agent per host; the ranks connect to the caller by TCP."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from para_core.launcher.processes import Group, LocalProcess, rank_environment, start_process
+from para_core.launcher.wire import Channel
+
+_MAIN = "from para_core.launcher.hosts import main_of_remote; main_of_remote(sys.argv)"
+# Bytes of the secret that a rank sends first. The caller loads pickles only from ranks that have it.
+_SECRET = 32
+# Bytes of the number of a rank, which follows.
+_NUMBER = 4
+
+
+class HostAgent:
+    """Starts and ends the processes of the ranks on one host. Runs as a Ray actor."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, LocalProcess] = {}
+
+    def address(self) -> str:
+        """Return the address at which other hosts reach this one."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def start(
+        self, first: int, count: int, ranks: int, caller: tuple[str, int], secret: bytes, env: Mapping[str, str]
+    ) -> None:
+        """Start ``count`` ranks, of which the first has the number ``first``. They connect to the caller."""
+        for local_rank in range(count):
+            rank = first + local_rank
+            arguments = [caller[0], str(caller[1]), secret.hex(), str(rank), str(ranks)]
+            environment = rank_environment(rank, ranks, local_rank, count, env)
+            self._processes[rank] = start_process(_MAIN, arguments, environment, shown=rank == 0)
+
+    def wait(self, rank: int, seconds: float) -> bool:
+        """Wait as :meth:`LocalProcess.wait` does."""
+        return self._processes[rank].wait(seconds)
+
+    def kill(self, rank: int) -> None:
+        """End the process of a rank."""
+        self._processes[rank].kill()
+
+    def describe_end(self, rank: int) -> str:
+        """Return how the process of a rank ended."""
+        return self._processes[rank].describe_end()
+
+
+class RemoteProcess:
+    """A rank's process on another host, which its agent ends."""
+
+    def __init__(self, agent: Any, rank: int) -> None:
+        self._agent, self._rank = agent, rank
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the process has ended, at most ``seconds``. Return whether it has; also if its host is lost."""
+        return bool(self._ask("wait", self._rank, max(seconds, 0.0), otherwise=True))
+
+    def kill(self) -> None:
+        """End the process, unless its host is lost."""
+        self._ask("kill", self._rank, otherwise=None)
+
+    def describe_end(self) -> str:
+        """Return how the process ended."""
+        return str(self._ask("describe_end", self._rank, otherwise="was lost with its host."))
+
+    def _ask(self, method: str, *args: Any, otherwise: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(getattr(self._agent, method).remote(*args), timeout=30)
+        except ray.exceptions.RayError:
+            return otherwise
+
+
+class _HostsGroup(Group):
+    """Ranks on several hosts. Their end releases the resources that they took in the cluster."""
+
+    def __init__(self, agents: Sequence[Any], placement: Any, *args: Any, **kwargs: Any) -> None:
+        self._agents, self._placement = agents, placement
+        super().__init__(*args, **kwargs)
+
+    def end(self, *, idle: bool) -> None:
+        """End all ranks and agents."""
+        import ray
+
+        super().end(idle=idle)
+        if ray.is_initialized():
+            for agent in self._agents:
+                ray.kill(agent)
+            ray.util.remove_placement_group(self._placement)
+
+
+def start_ranks_on_hosts(ranks: int, hosts: int, timeout: float, env: Mapping[str, str]) -> Group:
+    """Start ``ranks`` processes, as many on each of ``hosts`` hosts of the Ray cluster.
+
+    Raise RuntimeError if there is no cluster, if it has no free resources within ``timeout`` seconds, or if a rank does
+    not connect within them.
+    """
+    ray = connect_to_ray()
+    each = ranks // hosts
+    bundle: dict[str, float] = {"CPU": each}
+    if ray.cluster_resources().get("GPU", 0):
+        bundle["GPU"] = each
+    placement = ray.util.placement_group([bundle] * hosts, strategy="STRICT_SPREAD" if hosts > 1 else "STRICT_PACK")
+    agents = list[Any]()
+    try:
+        if not placement.wait(timeout):
+            raise RuntimeError(
+                f"the Ray cluster has no {hosts} hosts with {each} free {'GPUs' if 'GPU' in bundle else 'CPUs'} each: "
+                f"waited {timeout:g} s. Start more nodes with ray start, or use fewer ranks or hosts."
+            )
+        agents += [_start_agent(ray, placement, host, bundle) for host in range(hosts)]
+        secret = secrets.token_bytes(_SECRET)
+        with socket.create_server(("", 0)) as server:
+            caller = ray.util.get_node_ip_address(), server.getsockname()[1]
+            starts = [
+                agent.start.remote(host * each, each, ranks, caller, secret, dict(env))
+                for host, agent in enumerate(agents)
+            ]
+            ray.get(starts, timeout=timeout)
+            channels = _accept(server, ranks, secret, timeout)
+        members = [RemoteProcess(agents[rank // each], rank) for rank in range(ranks)]
+        host = ray.get(agents[0].address.remote(), timeout=timeout)
+        return _HostsGroup(agents, placement, members, channels, host)
+    except BaseException:
+        for agent in agents:
+            ray.kill(agent)
+        ray.util.remove_placement_group(placement)
+        raise
+
+
+def connect_to_ray() -> Any:
+    """Connect to the running Ray cluster, and return Ray. Raise RuntimeError if there is none."""
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise RuntimeError("hosts= starts ranks by Ray, which is not installed: pip install ray.") from None
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", logging_level="ERROR")
+        except ConnectionError:
+            raise RuntimeError(
+                "hosts= needs a running Ray cluster: run ray start --head on one host, and ray start --address=HOST:6379 "
+                "on each other host."
+            ) from None
+    return ray
+
+
+def _start_agent(ray: Any, placement: Any, host: int, bundle: Mapping[str, float]) -> Any:
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+        placement, placement_group_bundle_index=host
+    )
+    options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
+    # The agent answers while another thread of it waits for a process.
+    return ray.remote(HostAgent).options(max_concurrency=16, **options).remote()
+
+
+def _accept(server: socket.socket, ranks: int, secret: bytes, timeout: float) -> list[Channel]:
+    """Return the channels of all ranks, in rank order. Connections without the secret are refused."""
+    channels: dict[int, Channel] = {}
+    server.settimeout(timeout)
+    while len(channels) < ranks:
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            missing = sorted(set(range(ranks)) - set(channels))
+            raise RuntimeError(
+                f"ranks {missing} did not connect within {timeout:g} s: para_core must be installed on every host, and "
+                "the hosts must reach this one."
+            ) from None
+        # A stranger that sends nothing must not hold up the ranks for long.
+        connection.settimeout(10.0)
+        greeting = b""
+        with suppress(OSError):
+            greeting = connection.recv(_SECRET + _NUMBER, socket.MSG_WAITALL)
+        if len(greeting) == _SECRET + _NUMBER and hmac.compare_digest(greeting[:_SECRET], secret):
+            connection.settimeout(None)
+            channels[int.from_bytes(greeting[_SECRET:])] = Channel(connection)
+        else:
+            connection.close()
+    return [channels[rank] for rank in range(ranks)]
+
+
+def main_of_remote(arguments: Sequence[str]) -> None:
+    """Run a rank that an agent started. ``arguments`` follow the name of the program."""
+    from para_core.launcher.rank import main
+
+    _, host, port, secret, rank, ranks = arguments
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(bytes.fromhex(secret) + int(rank).to_bytes(_NUMBER))
+    main(Channel(connection), int(rank), int(ranks))

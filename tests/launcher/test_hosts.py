@@ -1,0 +1,108 @@
+"""Ranks on several hosts, which are nodes of a Ray cluster on this machine."""
+
+import os
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("ray", reason="the extra fleet is not installed")
+
+import ray
+from ray.cluster_utils import Cluster
+
+from para_core import Cancelled, RankDied, launch
+from para_core.launcher import hosts
+from tests.launcher.loads import load_steps
+from tests.launcher.test_cancel import pids, when_called
+from tests.launcher.test_failures import alive
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Return a Ray cluster of two nodes, to which this process is connected."""
+    os.environ["RAY_worker_niceness"] = "0"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_handle_on_two_hosts_is_the_same(cluster):
+    with launch(load_steps, ranks=2, hosts=2, progress=False, env={"OWN": "1"}) as pipe:
+        processes = pids(pipe)
+        environment = pipe.run(
+            lambda pipe: [os.environ[name] for name in ("OWN", "LOCAL_RANK", "LOCAL_WORLD_SIZE")], all_ranks=True
+        )
+        assert environment == [["1", "0", "1"]] * 2
+        import torch
+
+        large = torch.arange(100_000.0)
+        seen = []
+
+        def callback(pipe, step, timestep, tensors):
+            seen.append(step)
+            return {"x": tensors["x"] + 1}
+
+        assert torch.equal(pipe(3, callback_on_step_end=callback, x=large)["x"], large + 3)
+        assert seen == [0, 1, 2]
+        when_called(pipe.cancel)
+        with pytest.raises(Cancelled):
+            pipe(1000, seconds=0.02)
+        os.kill(processes[1], signal.SIGKILL)
+        time.sleep(0.5)
+        with pytest.raises(RankDied, match="rank 1 was ended by SIGKILL"):
+            pipe(1)
+        with pytest.warns(UserWarning):
+            assert pipe(1) == {}
+        processes = pids(pipe)
+    assert alive(processes) == []
+    with (
+        launch(load_steps, ranks=2, hosts=1, progress=False, timeout=3)
+        if False
+        else launch(load_steps, ranks=1, hosts=1, progress=False) as pipe
+    ):
+        assert pipe(1) == {}
+
+
+def test_cluster_without_room_is_named(cluster):
+    with pytest.raises(RuntimeError, match="no 3 hosts with 1 free CPUs each"):
+        launch(load_steps, ranks=3, hosts=3, progress=False, timeout=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 3, "hosts": 2}, "as many ranks on each host"),
+        ({"hosts": 2}, "without ranks"),
+        ({"ranks": 2, "hosts": 0}, "at least 1"),
+        ({"ranks": 2, "hosts": 2, "devices": [0, 1]}, "hosts= with devices="),
+    ],
+)
+def test_invalid_numbers_of_hosts_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        launch(load_steps, **arguments)
+
+
+def test_connections_without_the_secret_are_refused():
+    secret = bytes(32)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def connect(greeting):
+            with socket.create_connection(server.getsockname()) as connection:
+                connection.sendall(greeting)
+                connection.recv(1)
+
+        stranger = threading.Thread(target=connect, args=(b"\x01" * 36,))
+        stranger.start()
+        stranger.join(5)
+        rank = threading.Thread(target=connect, args=(secret + (0).to_bytes(4),), daemon=True)
+        rank.start()
+        (channel,) = hosts._accept(server, 1, secret, 10.0)
+        channel.close()
