@@ -24,6 +24,8 @@ PROGRAMS = (
     ("planner.sizes",),
     ("planner.propose",),
     ("demo.chart",),
+    ("one_process",),
+    ("notebook",),
     ("pages",),
 )
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from benchmarks import reports
+from benchmarks import one_process, reports
 from benchmarks.attention import low_precision
 from benchmarks.cache import forecasts, quality
 from benchmarks.demo import gallery
@@ -167,6 +167,7 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/install.md": (extras,),
     "docs/kernels.md": (low_precision.parts,),
     "docs/new_model.md": (propose.parts,),
+    "docs/one_process.md": (one_process.parts,),
     "docs/own_model.md": (low_precision.parts,),
     "docs/pipelines.md": (supported.parts, modular_pipelines.parts),
     "docs/planner.md": (published.parts, memory.parts),

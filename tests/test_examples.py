@@ -3,19 +3,25 @@ pipeline.
 """
 
 import ast
+import os
 import re
 import runpy
 import shutil
+import subprocess
 import sys
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 
 import diffusers
+import nbformat
 import numpy as np
 import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageSequence
 
+from benchmarks import notebook
 from tests.scripts import ROOT, alone, on_ranks, processes, under_torchrun
 from zoo.flux import PIPELINE as FLUX
 from zoo.tiny.pipelines import PIPELINES
@@ -23,7 +29,8 @@ from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.vaes import TINY_VAES
 from zoo.video import PIPELINE as WAN
 
-EXAMPLES = sorted(ROOT.glob("*_examples/*.py"))
+# The example of gradio, which no extra installs, is run by tests/launcher/test_gradio.py.
+EXAMPLES = sorted(path for path in ROOT.glob("*_examples/*.py") if path.stem != "launch_gradio")
 PARALLEL, CACHE = ROOT / "parallel_examples", ROOT / "cache_examples"
 identify = {"ids": lambda path: f"{path.parent.name}/{path.stem}" if isinstance(path, Path) else None}
 # These are the examples of videos: the class, the size, and the call's other arguments as the file has them.
@@ -122,6 +129,28 @@ def test_flux_example_equals_the_unmodified_pipeline(rank_pool, tmp_path):
     prompt = "a large red circle in the centre on a white background"
     expected = unmodified("FluxPipeline", FLUX, prompt, **square(48, 28)).images[0]
     assert np.abs(image_of(tmp_path / "flux.png") - np.asarray(expected, dtype=int)).max() <= 1
+
+
+def test_launch_example_equals_the_unmodified_pipeline(tmp_path):
+    example = copied(PARALLEL / "launch_flux.py", tmp_path)
+    command = [sys.executable, example, "--model", FLUX, "--size", "48", "--ranks", "2"]
+    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    prompt = "a large red circle in the centre on a white background"
+    expected = unmodified("FluxPipeline", FLUX, prompt, **square(48, 28)).images[0]
+    assert np.abs(image_of(tmp_path / "flux.png") - np.asarray(expected, dtype=int)).max() <= 1
+
+
+@pytest.mark.slow
+def test_notebook_runs_and_shows_what_is_stored_in_it():
+    stored = nbformat.read(notebook.NOTEBOOK, as_version=4)
+    executed = notebook.run()
+
+    def images(book):
+        outputs = [output for cell in book.cells for output in cell.get("outputs", [])]
+        return [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+
+    decoded = [np.asarray(Image.open(BytesIO(b64decode(images(book)[0]))), dtype=int) for book in (stored, executed)]
+    assert np.abs(decoded[0] - decoded[1]).max() <= 2
 
 
 @pytest.mark.long

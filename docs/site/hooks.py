@@ -5,6 +5,7 @@ between them.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +22,8 @@ ELSEWHERE = {
     "zoo/README.md": "zoo/README.md",
     "zoo/flux/README.md": "zoo/flux/README.md",
     "zoo/video/README.md": "zoo/video/README.md",
+    # Its page is made by notebook_page.
+    "parallel_examples/launch.ipynb": "notebook.md",
 }
 # How the search weighs pages. The history names everything, so it would be found for every word. A question is what a
 # reader types.
@@ -44,7 +47,10 @@ def on_startup(command: str, dirty: bool) -> None:
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that stand elsewhere, and one for each package's API."""
     for source, page in ELSEWHERE.items():
+        if source.endswith(".ipynb"):
+            continue
         files.append(File.generated(config, page, content=moved((ROOT / source).read_text(), Path(source).parent)))
+    files.append(File.generated(config, "notebook.md", content=notebook_page(ROOT / "parallel_examples/launch.ipynb")))
     for package, file in PACKAGES.items():
         files.append(File.generated(config, f"api/{package}.md", content=reference(package, file)))
     return files
@@ -74,6 +80,25 @@ def moved(markdown: str, folder: Path) -> str:
         return f"{image}[{text}]({'../' * len(on_site.parts)}{page}{anchor or ''})"
 
     return LINK.sub(link, markdown)
+
+
+def notebook_page(path: Path) -> str:
+    """Return a page with the cells of a notebook, and the outputs that are stored in it."""
+    blocks = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        blocks.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        blocks += [output_block(output) for output in cell.get("outputs", [])]
+    return "\n\n".join(blocks) + "\n"
+
+
+def output_block(output: dict[str, Any]) -> str:
+    """Return an output of a notebook's cell in Markdown: an image, or its text."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f"![output](data:image/png;base64,{data['image/png'].strip()})"
+    text = "".join(output.get("text") or data.get("text/plain", ""))
+    return f"```text\n{text.strip()}\n```"
 
 
 def reference(package: str, file: str) -> str:

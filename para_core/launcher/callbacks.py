@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from para_core.launcher.connection import CallerConnection
@@ -23,6 +23,20 @@ def runs_in_caller(name: str, value: Any) -> bool:
         return False
     callbacks = getattr(value, "callbacks", None) or [value]
     return not all(type(callback).__module__.startswith("diffusers.") for callback in callbacks)
+
+
+def name_callbacks(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Sequence[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with positional callbacks, and those behind them, as keyword arguments.
+
+    ``parameters`` are the names of the positional parameters.
+    """
+    for index, (name, value) in enumerate(zip(parameters, args, strict=False)):
+        if runs_in_caller(name, value):
+            behind = args[index:]
+            return args[:index], {**dict(zip(parameters[index:], behind, strict=False)), **kwargs}
+    return args, dict(kwargs)
 
 
 def replace_callbacks(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Callable[..., Any]]]:

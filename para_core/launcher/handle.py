@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from para_core.launcher.callbacks import replace_callbacks
+from para_core.launcher.callbacks import name_callbacks, replace_callbacks
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled
-from para_core.launcher.messages import Call, LoadJob, PipeOfRank
+from para_core.launcher.messages import Call, LoadJob, PipeDescription, PipeOfRank
 from para_core.launcher.pickling import generators_in, own_module
 from para_core.launcher.processes import Group
 from para_core.launcher.randomness import CallerSeeds
@@ -64,8 +64,7 @@ class _State:
     calls: int = LOADING  # the number of the last call
     current: _Ticket | None = None
     thread: int | None = None  # the thread of the running call
-    methods: frozenset[str] = frozenset()
-    name: str = "pipeline"
+    pipe: PipeDescription = field(default_factory=lambda: PipeDescription("pipeline", [], []))
 
     def ready(self) -> Group:
         """Return the running ranks. Start them first if they have ended."""
@@ -89,8 +88,7 @@ class _State:
         for module in outcomes[0].modules:
             import_early(module)
         self.seeds.after_call(outcomes[0].random)
-        self.name, methods = outcomes[0].value
-        self.methods = frozenset(methods)
+        self.pipe = outcomes[0].value
         return group
 
     def call(self, ticket: _Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool, changes: bool) -> Any:
@@ -111,11 +109,12 @@ class _State:
                 self.current = self.thread = ticket.running = None
 
     def _call(self, ticket: _Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool, changes: bool) -> Any:
+        group = self.ready()
         callbacks: dict[str, Callable[..., Any]] = {}
         if function is None:
+            args, kwargs = name_callbacks(args, kwargs, self.pipe.parameters)
             kwargs, callbacks = replace_callbacks(kwargs)
         generators = generators_in((args, kwargs))
-        group = self.ready()
         random = self.seeds.before_call()
         body = Body.of(Call(function, args, kwargs, random, generators, tuple(callbacks)), self.by_value)
         self.calls += 1
@@ -255,7 +254,7 @@ class Launched:
         return self if isinstance(result, PipeOfRank) else result
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in self._state.methods:
+        if name.startswith("_") or name not in self._state.pipe.methods:
             raise AttributeError(_on_ranks(name))
 
         def method(*args: Any, **kwargs: Any) -> Any:
@@ -274,11 +273,11 @@ class Launched:
         raise AttributeError(_on_ranks(name))
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._state.methods})
+        return sorted({*super().__dir__(), *self._state.pipe.methods})
 
     def __repr__(self) -> str:
         state = self._state
-        return f"<{state.name} on {state.options.ranks} ranks{', closed' if state.closed else ''}>"
+        return f"<{state.pipe.name} on {state.options.ranks} ranks{', closed' if state.closed else ''}>"
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -149,8 +149,8 @@ def connect_to_ray() -> Any:
             ray.init(address="auto", logging_level="ERROR")
         except ConnectionError:
             raise RuntimeError(
-                "hosts= needs a running Ray cluster: run ray start --head on one host, and ray start --address=HOST:6379 "
-                "on each other host."
+                "hosts= needs a running Ray cluster: run ray start --head on one host, and ray start "
+                "--address=HOST:6379 on each other host."
             ) from None
     return ray
 

@@ -30,6 +30,15 @@ class LoadJob:
 
 
 @dataclass(frozen=True)
+class PipeDescription:
+    """What the handle knows of the pipeline on the ranks."""
+
+    name: str  # of its class
+    methods: list[str]  # names of the public methods of its class
+    parameters: list[str]  # names of the positional parameters of a call
+
+
+@dataclass(frozen=True)
 class Call:
     """A call of the pipeline, of a method of it, or of a function that gets it as its first argument."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from para_core.launcher.connection import CallerConnection, end_process
-from para_core.launcher.messages import Call, LoadJob, Outcome, PipeOfRank
+from para_core.launcher.messages import Call, LoadJob, Outcome, PipeDescription, PipeOfRank
 from para_core.launcher.wire import Body, Channel
 
 
@@ -64,11 +65,11 @@ def _load(connection: CallerConnection) -> Any:
     begin_with(job.random)
     with reporting_to(connection), quiet_imports(), taking_init_as_done(timeout):
         pipe = job.load.load()()
-    methods = _public_methods(pipe)
-    if not callable(pipe) and not methods:
+    description = _describe(pipe)
+    if not callable(pipe) and not description.methods:
         raise TypeError(f"load returned {pipe!r}; expected the pipeline, or another object with methods.")
     hook_progress_bars(pipe, connection)
-    answer = Outcome((type(pipe).__name__, methods), state_of_rank(), _modules_of_results(pipe))
+    answer = Outcome(description, state_of_rank(), _modules_of_results(pipe))
     connection.channel.send(("ready", connection.rank), Body.of(answer))
     return pipe
 
@@ -82,10 +83,18 @@ def _modules_of_results(pipe: Any) -> tuple[str, ...]:
     return ("diffusers.utils", *([sibling] if sibling in sys.modules else []))
 
 
-def _public_methods(pipe: Any) -> list[str]:
-    """Return the names of the public methods of the class of ``pipe``."""
+def _describe(pipe: Any) -> PipeDescription:
+    """Return what the handle needs to know of ``pipe``."""
     cls = type(pipe)
-    return [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
+    methods = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name, None))]
+    try:
+        signature = inspect.signature(pipe)
+    except (TypeError, ValueError):
+        # It is not callable, or a builtin without a signature.
+        return PipeDescription(cls.__name__, methods, [])
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind in positional]
+    return PipeDescription(cls.__name__, methods, names)
 
 
 def _serve(connection: CallerConnection, pipe: Any) -> None:

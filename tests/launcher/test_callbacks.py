@@ -136,6 +136,18 @@ def test_what_a_callback_raises_ends_the_call(flux):
     assert flux.run(lambda pipe: __import__("os").getpid(), all_ranks=True) == pids
 
 
+def test_positional_callback_runs_here(steps):
+    seen = []
+
+    def callback(pipe, step, timestep, tensors):
+        seen.append(step)
+        return tensors
+
+    assert steps(2, 0.0, 0.0, 0.0, callback) == {}
+    assert steps(1, 0.0, 0.0, 0.0, callback, x=1) == {"x": 1}
+    assert seen == [0, 1, 0]
+
+
 def test_call_inside_a_callback_raises(flux):
     def callback(pipe, step, timestep, tensors):
         images(flux)
