@@ -18,10 +18,14 @@ class Display:
         self._bars: dict[int, Any] = {}
 
     def line(self, text: str) -> None:
-        """Print a line, unless nothing is to be shown."""
+        """Print a line about progress, unless none is to be shown."""
         if self._progress is True:
-            sys.stderr.write(f"para_core: {text}\n")
-            sys.stderr.flush()
+            self.notice(text)
+
+    def notice(self, text: str) -> None:
+        """Print a line that the user must know of."""
+        sys.stderr.write(f"para_core: {text}\n")
+        sys.stderr.flush()
 
     def open_bar(self, number: int, total: int | None, options: Mapping[str, Any]) -> None:
         """Begin a bar with the options that the user has set by ``set_progress_bar_config``."""

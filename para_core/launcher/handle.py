@@ -21,6 +21,7 @@ from para_core.launcher.pickling import generators_in, own_module
 from para_core.launcher.processes import Group
 from para_core.launcher.randomness import CallerSeeds
 from para_core.launcher.running_call import LOADING, RunningCall, import_early
+from para_core.launcher.thread_state import current_state
 from para_core.launcher.wire import Body
 
 
@@ -62,6 +63,7 @@ class _State:
     closed: bool = False
     changed: bool = False  # whether run or a method may have changed the pipelines since they were loaded
     calls: int = LOADING  # the number of the last call
+    told_of_cuda: bool = False  # whether a line has said that this process has initialized its GPU
     current: _Ticket | None = None
     thread: int | None = None  # the thread of the running call
     pipe: PipeDescription = field(default_factory=lambda: PipeDescription("pipeline", [], []))
@@ -93,8 +95,7 @@ class _State:
 
     def call(self, ticket: _Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool, changes: bool) -> Any:
         """Run a call on all ranks when it is its turn. Return the first rank's result, or those of all ranks."""
-        if self.thread == threading.get_ident():
-            raise RuntimeError("a callback cannot call the pipeline whose call it belongs to: that call has not ended.")
+        self.require_no_callback()
         if self.group is not None and self.group.owner != os.getpid():
             raise RuntimeError("this process is a fork of the one that launched the ranks: launch in this process.")
         with self.turn:
@@ -116,10 +117,14 @@ class _State:
             kwargs, callbacks = replace_callbacks(kwargs)
         generators = generators_in((args, kwargs))
         random = self.seeds.before_call()
-        body = Body.of(Call(function, args, kwargs, random, generators, tuple(callbacks)), self.by_value)
+        call = Call(function, args, kwargs, random, current_state(), generators, tuple(callbacks))
+        body = Body.of(call, self.by_value)
         self.calls += 1
         self.changed |= changes
         display = Display(self.options.progress)
+        if not self.told_of_cuda and any(generator.device.type != "cpu" for generator in generators):
+            self.told_of_cuda = True
+            display.notice("a torch.Generator of a GPU has initialized it in this process too. CPU generators do not.")
         ticket.running = RunningCall(group, self.calls, display, self.options.timeout, callbacks)
         group.send("call", self.calls, everywhere, body=body)
         if ticket.cancelled:
@@ -134,6 +139,11 @@ class _State:
                 raise outcome.error
         results = [outcome.value for outcome in outcomes]
         return results if everywhere else results[0]
+
+    def require_no_callback(self) -> None:
+        """Raise RuntimeError in a callback of the running call, which would wait for itself."""
+        if self.thread == threading.get_ident():
+            raise RuntimeError("a callback cannot call the pipeline whose call it belongs to: that call has not ended.")
 
     def end(self) -> None:
         """End the ranks, at once if a call is running."""
@@ -228,6 +238,7 @@ class Launched:
     def restart(self) -> None:
         """End the ranks, even in the middle of a call, and start them again. Also reopens a closed pipeline."""
         state = self._state
+        state.require_no_callback()
         state.end()
         with state.turn:
             state.end()

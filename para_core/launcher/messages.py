@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from para_core.launcher.thread_state import ThreadState
 from para_core.launcher.wire import Body
 
 
@@ -46,6 +47,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: RandomState
+    thread: ThreadState  # of the calling thread
     generators: Sequence[Any] = ()  # those among the arguments
     callbacks: tuple[str, ...] = ()  # names of arguments that are functions of the caller
 

@@ -122,15 +122,17 @@ def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) 
     """Run a call, and return its outcome."""
     from para_core.launcher.callbacks import Relay
     from para_core.launcher.randomness import begin_with, state_of_rank
+    from para_core.launcher.thread_state import applied
 
     begin_with(call.random)
     kwargs = {**call.kwargs, **{name: Relay(connection, pipe, name) for name in call.callbacks}}
-    if call.function is None:
-        result = pipe(*call.args, **kwargs)
-    elif isinstance(call.function, str):
-        result = getattr(pipe, call.function)(*call.args, **kwargs)
-    else:
-        result = call.function(pipe, *call.args, **kwargs)
+    with applied(call.thread):
+        if call.function is None:
+            result = pipe(*call.args, **kwargs)
+        elif isinstance(call.function, str):
+            result = getattr(pipe, call.function)(*call.args, **kwargs)
+        else:
+            result = call.function(pipe, *call.args, **kwargs)
     random = state_of_rank(call.generators)
     if result is pipe:
         result = PipeOfRank()

@@ -141,7 +141,7 @@ class RunningCall:
         self._group.channels[0].send(("cancel", self.number))
         if isinstance(error, KeyboardInterrupt) and not self._open_bars:
             doing = "load the pipeline" if self.number == LOADING else "are not between two steps of a pipeline"
-            self._display.line(f"interrupted: the ranks {doing}, and finish that first. Ctrl-C again ends them.")
+            self._display.notice(f"interrupted: the ranks {doing}, and finish that first. Ctrl-C again ends them.")
 
     def _answer_callback(self, name: str, body: Body) -> None:
         reply = CallbackReply(raised=True)

@@ -148,9 +148,10 @@ def test_positional_callback_runs_here(steps):
     assert seen == [0, 1, 0]
 
 
-def test_call_inside_a_callback_raises(flux):
+@pytest.mark.parametrize("use", [images, lambda pipe: pipe.run(id), lambda pipe: pipe.restart()])
+def test_call_inside_a_callback_raises(flux, use):
     def callback(pipe, step, timestep, tensors):
-        images(flux)
+        use(flux)
 
     with pytest.raises(RuntimeError, match="callback cannot call"):
         images(flux, callback_on_step_end=callback)

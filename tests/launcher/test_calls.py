@@ -124,6 +124,26 @@ def test_attributes_are_refused_and_name_run(steps, use):
         use(steps)
 
 
+def thread_state(pipe):
+    x = torch.ones(2, 2)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (x @ x).dtype
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        (torch.enable_grad, (True, False, torch.float32)),
+        (torch.no_grad, (False, False, torch.float32)),
+        (torch.inference_mode, (False, True, torch.float32)),
+        (lambda: torch.autocast("cpu", torch.bfloat16), (True, False, torch.bfloat16)),
+    ],
+)
+def test_calls_have_the_callers_autocast_and_gradients(steps, context, expected):
+    with context():
+        assert steps.run(thread_state, all_ranks=True) == [expected] * 2
+    assert steps.run(thread_state) == (True, False, torch.float32)
+
+
 def test_handle_cannot_be_sent(steps):
     with pytest.raises(TypeError, match="cannot be sent"):
         steps.run(lambda pipe, other: None, steps)
@@ -144,14 +164,16 @@ def test_progress_function_gets_steps():
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_bar_is_drawn_here_with_the_pipelines_options(capfd):
+def test_lines_and_bars_are_shown_here(capfd):
     def load():
         pipe = load_flux()
         pipe.set_progress_bar_config(desc="denoising")
         return pipe
 
     with launch(load, ranks=2) as pipe:
-        capfd.readouterr()
+        lines = capfd.readouterr().err.splitlines()
+        assert any("loading" in line and "9.19 MB" in line for line in lines)
+        assert any("loaded transformer (6.34 MB)" in line for line in lines)
         images(pipe)
         bars = capfd.readouterr().err
         pipe.set_progress_bar_config(disable=True)
@@ -159,13 +181,6 @@ def test_bar_is_drawn_here_with_the_pipelines_options(capfd):
         assert "2/2" not in capfd.readouterr().err
     assert "denoising: 100%" in bars
     assert bars.count("2/2") >= 1
-
-
-def test_lines_say_what_is_loaded(capfd):
-    launch(load_flux, ranks=1).close()
-    lines = capfd.readouterr().err.splitlines()
-    assert any("loading" in line and "9.19 MB" in line for line in lines)
-    assert any("loaded transformer (6.34 MB)" in line for line in lines)
 
 
 def test_init_process_group_in_load_is_taken_as_done():

@@ -37,7 +37,7 @@ def difference(a, b):
 
 
 @pytest.mark.parametrize(
-    "name", ["wan", "qwen-image", *(pytest.param(x, marks=pytest.mark.long) for x in ("ltx", "hunyuan", "mochi"))]
+    "name", ["wan", *(pytest.param(x, marks=pytest.mark.long) for x in ("qwen-image", "ltx", "hunyuan", "mochi"))]
 )
 def test_pipelines_are_those_of_one_process(name):
     expected = call(PIPELINES[name].build(), name)
@@ -78,7 +78,7 @@ def test_cached_pipeline_skips_as_in_one_process():
         assert difference(call(pipe, "wan", num_inference_steps=8), expected) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_pipeline_is_exact():
     def load():
         import torch

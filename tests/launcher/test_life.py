@@ -84,8 +84,8 @@ def require_no_process(processes, seconds=7.0):
 @pytest.mark.parametrize(
     ("how", "code", "printed"),
     [
-        ("end", 0, ""),
-        ("exit", 0, ""),
+        pytest.param("end", 0, "", marks=pytest.mark.long),
+        pytest.param("exit", 0, "", marks=pytest.mark.long),
         ("raise", 1, ""),
         ("forked call", 0, "True\n{}\n"),
         ("thread", 0, "{}\n"),
@@ -101,7 +101,14 @@ def test_ranks_end_with_the_program(tmp_path, how, code, printed):
     require_no_process(ranks)
 
 
-@pytest.mark.parametrize(("how", "number"), [("sleep", 9), ("sleep", 15), ("call", 9), ("call", 1), ("fork", 9)])
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [
+        ("call", 9),
+        ("fork", 9),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("sleep", 9), ("sleep", 15), ("call", 1))),
+    ],
+)
 def test_ranks_end_with_a_killed_program(tmp_path, how, number):
     program, ranks = start(tmp_path, how)
     time.sleep(0.5)

@@ -1,0 +1,43 @@
+"""Settings of torch that belong to a thread: gradients and autocast. A call on a rank has those of the caller."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """The thread's settings. The defaults are those of a new thread."""
+
+    grad: bool = True
+    inference: bool = False
+    autocast: dict[str, Any] = field(default_factory=dict)  # dtypes by device type, where autocast is on
+
+
+def current_state() -> ThreadState:
+    """Return the settings of this thread. Does not initialize CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "is_grad_enabled"):
+        return ThreadState()
+    autocast = {device: torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)}
+    return ThreadState(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+
+@contextmanager
+def applied(state: ThreadState) -> Iterator[None]:
+    """Inside this context, use the settings ``state``."""
+    import torch
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(state.grad))
+        if state.inference:
+            stack.enter_context(torch.inference_mode())
+        for device, dtype in state.autocast.items():
+            stack.enter_context(torch.autocast(device, dtype))
+        yield
