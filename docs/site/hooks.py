@@ -30,6 +30,7 @@ ELSEWHERE = {
 SEARCH = {"CHANGELOG.md": {"exclude": True}, "questions.md": {"boost": 2}}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 # Of each, the file whose __all__ lists the public names.
+# "para_core" also has the names of the launcher, which para_core/__init__.py imports without torch.
 PACKAGES = {"para_core": "para_core/api.py", "para_core.adapters": "adapters/api.py"}
 INSTALLED = ROOT / "build/site_source/para_core"
 
@@ -109,4 +110,6 @@ def reference(package: str, file: str) -> str:
         for node in tree.body
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
     )
+    if package == "para_core":
+        names = ["launch", "launcher.handle.Launched", "Cancelled", "RankDied", *names]
     return "\n\n".join([f"# {package}", *(f"::: {package}.{name}" for name in names)]) + "\n"
