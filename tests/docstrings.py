@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = (
-    *("para_core", "adapters", "kernels", "fleet", "cli", "parallel_examples", "cache_examples"),
+    *("para_core", "adapters", "kernels", "fleet", "cli", "comfyui_para_core", "parallel_examples", "cache_examples"),
     *("tests", "benchmarks", "zoo"),
 )
 # A docstring that begins so is a fragment: it names a thing or a condition instead of saying what a function does.

@@ -17,7 +17,7 @@ from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.request import Delivery
 from tests.fleet.test_server import StandIn, serving
 
-FOLDER = Path(__file__).parents[2] / "fleet" / "comfyui"
+FOLDER = Path(__file__).parents[2] / "comfyui_para_core"
 COMMON = {"prompt": "a", "width": 64, "height": 32, "steps": 3, "seed": 7}
 
 

@@ -1,0 +1,434 @@
+"""Tiny random models of the classes of ``comfy/ldm``, and the arguments with which ComfyUI calls them.
+
+Importing this module needs ComfyUI on ``sys.path``: see `benchmarks.comfyui.classes`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# Heights and widths of the latent, in its pixels, of the two calls that are shown to propose_plan.
+SHOWN = ((10, 14), (10, 18))
+Inputs = Mapping[str, Any]
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A class of ``comfy/ldm``, the arguments of its constructor, and those of a call.
+
+    Args:
+        name: The model as users know it.
+        cls: Module below ``comfy.ldm``, and class: ``"wan.model.WanModel"``.
+        config: Arguments of the constructor.
+        inputs: Returns the arguments of a call for a height and a width.
+        variants: Further arguments of a call for a height and a width, by what they are for.
+    """
+
+    name: str
+    cls: str
+    config: Inputs
+    inputs: Callable[[Size], Inputs]
+    variants: Mapping[str, Callable[[Size], Inputs]] = field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        """Return the model with random weights in float32, the same for every call."""
+        import comfy.ops
+
+        path, _, name = f"comfy.ldm.{self.cls}".rpartition(".")
+        cls = getattr(importlib.import_module(path), name)
+        model = cls(**self.config, device="cpu", dtype=torch.float32, operations=comfy.ops.disable_weight_init)
+        return randomize(model.float().eval().requires_grad_(False))
+
+
+def randomize(model: nn.Module) -> nn.Module:
+    """Fill all parameters of ``model`` with random numbers that keep the scale of activations, and return it."""
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim > 1:
+            parameter.data.copy_(noise / max(1, parameter[0].numel()) ** 0.5)
+        elif "norm" in name or name.endswith(("scale", "gamma")):
+            parameter.data.copy_(1 + 0.1 * noise)
+        else:
+            parameter.data.copy_(0.1 * noise)
+    return model
+
+
+def noise(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def time_of(samples: int = 1) -> Tensor:
+    return torch.full((samples,), 0.7)
+
+
+# -- Wan
+
+WAN = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 20, "num_heads": 4, "num_layers": 2}
+
+
+def wan_inputs(size: Size, channels: int = 16, frames: int = 3) -> Inputs:
+    return {
+        "x": noise(1, channels, frames, *size),
+        "timestep": 1000 * time_of(),
+        "context": noise(1, 6, 20, seed=2),
+        "transformer_options": {},
+    }
+
+
+def wan_faces(size: Size) -> Inputs:
+    return {**wan_inputs(size, 36), "clip_fea": noise(1, 257, 1280, seed=3)}
+
+
+# -- FLUX
+
+FLUX = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "vec_in_dim": 20,
+    "context_in_dim": 24,
+    "hidden_size": 48,
+    "mlp_ratio": 2.0,
+    "num_heads": 3,
+    "depth": 2,
+    "depth_single_blocks": 3,
+    "axes_dim": [4, 6, 6],
+    "theta": 10000,
+    "patch_size": 2,
+    "qkv_bias": True,
+    "guidance_embed": True,
+    "txt_ids_dims": [],
+}
+FLUX2 = {
+    **FLUX,
+    "in_channels": 32,
+    "out_channels": 32,
+    "vec_in_dim": None,
+    "axes_dim": [4, 4, 4, 4],
+    "theta": 2000,
+    "patch_size": 1,
+    "qkv_bias": False,
+    "txt_ids_dims": [3],
+    "global_modulation": True,
+    "mlp_silu_act": True,
+    "ops_bias": False,
+    "default_ref_method": "index",
+    "ref_index_scale": 10.0,
+    "mlp_ratio": 3.0,
+}
+
+
+def flux_inputs(size: Size, channels: int = 16, pooled: bool = True) -> Inputs:
+    return {
+        "x": noise(1, channels, *size),
+        "timestep": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        **({"y": noise(1, 20, seed=3)} if pooled else {}),
+        "guidance": torch.full((1,), 3.5),
+        "transformer_options": {},
+    }
+
+
+def flux2_inputs(size: Size) -> Inputs:
+    return flux_inputs((size[0] // 2, size[1] // 2), 32, pooled=False)
+
+
+def residuals(size: Size, blocks: int, width: int, key: str, patch: int = 2, frames: int = 1) -> list[Tensor | None]:
+    """Return residuals of a ControlNet for ``blocks`` blocks, none for the second one."""
+    tokens = frames * ((size[0] + 1) // patch) * ((size[1] + 1) // patch)
+    return [None if i == 1 else noise(1, tokens, width, seed=10 + i) for i in range(blocks)]
+
+
+def flux_control(size: Size) -> Inputs:
+    control = {"input": residuals(size, 2, 48, "input"), "output": residuals(size, 3, 48, "output")}
+    return {**flux_inputs(size), "control": control}
+
+
+# -- Chroma
+
+CHROMA = {
+    "in_channels": 64,
+    "out_channels": 64,
+    "context_in_dim": 24,
+    "hidden_size": 48,
+    "mlp_ratio": 2.0,
+    "num_heads": 3,
+    "depth": 2,
+    "depth_single_blocks": 3,
+    "axes_dim": [4, 6, 6],
+    "theta": 10000,
+    "patch_size": 2,
+    "qkv_bias": True,
+    "in_dim": 64,
+    "out_dim": 48,
+    "hidden_dim": 40,
+    "n_layers": 2,
+}
+
+
+def chroma_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, *size),
+        "timestep": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "guidance": torch.zeros(1),
+        "transformer_options": {},
+    }
+
+
+# -- Qwen-Image
+
+QWEN = {
+    "in_channels": 64,
+    "out_channels": 16,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "joint_attention_dim": 24,
+    "pooled_projection_dim": 20,
+    "axes_dims_rope": (4, 6, 6),
+}
+
+
+def qwen_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, 1, *size),
+        "timesteps": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "transformer_options": {},
+    }
+
+
+# -- HunyuanVideo
+
+HUNYUAN = {
+    "in_channels": 16,
+    "out_channels": 16,
+    "vec_in_dim": 20,
+    "context_in_dim": 24,
+    "hidden_size": 48,
+    "mlp_ratio": 2.0,
+    "num_heads": 3,
+    "depth": 2,
+    "depth_single_blocks": 2,
+    "axes_dim": [4, 6, 6],
+    "theta": 256,
+    "patch_size": [1, 2, 2],
+    "qkv_bias": True,
+    "guidance_embed": True,
+    "byt5": False,
+    "meanflow": False,
+    "use_cond_type_embedding": False,
+    "vision_in_dim": None,
+    "meanflow_sum": False,
+}
+
+
+def hunyuan_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, 3, *size),
+        "timestep": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "y": noise(1, 20, seed=3),
+        "guidance": torch.full((1,), 3.5),
+        "transformer_options": {},
+    }
+
+
+# -- LTX
+
+LTX = {
+    "in_channels": 16,
+    "cross_attention_dim": 48,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "caption_channels": 24,
+    "num_layers": 2,
+}
+
+
+def ltx_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, 3, *size),
+        "timestep": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "attention_mask": None,
+        "transformer_options": {},
+    }
+
+
+# -- Lumina 2 and Z-Image
+
+LUMINA = {
+    "patch_size": 2,
+    "in_channels": 16,
+    "dim": 48,
+    "n_layers": 2,
+    "n_refiner_layers": 1,
+    "n_heads": 3,
+    "n_kv_heads": 1,
+    "cap_feat_dim": 24,
+    "axes_dims": [4, 6, 6],
+    "axes_lens": [300, 512, 512],
+    "multiple_of": 16,
+    "ffn_dim_multiplier": 1.0,
+    "qk_norm": True,
+}
+ZIMAGE = {**LUMINA, "n_kv_heads": 3, "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}
+
+
+def lumina_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, *size),
+        "timesteps": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "num_tokens": 7,
+        "transformer_options": {},
+    }
+
+
+# -- Stable Diffusion 3
+
+SD3 = {
+    "input_size": None,
+    "pos_embed_max_size": 24,
+    "patch_size": 2,
+    "in_channels": 16,
+    "depth": 3,
+    "adm_in_channels": 20,
+    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 24, "out_features": 192}},
+    "num_patches": 576,
+    "pos_embed_scaling_factor": None,
+}
+
+
+def sd3_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, *size),
+        "timesteps": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "y": noise(1, 20, seed=3),
+        "transformer_options": {},
+    }
+
+
+# -- Cosmos
+
+COSMOS = {
+    "max_img_h": 48,
+    "max_img_w": 48,
+    "max_frames": 16,
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_spatial": 2,
+    "patch_temporal": 1,
+    "concat_padding_mask": True,
+    "model_channels": 48,
+    "num_blocks": 2,
+    "num_heads": 3,
+    "crossattn_emb_channels": 24,
+    "pos_emb_cls": "rope3d",
+    "pos_emb_learnable": True,
+    "use_adaln_lora": True,
+    "adaln_lora_dim": 8,
+}
+
+
+def cosmos_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, 3, *size),
+        "timesteps": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "fps": None,
+        "padding_mask": torch.zeros(1, 1, *size),
+        "transformer_options": {},
+    }
+
+
+# -- HiDream
+
+HIDREAM = {
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "caption_channels": [24, 24],
+    "text_emb_dim": 20,
+    "axes_dims_rope": (4, 6, 6),
+    "max_resolution": (64, 64),
+    "llama_layers": [0, 1, 1, 1],
+}
+
+
+def hidream_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, *size),
+        "t": 1000 * time_of(),
+        "y": noise(1, 20, seed=3),
+        "context": noise(1, 7, 24, seed=2),
+        "encoder_hidden_states_llama3": noise(1, 2, 6, 24, seed=4),
+        "transformer_options": {},
+    }
+
+
+# -- ACE-Step
+
+ACE = {
+    "in_channels": 8,
+    "num_layers": 2,
+    "inner_dim": 48,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "mlp_ratio": 2.0,
+    "speaker_embedding_dim": 12,
+    "text_embedding_dim": 24,
+    "ssl_latent_dims": [16, 16],
+    "lyric_encoder_vocab_size": 50,
+    "lyric_hidden_size": 48,
+}
+
+
+def ace_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 8, 16, 5 * size[1]),
+        "timestep": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "speaker_embeds": torch.zeros(1, 12),
+        "lyric_token_idx": torch.arange(6)[None],
+        "lyric_mask": torch.ones(1, 6, dtype=torch.long),
+        "lyrics_strength": 1.0,
+        "transformer_options": {},
+    }
+
+
+CASES = (
+    Case("Wan 2.1 and 2.2, text to video", "wan.model.WanModel", WAN, wan_inputs),
+    Case(
+        "Wan 2.1 image to video",
+        "wan.model.WanModel",
+        {**WAN, "model_type": "i2v", "in_dim": 36},
+        wan_faces,
+    ),
+    Case("FLUX.1", "flux.model.Flux", FLUX, flux_inputs, {"ControlNet": flux_control}),
+    Case("FLUX.2", "flux.model.Flux", FLUX2, flux2_inputs),
+    Case("Chroma", "chroma.model.Chroma", CHROMA, chroma_inputs),
+    Case("Qwen-Image", "qwen_image.model.QwenImageTransformer2DModel", QWEN, qwen_inputs),
+    Case("HunyuanVideo", "hunyuan_video.model.HunyuanVideo", HUNYUAN, hunyuan_inputs),
+    Case("LTX-Video", "lightricks.model.LTXVModel", LTX, ltx_inputs),
+    Case("Lumina 2", "lumina.model.NextDiT", LUMINA, lumina_inputs),
+    Case("Z-Image", "lumina.model.NextDiT", ZIMAGE, lumina_inputs),
+    Case("SD3", "modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper", SD3, sd3_inputs),
+    Case("Cosmos Predict 2", "cosmos.predict2.MiniTrainDIT", COSMOS, cosmos_inputs),
+    Case("HiDream", "hidream.model.HiDreamImageTransformer2DModel", HIDREAM, hidream_inputs),
+    Case("ACE-Step", "ace.model.ACEStepTransformer2DModel", ACE, ace_inputs),
+)

@@ -1,0 +1,13 @@
+"""ComfyUI nodes of para_core. Copy this folder into ComfyUI's ``custom_nodes``.
+
+`loader` runs ComfyUI's own diffusion models on ranks, and needs para_core in the Python of ComfyUI. `server_nodes`
+sends
+requests to ``para_core serve``, and needs only the standard library, torch, NumPy and Pillow.
+"""
+
+from . import loader, server_nodes
+
+NODE_CLASS_MAPPINGS = {**loader.NODE_CLASS_MAPPINGS, **server_nodes.NODE_CLASS_MAPPINGS}
+NODE_DISPLAY_NAME_MAPPINGS = {**loader.NODE_DISPLAY_NAME_MAPPINGS, **server_nodes.NODE_DISPLAY_NAME_MAPPINGS}
+
+__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]

@@ -1,0 +1,105 @@
+"""The nodes that load a diffusion model of ComfyUI on ranks, and that end the ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+from .settings import AUTOMATIC, WEIGHTS, Settings
+
+_DTYPES = ("default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2")
+_MESH_TIP = (
+    "auto, or how the ranks share a call: 'ulysses 2', 'ring 3', 'ulysses 2 ring 2'. The sizes multiply to the number of "
+    "ranks."
+)
+_CACHE_TIP = (
+    "0: exact. Above 0: First Block Cache; a step whose first block changes by less than this is not computed. 0.1 "
+    "skips a part of the steps."
+)
+_WEIGHTS_TIP = (
+    "replicated: each rank holds the whole model. fsdp: each rank holds a part, for models larger than a GPU."
+)
+
+
+class LoadOnRanks:
+    """Node that takes the place of "Load Diffusion Model": the model computes on ranks, all else stays in ComfyUI."""
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "load"
+    CATEGORY = "para_core"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        import folder_paths
+
+        return {
+            "required": {
+                "unet_name": (folder_paths.get_filename_list("diffusion_models"),),
+                "weight_dtype": (list(_DTYPES), {"advanced": True}),
+                "ranks": (
+                    "INT",
+                    {"default": 2, "min": 1, "max": 64, "tooltip": "Number of GPUs, one process for each."},
+                ),
+                "mesh": ("STRING", {"default": AUTOMATIC, "tooltip": _MESH_TIP}),
+                "cache": ("FLOAT", {"default": 0.0, "min": 0.0, "max": 2.0, "step": 0.01, "tooltip": _CACHE_TIP}),
+                "weights": (list(WEIGHTS), {"tooltip": _WEIGHTS_TIP}),
+            }
+        }
+
+    def load(self, unet_name: str, weight_dtype: str, ranks: int, mesh: str, cache: float, weights: str) -> tuple[Any]:
+        """Return a MODEL whose diffusion model computes on ``ranks`` processes, which start when it is first used."""
+        import folder_paths
+        import torch
+
+        settings = Settings.of(ranks=ranks, mesh=mesh, cache=cache, weights=weights)
+        if weight_dtype not in _DTYPES:
+            raise ValueError(f"weight_dtype is {weight_dtype!r}; expected one of {', '.join(_DTYPES)}.")
+        _require_para_core()
+        from .remote_patcher import load_remote
+
+        options: dict[str, Any] = {}
+        if weight_dtype != "default":
+            options["dtype"] = getattr(torch, "float8_e5m2" if weight_dtype == "fp8_e5m2" else "float8_e4m3fn")
+        if weight_dtype == "fp8_e4m3fn_fast":
+            options["fp8_optimizations"] = True
+        return (load_remote(folder_paths.get_full_path_or_raise("diffusion_models", unet_name), options, settings),)
+
+
+class CloseRanks:
+    """Node that ends the ranks of a model after the latent is computed, so that the GPUs are free for what follows."""
+
+    RETURN_TYPES = ("LATENT",)
+    FUNCTION = "close"
+    CATEGORY = "para_core"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {"model": ("MODEL",), "samples": ("LATENT", {"tooltip": "Passed on after the ranks ended."})}
+        }
+
+    def close(self, model: Any, samples: Any) -> tuple[Any]:
+        """End the ranks of ``model``, which start again at its next use, and return ``samples``."""
+        if not hasattr(model, "close_ranks"):
+            raise ValueError(
+                f"this model ({type(model).__name__}) has no ranks; expected one that comes from the node "
+                f'"{NODE_DISPLAY_NAME_MAPPINGS["ParaCoreLoadOnRanks"]}".'
+            )
+        model.close_ranks()
+        return (samples,)
+
+
+def _require_para_core() -> None:
+    if importlib.util.find_spec("para_core") is None:
+        raise RuntimeError(
+            "para_core is not installed in the Python that runs ComfyUI, and the ranks need it: run "
+            "`python -m pip install para_core` with that Python, and start ComfyUI again. The nodes that send "
+            "requests to `para_core serve` work without it."
+        )
+
+
+NODE_CLASS_MAPPINGS = {"ParaCoreLoadOnRanks": LoadOnRanks, "ParaCoreCloseRanks": CloseRanks}
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "ParaCoreLoadOnRanks": "Load Diffusion Model (ranks)",
+    "ParaCoreCloseRanks": "Close ranks (para_core)",
+}

@@ -1,0 +1,20 @@
+"""Recorded plans of the classes of ``comfy/ldm``, as data: one file for each family."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from . import flux, wan
+from .recorded import RecordedPlan
+
+_FAMILIES = (wan, flux)
+
+# Every RecordedPlan that is a global variable of one of these modules, by the name of its class.
+PLANS = MappingProxyType(
+    {plan.cls: plan for family in _FAMILIES for plan in vars(family).values() if isinstance(plan, RecordedPlan)}
+)
+
+
+def find_plan(cls: type) -> RecordedPlan | None:
+    """Return the plan that is recorded for ``cls``; None if there is none. A subclass may compute something else."""
+    return PLANS.get(f"{cls.__module__.removeprefix('comfy.ldm.')}.{cls.__qualname__}")

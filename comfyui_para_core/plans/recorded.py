@@ -1,0 +1,35 @@
+"""The type of a recorded plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from para_core.adapters import Adapter
+
+# Returns what of the arguments of a call the plan does not describe, in a few words; "" if it describes the call.
+Refusal = Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True)
+class RecordedPlan:
+    """The plan of one class of ``comfy/ldm``, found by ``propose_plan`` and compared with ComfyUI.
+
+    ``python -m benchmarks.comfyui.classes`` makes the comparison, on tiny models of the class.
+
+    Args:
+        cls: Module below ``comfy.ldm``, and class: ``"wan.model.WanModel"``.
+        models: The models as users know them.
+        arguments: Arguments of the method at the cut with which the plan was compared. Others are refused.
+        adapter: The plan, and the block stack for First Block Cache; None if ``refused`` is given.
+        refused: Why the class cannot run on several ranks.
+        refusals: Functions that name values of ``arguments`` which the plan does not describe.
+    """
+
+    cls: str
+    models: str
+    arguments: tuple[str, ...] = ()
+    adapter: Adapter | None = None
+    refused: str = ""
+    refusals: tuple[Refusal, ...] = ()

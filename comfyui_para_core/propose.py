@@ -1,0 +1,110 @@
+"""A plan for a class of ``comfy/ldm`` that none is recorded for: proposed on a small copy of the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import comfy.ops
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from para_core.adapters import Adapter, propose_plan
+
+from .cut import original_of, use_cut
+
+# Arguments of constructors that count blocks.
+_DEPTHS = (
+    *("depth", "depth_single_blocks", "num_layers", "n_layers", "num_blocks", "num_single_layers", "n_double_layers"),
+    *("num_dit_layers", "num_double_stream_layers", "num_refiner_layers", "n_refiner_layers", "patch_depth"),
+)
+_BLOCKS = 2
+_MOST_PARAMETERS = 3_000_000_000  # 12 GB in float32
+# Tokens per side of the two calls that are shown to propose_plan.
+_HEIGHT, _WIDTHS = 5, (7, 9)
+
+
+def propose_on_small_model(base: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Adapter:
+    """Return a proposed adapter for the class of ``model``, the same on all ranks.
+
+    Rank 0 proposes it on a copy of the model with two blocks of each kind and random weights, and small latents.
+
+    Args:
+        base: ComfyUI's BaseModel, which has the arguments of the constructor.
+        model: Its diffusion model.
+        inputs: The arguments of the first call, which say what the model is given.
+
+    Raises:
+        ValueError: No plan was exact, or the copy is too large. All ranks raise.
+    """
+    outcome: list[Any] = [None, None]  # the adapter, and why there is none
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            outcome[0] = _proposed(base, model, inputs)
+        # The constructor and the model may raise anything, and the other ranks wait for the outcome.
+        except Exception as error:
+            outcome[1] = f"{type(error).__name__}: {error}"
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, src=0)
+    adapter, problem = outcome
+    if problem is not None:
+        raise ValueError(
+            f"no plan is recorded for {type(model).__name__}, and none was found on a small copy of it: {problem} "
+            "Set ranks to 1 and cache to 0, or use ComfyUI's own loader."
+        )
+    proposed: Adapter = adapter
+    return proposed
+
+
+def _proposed(base: Any, model: nn.Module, inputs: Mapping[str, Any]) -> Adapter:
+    small = _small_copy(base, original_of(type(model)))
+    examples = [_example(model, inputs, _HEIGHT, width) for width in _WIDTHS]
+    return propose_plan(small, examples).adapter()
+
+
+def _small_copy(base: Any, cls: type) -> nn.Module:
+    config = {key: value for key, value in base.model_config.unet_config.items() if key not in ("dtype", "device")}
+    for key in _DEPTHS:
+        if isinstance(config.get(key), int):
+            config[key] = min(config[key], _BLOCKS)
+    create = {"dtype": torch.float32, "operations": comfy.ops.disable_weight_init}
+    parameters = sum(x.numel() for x in cls(**config, device="meta", **create).parameters())
+    if parameters > _MOST_PARAMETERS:
+        raise ValueError(f"a copy with {_BLOCKS} blocks has {parameters:,} parameters, more than {_MOST_PARAMETERS:,}.")
+    small: nn.Module = cls(**config, device="cpu", **create).float().eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in small.parameters():
+        fan = parameter[0].numel() if parameter.ndim > 1 else 1
+        parameter.data.normal_(0, max(1, fan) ** -0.5, generator=generator)
+    use_cut(small)
+    return small
+
+
+def _example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
+    """Return ``inputs`` with latents of ``height × width`` patches in place of the tensors that are as large as "
+    "``x``.
+    """
+    patch = getattr(model, "patch_size", getattr(model, "patch_spatial", 2))
+    patch = patch[-1] if isinstance(patch, (list, tuple)) else patch
+    size = (height * patch, width * patch)
+    latent = inputs["x"].shape[-2:]
+    example = {name: _resized(value, latent, size) for name, value in inputs.items()}
+    accepted = inspect.signature(model.forward).parameters
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    return {name: value for name, value in example.items() if any_name or name in accepted}
+
+
+def _resized(value: Any, latent: torch.Size, size: tuple[int, int]) -> Any:
+    if isinstance(value, torch.Tensor):
+        value = value.float().cpu() if value.is_floating_point() else value.cpu()
+        if value.ndim < 4 or value.shape[-2:] != latent:
+            return value
+        generator = torch.Generator().manual_seed(1)
+        return torch.randn((*value.shape[:-2], *size), generator=generator)
+    if isinstance(value, Mapping):
+        return {key: _resized(entry, latent, size) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_resized(entry, latent, size) for entry in value)
+    return value

@@ -1,0 +1,173 @@
+"""The diffusion model on one rank, loaded by ComfyUI's own loader and run over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import comfy.ldm.modules.attention
+import comfy.model_management
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from para_core import apply_cache, cache_context, init_context_parallel_mesh, reset_cache
+from para_core.adapters import Adapter, parallelize_transformer
+from para_core.weights.fsdp import shard_blocks
+
+from .cut import use_cut
+from .plans import find_plan
+from .plans.recorded import RecordedPlan
+from .propose import propose_on_small_model
+from .ranks import load_diffusion_model
+from .settings import Settings
+
+
+class RankModel:
+    """ComfyUI's patcher of the file on this rank. Every rank calls each method with the same arguments.
+
+    Args:
+        path, options, settings: As those of :class:`~.ranks.Ranks`.
+    """
+
+    def __init__(self, path: str, options: Mapping[str, Any], settings: Settings) -> None:
+        self.path, self.options, self.settings = path, options, settings
+        self._read()
+
+    def _read(self) -> None:
+        self.patcher = load_diffusion_model(self.path, self.options)
+        self.model: nn.Module = self.patcher.model.diffusion_model
+        self.recorded = find_plan(type(self.model))
+        use_cut(self.model)
+        self.adapter: Adapter | None = None
+        self.ready = False
+        if self.settings.ranks > 1:
+            require_interceptable_attention()
+            if self.recorded is not None and self.recorded.refused:
+                raise ValueError(
+                    f"{type(self.model).__name__} ({self.recorded.models}) cannot run on several ranks: "
+                    f"{self.recorded.refused} Set ranks to 1, or use ComfyUI's own loader."
+                )
+
+    def patch(self, patches: dict[str, Any]) -> None:
+        """Load the weights of the file, with ``patches`` applied by ComfyUI's own code."""
+        if self.settings.weights == "fsdp" and self.ready:
+            self._read()  # Parts of weights cannot be patched.
+        self.patcher.patches, self.patcher.patches_uuid = patches, object()
+        comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
+
+    def memory(self) -> int:
+        """Return the bytes that this rank holds on its device."""
+        if self.patcher.load_device.type == "cuda":
+            return torch.cuda.memory_reserved(self.patcher.load_device)
+        return sum(_local_bytes(x) for x in self.model.parameters())
+
+    def forward(self, arguments: Mapping[str, Any], begins: bool) -> tuple[Any, int]:
+        """Return the output of the model, and :meth:`memory`. ``begins`` says that a generation begins."""
+        inputs = _to(arguments, self.patcher.load_device)
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.ready:
+                self._parallelize(inputs)
+            if self.settings.ranks > 1:
+                require_checked(self.recorded, inputs)
+            output = self._cached(inputs, begins) if self.settings.cache else self.model(**inputs)
+        return output, self.memory()
+
+    def call_method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of the method ``name`` of the model, which each rank computes alone."""
+        args, kwargs = _to((args, kwargs), self.patcher.load_device)
+        with torch.inference_mode(False), torch.no_grad():
+            return getattr(self.model, name)(*args, **kwargs)
+
+    def _cached(self, inputs: Mapping[str, Any], begins: bool) -> Any:
+        if begins:
+            reset_cache(self.model)
+        options = inputs.get("transformer_options") or {}
+        # ComfyUI names the conditions of a call, which stay the same from step to step.
+        with cache_context(self.model, " ".join(map(str, options.get("uuids", ())))):
+            return self.model(**inputs)
+
+    def _parallelize(self, inputs: Mapping[str, Any]) -> None:
+        settings, adapter = self.settings, None if self.recorded is None else self.recorded.adapter
+        if adapter is None and (settings.ranks > 1 or settings.cache):
+            adapter = propose_on_small_model(self.patcher.model, self.model, inputs)
+        device = self.patcher.load_device.type
+        if settings.cache and (adapter is None or adapter.blocks is None):
+            raise ValueError(
+                f"cache is {settings.cache}, and no block stack is recorded for {type(self.model).__name__}; "
+                "expected 0 for this model."
+            )
+        if settings.ranks > 1:
+            sizes = {"max_ring_dim_size": settings.ring, "max_ulysses_dim_size": settings.ulysses}
+            mesh = init_context_parallel_mesh(device, **sizes)
+            parallelize_transformer(self.model, mesh=mesh, adapter=adapter)
+        if settings.cache and adapter is not None and adapter.blocks is not None:
+            apply_cache(self.model, adapter.blocks, residual_diff_threshold=settings.cache)
+        if settings.weights == "fsdp" and settings.ranks > 1:
+            mesh = init_device_mesh(device, (settings.ranks,))
+            shard_blocks(self.model, _blocks_of(self.model), mesh)
+        self.ready = True
+
+
+def require_interceptable_attention() -> None:
+    """Raise ValueError if ComfyUI computes attention by a library that para_core cannot run over ranks."""
+    module = comfy.ldm.modules.attention
+    if module.optimized_attention is not module.attention_pytorch:
+        raise ValueError(
+            f"ComfyUI computes attention by {module.optimized_attention.__name__}; expected PyTorch's, which alone "
+            "can run over several ranks. Start ComfyUI with --use-pytorch-cross-attention."
+        )
+
+
+def require_checked(recorded: RecordedPlan | None, inputs: Mapping[str, Any]) -> None:
+    """Raise ValueError if ``inputs`` has an argument with which the plan of the class was not compared with ComfyUI."""
+    if recorded is None:
+        return
+    # A None or an empty list is what a model gets if the workflow has no such condition.
+    given = {name for name, value in inputs.items() if value is not None and not (_is_list(value) and not value)}
+    unknown = sorted(given - {*recorded.arguments, "transformer_options", *IGNORED})
+    if unknown:
+        raise ValueError(
+            f"this workflow gives {recorded.models} the condition {', '.join(unknown)}, with which its plan on several "
+            f"ranks was not compared with ComfyUI; expected {', '.join(recorded.arguments)}. Set ranks to 1, or "
+            f"remove it."
+        )
+    for refusal in recorded.refusals:
+        problem = refusal(inputs)
+        if problem:
+            raise ValueError(
+                f"this workflow gives {recorded.models} {problem}, which its plan on several ranks does not "
+                "describe. Set ranks to 1, or remove it."
+            )
+
+
+# Conditions that ComfyUI gives to every model, and that only its ControlNets read.
+IGNORED = ("crossattn_controlnet",)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple, dict))
+
+
+def _local_bytes(parameter: Any) -> int:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return int(local.numel() * local.element_size())
+
+
+def _blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the entries of the module lists of ``model`` that are not inside of another one, in their order."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        blocks += list(child) if isinstance(child, nn.ModuleList) else []
+    return blocks
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with the tensors in its nested lists and dicts on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _to(entry, device) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_to(entry, device) for entry in value)
+    return value

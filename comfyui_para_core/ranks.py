@@ -1,0 +1,119 @@
+"""The processes that compute one diffusion model: started at its first use, ended by ``close``, started again."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .settings import Settings
+
+
+class Ranks:
+    """The ranks of one file, which run while ``running`` is True.
+
+    Args:
+        path: The file of the model.
+        options: Options of ComfyUI's loader, such as the dtype.
+        settings: The settings of the node.
+        size: Estimate of the bytes of weights that each rank holds.
+    """
+
+    def __init__(self, path: str, options: Mapping[str, Any], settings: Settings, size: int) -> None:
+        self.path, self.options, self.settings, self.size = path, dict(options), settings, size
+        self._handle: Any = None
+        self._patches_uuid: Any = None  # of the LoRAs that the ranks hold
+        self._held = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the processes run."""
+        return self._handle is not None
+
+    @property
+    def held(self) -> int:
+        """The bytes that rank 0 holds on its device; 0 if the ranks do not run."""
+        return self._held if self.running else 0
+
+    def start(self, patches: Mapping[str, Any], patches_uuid: Any) -> None:
+        """Start the processes if they do not run, and give them the weight patches if these have changed."""
+        if self._handle is None:
+            from para_core import launch
+
+            load = _loader(self.path, self.options, self.settings)
+            self._handle, self._patches_uuid = launch(load, ranks=self.settings.ranks, progress=False), None
+        if self._patches_uuid != patches_uuid:
+            self._call("patch", dict(patches))
+            self._patches_uuid = patches_uuid
+            self._held = int(self._call("memory"))
+
+    def forward(self, arguments: Mapping[str, Any], begins: bool) -> Any:
+        """Return the output of the model for ``arguments``. ``begins`` says that a generation begins."""
+        output, self._held = self._call("forward", arguments, begins)
+        return output
+
+    def call_method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of another method of the diffusion model, which reads its weights."""
+        return self._call("call_method", name, args, dict(kwargs))
+
+    def close(self) -> None:
+        """End the processes, which frees their GPUs. Does nothing if they do not run."""
+        handle, self._handle, self._patches_uuid, self._held = self._handle, None, None, 0
+        if handle is not None:
+            handle.close()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return getattr(self._handle, method)(*args)
+        except BaseException:
+            # After an error the processes may be new ones, which do not have the patches.
+            self._patches_uuid = None
+            raise
+
+
+def _loader(path: str, options: Mapping[str, Any], settings: Settings) -> Callable[[], Any]:
+    """Return the function that loads the model on a rank. It is sent by value, so it refers to no global."""
+    import comfy.cli_args
+    import comfy.sd
+
+    here, root = str(Path(__file__).parent), str(Path(str(comfy.sd.__file__)).parents[1])
+    flags = pickle.dumps((vars(comfy.cli_args.args), dict(options), settings.__dict__))
+    paths = [root, *sys.path]
+
+    def load() -> Any:
+        import pickle
+        import sys
+        import types
+
+        sys.path[:0] = [path for path in paths if path not in sys.path]
+        # The folder may have a name that is not an identifier, and its __init__ is for ComfyUI's process.
+        package = types.ModuleType("comfyui_para_core")
+        package.__path__ = [here]
+        sys.modules["comfyui_para_core"] = package
+        import comfy.cli_args
+
+        arguments, options, settings = pickle.loads(flags)
+        # The command-line flags of ComfyUI decide dtypes and devices when its modules are imported.
+        vars(comfy.cli_args.args).update(arguments)
+        from comfyui_para_core.rank_model import RankModel
+        from comfyui_para_core.settings import Settings
+
+        return RankModel(path, options, Settings(**settings))
+
+    return load
+
+
+def load_diffusion_model(path: str, options: Mapping[str, Any]) -> Any:
+    """Return ComfyUI's patcher of the model, which loads all weights at once, as older versions of ComfyUI do."""
+    import comfy.sd
+
+    dynamic = {}
+    if "disable_dynamic" in inspect.signature(comfy.sd.load_diffusion_model).parameters:
+        dynamic["disable_dynamic"] = True
+    with torch.inference_mode(False):
+        return comfy.sd.load_diffusion_model(path, model_options=dict(options), **dynamic)

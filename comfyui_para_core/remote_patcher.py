@@ -1,0 +1,205 @@
+"""A MODEL for ComfyUI whose diffusion model computes on ranks: sampler, guidance, previews and conditioning stay "
+"here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import torch
+
+from .cut import by_name, method_of
+from .options import NotOnRanks, require_plain, require_supported, sent_options
+from .ranks import Ranks, load_diffusion_model
+from .settings import Settings
+
+# Methods of diffusion models that ComfyUI calls outside of a model call, and that read weights.
+_METHODS = ("preprocess_text_embeds",)
+_PER_RANK_WEIGHTS = {"replicated": False, "fsdp": True}
+
+
+def load_remote(path: str, options: dict[str, Any], settings: Settings) -> RemotePatcher:
+    """Return the MODEL of the file at ``path``, in place of what ComfyUI's loader returns."""
+    patcher = load_diffusion_model(path, options)
+    model = patcher.model
+    size = sum(x.numel() * x.element_size() for x in model.diffusion_model.parameters())
+    # Names and shapes of the weights stay, because LoRA keys and conditions need them.
+    model.diffusion_model.to("meta")
+    if _PER_RANK_WEIGHTS[settings.weights]:
+        size = math.ceil(size / settings.ranks)
+    ranks = Ranks(path, options, settings, size)
+    _cut_model(model, ranks)
+    remote = RemotePatcher(model, patcher.load_device, patcher.offload_device)
+    remote.ranks = ranks
+    return remote
+
+
+def _cut_model(model: Any, ranks: Ranks) -> None:
+    """Let ``model``, a BaseModel of ComfyUI, compute its diffusion model on ``ranks``."""
+    inner = model.diffusion_model
+    name = method_of(type(inner))
+    original = getattr(inner, name)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        patcher = model.current_patcher
+        if patcher is None:
+            raise RuntimeError("the model was called outside of a sampler; expected a sampler node, which prepares it.")
+        arguments = by_name(original, args, kwargs)
+        options = arguments.get("transformer_options")
+        arguments["transformer_options"] = sent_options(options or {})
+        require_supported(patcher)
+        for argument, value in arguments.items():
+            require_plain(argument, value)
+        begins, patcher.begins = patcher.begins, False
+        ranks.start(patcher.patches, patcher.patches_uuid)
+        return _to(ranks.forward(arguments, begins), _device_of(arguments))
+
+    setattr(inner, name, forward)
+    for method in _METHODS:
+        if hasattr(inner, method):
+            setattr(inner, method, _on_ranks(model, ranks, method))
+    required = model.memory_required
+    # Rank 0 holds its part of the activations on the GPU of ComfyUI.
+    model.memory_required = lambda *args, **kwargs: required(*args, **kwargs) / ranks.settings.ranks
+
+
+def _on_ranks(model: Any, ranks: Ranks, method: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        patcher = model.current_patcher
+        if patcher is not None:
+            ranks.start(patcher.patches, patcher.patches_uuid)
+        return _to(ranks.call_method(method, args, kwargs), _device_of({"args": args, **kwargs}))
+
+    return call
+
+
+def _device_of(value: Any) -> torch.device | None:
+    """Return the device of the first tensor in nested lists and dicts; None if there is none."""
+    if isinstance(value, torch.Tensor):
+        return value.device
+    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((device for device in map(_device_of, entries) if device is not None), None)
+
+
+def _to(value: Any, device: torch.device | None) -> Any:
+    """Return ``value`` with all its tensors on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to(entry, device) for entry in value)
+    return value
+
+
+class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
+    """A patcher whose weights are on the ranks, where LoRAs and other weight patches are applied to them."""
+
+    ranks: Ranks
+    begins = True  # whether the next call of the model begins a generation
+
+    def clone(self, *args: Any, **kwargs: Any) -> RemotePatcher:
+        """Return a patcher of the same ranks with its own patches."""
+        cloned: RemotePatcher = super().clone(*args, **kwargs)
+        cloned.ranks = self.ranks
+        return cloned
+
+    def close_ranks(self) -> None:
+        """End the ranks, which frees their GPUs. They start again at the next use of the model."""
+        self.ranks.close()
+        self.model.model_loaded_weight_memory = 0
+
+    # What ComfyUI's memory manager asks.
+
+    def is_dynamic(self) -> bool:
+        """Whether weights move during a call. They do not."""
+        return False
+
+    def model_size(self) -> int:
+        """Return the bytes that rank 0 holds, or will hold, on the GPU of ComfyUI."""
+        ranks: Ranks | None = getattr(self, "ranks", None)
+        if ranks is None or not self._shares_device():
+            return 1
+        return max(1, ranks.held or ranks.size)
+
+    def loaded_size(self) -> int:
+        """Return the bytes that rank 0 holds on the GPU of ComfyUI now."""
+        return self.ranks.held if self._shares_device() else 0
+
+    def _shares_device(self) -> bool:
+        return getattr(self.load_device, "index", None) in (None, 0)
+
+    def load(self, device_to: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Start the ranks, and send them the weight patches if these have changed."""
+        self.ranks.start(self.patches, self.patches_uuid)
+        self.model.device, self.model.model_lowvram = device_to, False
+        self.model.model_loaded_weight_memory = self.loaded_size()
+        self.model.current_weight_patches_uuid = self.patches_uuid
+        for callback in self.get_all_callbacks(comfy.model_patcher.CallbacksMP.ON_LOAD):
+            callback(self, device_to, 0, False, True)
+
+    def partially_load(self, device_to: Any, extra_memory: int = 0, force_patch_weights: bool = False) -> int:
+        """Start the ranks, and return by how many bytes the model grew on the GPU of ComfyUI."""
+        before = self.model.model_loaded_weight_memory
+        self.unpatch_model(None, unpatch_weights=False)
+        self.patch_model(device_to)
+        return int(self.model.model_loaded_weight_memory - before)
+
+    def partially_unload(self, device_to: Any, memory_to_free: int = 0, force_patch_weights: bool = False) -> int:
+        """Return 0: a part of the weights cannot be freed. ComfyUI then calls :meth:`detach`."""
+        return 0
+
+    def unpatch_model(self, device_to: Any = None, unpatch_weights: bool = True) -> None:
+        """Restore what was replaced in ComfyUI's process. The ranks keep their patches until others come."""
+        super().unpatch_model(None, unpatch_weights=False)
+        if unpatch_weights:
+            self.model.current_weight_patches_uuid = None
+
+    def detach(self, unpatch_all: bool = True) -> Any:
+        """Restore the model, and end the ranks if ComfyUI unloads it."""
+        model = super().detach(unpatch_all)
+        if unpatch_all:
+            self.close_ranks()
+        return model
+
+    def pre_run(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a generation."""
+        self.begins = True
+        return super().pre_run(*args, **kwargs)
+
+    def inject_model(self) -> None:
+        """Refuse code that other nodes inject into the model, by name."""
+        require_supported(self)
+        super().inject_model()
+
+    # What needs the weights in ComfyUI's process.
+
+    def add_hook_patches(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
+        """Refuse LoRAs that hooks schedule by step."""
+        raise NotOnRanks(
+            "this workflow schedules a LoRA by hooks (a hook LoRA), which does not reach the ranks. Use a LoRA "
+            "loader, or load this model with ComfyUI's own loader."
+        )
+
+    def get_key_patches(self, filter_prefix: str | None = None) -> Any:
+        """Refuse merges of models."""
+        raise NotOnRanks(_WEIGHTS_ELSEWHERE.format(what="merges a model"))
+
+    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to save the model."""
+        raise NotOnRanks(_WEIGHTS_ELSEWHERE.format(what="saves a model"))
+
+    def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse ComfyUI's own use of several GPUs."""
+        raise NotOnRanks(
+            "this workflow gives a model on ranks to ComfyUI's own MultiGPU node; expected one of them: the ranks "
+            "already use all GPUs. Remove the MultiGPU node."
+        )
+
+
+_WEIGHTS_ELSEWHERE = (
+    "this workflow {what} whose weights are on ranks, and not in ComfyUI's process. Load this model with ComfyUI's own "
+    "loader."
+)
