@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Heights and widths of the latent, in its pixels, of the two calls that are shown to propose_plan.
-SHOWN = ((10, 14), (10, 18))
+# Frames, height and width of the latent, in its pixels, of the two calls that are shown to propose_plan.
+SHOWN = ((3, 10, 14), (3, 10, 18))
 Inputs = Mapping[str, Any]
-Size = tuple[int, int]
+Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,10 @@ class Case:
         name: The model as users know it.
         cls: Module below ``comfy.ldm``, and class: ``"wan.model.WanModel"``.
         config: Arguments of the constructor.
-        inputs: Returns the arguments of a call for a height and a width.
-        variants: Further arguments of a call for a height and a width, by what they are for.
+        inputs: Returns the arguments of a call for a number of frames, a height and a width.
+        variants: The same with further arguments, by what they are for.
+        shown: The two sizes that are shown to propose_plan.
+        sizes: The sizes of the comparison, if the model does not accept the usual ones.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Case:
     config: Inputs
     inputs: Callable[[Size], Inputs]
     variants: Mapping[str, Callable[[Size], Inputs]] = field(default_factory=dict)
+    shown: tuple[Size, Size] = SHOWN
+    sizes: tuple[Size, ...] = ()
 
     def build(self) -> nn.Module:
         """Return the model with random weights in float32, the same for every call."""
@@ -74,9 +78,9 @@ def time_of(samples: int = 1) -> Tensor:
 WAN = {"dim": 48, "ffn_dim": 64, "freq_dim": 32, "text_dim": 20, "num_heads": 4, "num_layers": 2}
 
 
-def wan_inputs(size: Size, channels: int = 16, frames: int = 3) -> Inputs:
+def wan_inputs(size: Size, channels: int = 16) -> Inputs:
     return {
-        "x": noise(1, channels, frames, *size),
+        "x": noise(1, channels, *size),
         "timestep": 1000 * time_of(),
         "context": noise(1, 6, 20, seed=2),
         "transformer_options": {},
@@ -127,7 +131,7 @@ FLUX2 = {
 
 def flux_inputs(size: Size, channels: int = 16, pooled: bool = True) -> Inputs:
     return {
-        "x": noise(1, channels, *size),
+        "x": noise(1, channels, *size[1:]),
         "timestep": time_of(),
         "context": noise(1, 7, 24, seed=2),
         **({"y": noise(1, 20, seed=3)} if pooled else {}),
@@ -137,17 +141,17 @@ def flux_inputs(size: Size, channels: int = 16, pooled: bool = True) -> Inputs:
 
 
 def flux2_inputs(size: Size) -> Inputs:
-    return flux_inputs((size[0] // 2, size[1] // 2), 32, pooled=False)
+    return flux_inputs((1, size[1] // 2, size[2] // 2), 32, pooled=False)
 
 
-def residuals(size: Size, blocks: int, width: int, key: str, patch: int = 2, frames: int = 1) -> list[Tensor | None]:
+def residuals(size: Size, blocks: int, width: int, patch: int = 2, frames: int = 1) -> list[Tensor | None]:
     """Return residuals of a ControlNet for ``blocks`` blocks, none for the second one."""
-    tokens = frames * ((size[0] + 1) // patch) * ((size[1] + 1) // patch)
+    tokens = frames * ((size[1] + 1) // patch) * ((size[2] + 1) // patch)
     return [None if i == 1 else noise(1, tokens, width, seed=10 + i) for i in range(blocks)]
 
 
 def flux_control(size: Size) -> Inputs:
-    control = {"input": residuals(size, 2, 48, "input"), "output": residuals(size, 3, 48, "output")}
+    control = {"input": residuals(size, 2, 48), "output": residuals(size, 3, 48)}
     return {**flux_inputs(size), "control": control}
 
 
@@ -170,12 +174,14 @@ CHROMA = {
     "out_dim": 48,
     "hidden_dim": 40,
     "n_layers": 2,
+    "txt_ids_dims": [],
+    "vec_in_dim": None,
 }
 
 
 def chroma_inputs(size: Size) -> Inputs:
     return {
-        "x": noise(1, 16, *size),
+        "x": noise(1, 16, *size[1:]),
         "timestep": time_of(),
         "context": noise(1, 7, 24, seed=2),
         "guidance": torch.zeros(1),
@@ -199,7 +205,7 @@ QWEN = {
 
 def qwen_inputs(size: Size) -> Inputs:
     return {
-        "x": noise(1, 16, 1, *size),
+        "x": noise(1, 16, 1, *size[1:]),
         "timesteps": time_of(),
         "context": noise(1, 7, 24, seed=2),
         "transformer_options": {},
@@ -233,7 +239,7 @@ HUNYUAN = {
 
 def hunyuan_inputs(size: Size) -> Inputs:
     return {
-        "x": noise(1, 16, 3, *size),
+        "x": noise(1, 16, *size),
         "timestep": 1000 * time_of(),
         "context": noise(1, 7, 24, seed=2),
         "y": noise(1, 20, seed=3),
@@ -256,7 +262,7 @@ LTX = {
 
 def ltx_inputs(size: Size) -> Inputs:
     return {
-        "x": noise(1, 16, 3, *size),
+        "x": noise(1, 16, *size),
         "timestep": time_of(),
         "context": noise(1, 7, 24, seed=2),
         "attention_mask": None,
@@ -281,12 +287,20 @@ LUMINA = {
     "ffn_dim_multiplier": 1.0,
     "qk_norm": True,
 }
-ZIMAGE = {**LUMINA, "n_kv_heads": 3, "z_image_modulation": True, "time_scale": 1000.0, "pad_tokens_multiple": 32}
+ZIMAGE = {
+    **LUMINA,
+    "dim": 264,
+    "n_kv_heads": 3,
+    "axes_dims": [24, 32, 32],
+    "z_image_modulation": True,
+    "time_scale": 1000.0,
+    "pad_tokens_multiple": 32,
+}
 
 
 def lumina_inputs(size: Size) -> Inputs:
     return {
-        "x": noise(1, 16, *size),
+        "x": noise(1, 16, *size[1:]),
         "timesteps": time_of(),
         "context": noise(1, 7, 24, seed=2),
         "num_tokens": 7,
@@ -311,7 +325,7 @@ SD3 = {
 
 def sd3_inputs(size: Size) -> Inputs:
     return {
-        "x": noise(1, 16, *size),
+        "x": noise(1, 16, *size[1:]),
         "timesteps": 1000 * time_of(),
         "context": noise(1, 7, 24, seed=2),
         "y": noise(1, 20, seed=3),
@@ -343,11 +357,11 @@ COSMOS = {
 
 def cosmos_inputs(size: Size) -> Inputs:
     return {
-        "x": noise(1, 16, 3, *size),
+        "x": noise(1, 16, *size),
         "timesteps": time_of(),
         "context": noise(1, 7, 24, seed=2),
         "fps": None,
-        "padding_mask": torch.zeros(1, 1, *size),
+        "padding_mask": torch.zeros(1, 1, *size[1:]),
         "transformer_options": {},
     }
 
@@ -372,7 +386,7 @@ HIDREAM = {
 
 def hidream_inputs(size: Size) -> Inputs:
     return {
-        "x": noise(1, 16, *size),
+        "x": noise(1, 16, *size[1:]),
         "t": 1000 * time_of(),
         "y": noise(1, 20, seed=3),
         "context": noise(1, 7, 24, seed=2),
@@ -394,13 +408,12 @@ ACE = {
     "text_embedding_dim": 24,
     "ssl_latent_dims": [16, 16],
     "lyric_encoder_vocab_size": 50,
-    "lyric_hidden_size": 48,
 }
 
 
 def ace_inputs(size: Size) -> Inputs:
     return {
-        "x": noise(1, 8, 16, 5 * size[1]),
+        "x": noise(1, 8, 16, 5 * size[2]),
         "timestep": 1000 * time_of(),
         "context": noise(1, 7, 24, seed=2),
         "speaker_embeds": torch.zeros(1, 12),
@@ -426,9 +439,15 @@ CASES = (
     Case("HunyuanVideo", "hunyuan_video.model.HunyuanVideo", HUNYUAN, hunyuan_inputs),
     Case("LTX-Video", "lightricks.model.LTXVModel", LTX, ltx_inputs),
     Case("Lumina 2", "lumina.model.NextDiT", LUMINA, lumina_inputs),
-    Case("Z-Image", "lumina.model.NextDiT", ZIMAGE, lumina_inputs),
+    Case("Z-Image", "lumina.model.NextDiT", ZIMAGE, lumina_inputs, shown=((1, 10, 14), (1, 20, 26))),
     Case("SD3", "modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper", SD3, sd3_inputs),
-    Case("Cosmos Predict 2", "cosmos.predict2.MiniTrainDIT", COSMOS, cosmos_inputs),
+    Case(
+        "Cosmos Predict 2",
+        "cosmos.predict2.MiniTrainDIT",
+        COSMOS,
+        cosmos_inputs,
+        shown=((5, 8, 8), (7, 8, 8)),
+    ),
     Case("HiDream", "hidream.model.HiDreamImageTransformer2DModel", HIDREAM, hidream_inputs),
     Case("ACE-Step", "ace.model.ACEStepTransformer2DModel", ACE, ace_inputs),
 )

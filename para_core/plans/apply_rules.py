@@ -83,7 +83,7 @@ class RuleExecutor:
 
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
         """Return ``value``, an argument or output called ``name``, with the rule ``cut`` applied to it, or to each
-        entry of a list, tuple or dict, or to each field of a dataclass that holds tensors or masks.
+        entry of a list, tuple or dict that is not None, or to each field of a dataclass that holds tensors or masks.
         """
         if isinstance(cut, Entries):
             return self._entries(value, cut, name)
@@ -96,9 +96,9 @@ class RuleExecutor:
             self._note(Segment(cut.segment, total, replicated=too_few), 0, name)
             return value
         if isinstance(value, Mapping):
-            return {key: self.cut(item, cut, name) for key, item in value.items()}
+            return {key: self._cut_entry(item, cut, name) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return like_sequence(value, [self.cut(item, cut, name) for item in value])
+            return like_sequence(value, [self._cut_entry(item, cut, name) for item in value])
         if has_fields(value) and not isinstance(cut, (FirstTokens, LastTokens)):
             holding = {field: entry for field, entry in fields_of(value).items() if _holds_tensors(entry)}
             return with_fields(value, {field: self.cut(x, cut, f"{name}.{field}") for field, x in holding.items()})
@@ -119,6 +119,10 @@ class RuleExecutor:
             self._note(Segment(cut.segment, total, replicated=True), cut.dim, name)
             return value
         return self._split(value, cut, name)
+
+    def _cut_entry(self, entry: Any, cut: ShardRule, name: str) -> Any:
+        # A ControlNet has residuals for some blocks only.
+        return None if entry is None else self.cut(entry, cut, name)
 
     def _split_mask(self, value: Any, cut: SplitMask, name: str) -> BlockMask:
         if not isinstance(value, BlockMask):

@@ -1,0 +1,135 @@
+"""The classes of ComfyUI's `comfy/ldm` whose recorded plans are exact, on ComfyUI's own code.
+
+    COMFYUI=path/to/ComfyUI python -m benchmarks.comfyui.classes
+
+Each class is a tiny random model. Its output on 2 and 3 ranks (threads), with a ring and with Ulysses, for one and for
+two samples, is compared with its output without a plan.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import markdown_table, parser_of, read_results, write_results
+
+# Sizes that propose_plan has not seen: other numbers of frames, one frame, odd heights and widths.
+SIZES = ((3, 14, 10), (1, 6, 8), (2, 9, 11))
+MESHES = ((1, 2), (2, 1), (1, 3), (3, 1))  # ring × Ulysses
+EXACT = 1e-5
+
+
+def import_comfyui(path: str) -> str:
+    """Make ComfyUI at ``path`` importable, with the flags of the CPU, and return its version."""
+    sys.path.insert(0, path)
+    arguments, sys.argv[1:] = sys.argv[1:], ["--cpu", "--use-pytorch-cross-attention"]
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    import comfy.cli_args
+    from comfyui_version import __version__
+
+    sys.argv[1:] = arguments
+    return str(__version__)
+
+
+def doubled(value: Any, name: str = "") -> Any:
+    """Return ``value`` for two samples, of which the second differs."""
+    if isinstance(value, Tensor) and value.ndim and value.shape[0] == 1:
+        other = value if name in ("timestep", "timesteps", "t") or not value.is_floating_point() else 0.5 * value
+        return torch.cat([value, other])
+    if isinstance(value, dict):
+        return {key: doubled(entry, key) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [doubled(entry, name) for entry in value]
+    return value
+
+
+def calls(inputs_of: Any, sizes: Any) -> Iterator[Any]:
+    for size in sizes:
+        yield inputs_of(size)
+        yield doubled(dict(inputs_of(size)))
+
+
+def error_of(model: nn.Module, plan: Any, inputs_of: Any, sizes: Any) -> float:
+    """Return the largest relative error of ``plan`` over the calls and meshes."""
+    from para_core.verify.parts import largest_error
+    from para_core.verify.virtual_ranks import fresh, run_on_virtual_ranks
+
+    errors = []
+    for inputs in calls(inputs_of, sizes):
+        expected = model(**fresh(inputs))
+        for ring, ulysses in MESHES:
+            outs = run_on_virtual_ranks(model, plan, inputs, ring=ring, ulysses=ulysses)
+            errors += [largest_error(out, expected) for out in outs]
+    return max(errors)
+
+
+def row_of(case: Any, condition: str, inputs_of: Any) -> dict[str, Any]:
+    """Return the row of one model, given ``condition``."""
+    from comfyui_para_core.cut import use_cut
+    from comfyui_para_core.plans import find_plan
+    from comfyui_para_core.rank_model import require_checked
+
+    model = case.build()
+    recorded = find_plan(type(model))
+    row = {"model": case.name, "class": case.cls, "condition": condition}
+    if recorded is None:
+        return {**row, "verdict": "not recorded", "why": "proposed at first use, on a small copy"}
+    if recorded.refused:
+        return {**row, "verdict": "refused", "why": recorded.refused}
+    use_cut(model)
+    sizes = case.sizes or SIZES
+    try:
+        require_checked(recorded, inputs_of(sizes[0]))
+    except ValueError as refusal:
+        return {**row, "verdict": "refused", "why": str(refusal)}
+    try:
+        error = error_of(model, recorded.adapter.plan, inputs_of, sizes)
+    except Exception as failure:
+        return {**row, "verdict": "wrong", "why": f"{type(failure).__name__}: {failure}"}
+    blocks = recorded.adapter.blocks is not None
+    return {**row, "verdict": "exact" if error < EXACT else "wrong", "error": error, "cache": blocks, "why": ""}
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", default="", help="models whose name contains this text; writes no results")
+    options = parser.parse_args()
+    if "COMFYUI" not in os.environ:
+        sys.exit("COMFYUI is not set; expected the folder of ComfyUI: COMFYUI=path python -m benchmarks.comfyui.classes")
+    version = import_comfyui(os.environ["COMFYUI"])
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    from benchmarks.comfyui.cases import CASES
+
+    rows = []
+    for case, (condition, inputs_of) in (
+        (case, variant) for case in CASES for variant in {"": case.inputs, **case.variants}.items()
+    ):
+        if options.only.lower() in case.name.lower():
+            rows.append(row_of(case, condition, inputs_of))
+            row = rows[-1]
+            print(f"{row['verdict']:13} {case.name} {condition} {row.get('error', '')} {row['why'][:300]}", flush=True)
+    if not options.only:
+        write_results("comfyui", {"comfyui": version, "sizes": SIZES, "meshes": MESHES, "models": rows})
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the table of docs/comfyui.md."""
+    results = read_results("comfyui")
+    lines = [
+        (row["model"], row["class"], row["condition"], row["verdict"] + (f" ({row['why']})" if row["why"] else ""))
+        for row in results["models"]
+    ]
+    return {"comfyui": markdown_table(["model", "class", "condition", "on 2 and 3 ranks"], lines)}
+
+
+if __name__ == "__main__":
+    main()
