@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-_ORIGINAL = "_para_core_original"
+_ORIGINAL = "_comfyui_class"
 
 
 def method_of(cls: type) -> str:

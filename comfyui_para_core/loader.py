@@ -9,8 +9,8 @@ from .settings import AUTOMATIC, WEIGHTS, Settings
 
 _DTYPES = ("default", "fp8_e4m3fn", "fp8_e4m3fn_fast", "fp8_e5m2")
 _MESH_TIP = (
-    "auto, or how the ranks share a call: 'ulysses 2', 'ring 3', 'ulysses 2 ring 2'. The sizes multiply to the number of "
-    "ranks."
+    "auto, or how the ranks share a call: 'ulysses 2', 'ring 3', 'ulysses 2 ring 2'. The sizes multiply to the "
+    "number of ranks."
 )
 _CACHE_TIP = (
     "0: exact. Above 0: First Block Cache; a step whose first block changes by less than this is not computed. 0.1 "

@@ -63,8 +63,8 @@ def sent_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         named = ", ".join(f"{key!r} ({_origin(options[key])})" for key in unknown)
         raise NotOnRanks(
-            f"this workflow sets transformer_options {named}, and it is not known whether the model reads them; known are "
-            f"{', '.join(sorted(SENT))}. {_WAY_OUT}"
+            f"this workflow sets transformer_options {named}, and it is not known whether the model reads them; "
+            f"known are {', '.join(sorted(SENT))}. {_WAY_OUT}"
         )
     return {key: options[key] for key in SENT if key in options}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from para_core import apply_cache, cache_context, init_context_parallel_mesh, reset_cache
+from para_core import ForeignCodeWarning, apply_cache, cache_context, init_context_parallel_mesh, reset_cache
 from para_core.adapters import Adapter, parallelize_transformer
 from para_core.weights.fsdp import shard_blocks
 
@@ -68,8 +69,10 @@ class RankModel:
         with torch.inference_mode(False), torch.no_grad():
             if not self.ready:
                 self._parallelize(inputs)
-            if self.settings.ranks > 1:
-                require_checked(self.recorded, inputs)
+            if self.settings.ranks > 1 and self.recorded is not None:
+                require_checked(self.recorded, self.model, inputs)
+                if self.recorded.prepare is not None:
+                    inputs = self.recorded.prepare(self.model, inputs)
             output = self._cached(inputs, begins) if self.settings.cache else self.model(**inputs)
         return output, self.memory()
 
@@ -102,11 +105,25 @@ class RankModel:
             mesh = init_context_parallel_mesh(device, **sizes)
             parallelize_transformer(self.model, mesh=mesh, adapter=adapter)
         if settings.cache and adapter is not None and adapter.blocks is not None:
+            warnings.filterwarnings("ignore", message=f".*{_copy_inputs.__name__}", category=ForeignCodeWarning)
+            for name in {name for group in adapter.blocks.groups for name in group.lists}:
+                for block in self.model.get_submodule(name).children():
+                    block.register_forward_pre_hook(_copy_inputs, with_kwargs=True)
             apply_cache(self.model, adapter.blocks, residual_diff_threshold=settings.cache)
         if settings.weights == "fsdp" and settings.ranks > 1:
             mesh = init_device_mesh(device, (settings.ranks,))
             shard_blocks(self.model, _blocks_of(self.model), mesh)
         self.ready = True
+
+
+def _copy_inputs(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return copies of a block's tensors: many blocks of ComfyUI change their inputs, which the cache has to keep."""
+    copies = [_copied(value) for value in args]
+    return tuple(copies), {name: _copied(value) for name, value in kwargs.items()}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def require_interceptable_attention() -> None:
@@ -119,10 +136,8 @@ def require_interceptable_attention() -> None:
         )
 
 
-def require_checked(recorded: RecordedPlan | None, inputs: Mapping[str, Any]) -> None:
+def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Raise ValueError if ``inputs`` has an argument with which the plan of the class was not compared with ComfyUI."""
-    if recorded is None:
-        return
     # A None or an empty list is what a model gets if the workflow has no such condition.
     given = {name for name, value in inputs.items() if value is not None and not (_is_list(value) and not value)}
     unknown = sorted(given - {*recorded.arguments, "transformer_options", *IGNORED})
@@ -133,7 +148,7 @@ def require_checked(recorded: RecordedPlan | None, inputs: Mapping[str, Any]) ->
             f"remove it."
         )
     for refusal in recorded.refusals:
-        problem = refusal(inputs)
+        problem = refusal(model, inputs)
         if problem:
             raise ValueError(
                 f"this workflow gives {recorded.models} {problem}, which its plan on several ranks does not "

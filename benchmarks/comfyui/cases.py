@@ -91,6 +91,26 @@ def wan_faces(size: Size) -> Inputs:
     return {**wan_inputs(size, 36), "clip_fea": noise(1, 257, 1280, seed=3)}
 
 
+def wan_last_frame(size: Size) -> Inputs:
+    return {**wan_inputs(size, 36), "clip_fea": noise(1, 514, 1280, seed=3)}
+
+
+def wan_times_of_frames(size: Size) -> Inputs:
+    return {**wan_inputs(size), "timestep": 1000 * torch.linspace(0.1, 0.9, size[0])[None]}
+
+
+def wan_concatenated(size: Size) -> Inputs:
+    return {**wan_inputs(size), "time_dim_concat": noise(1, 16, 1, *size[1:], seed=5)}
+
+
+def wan_contexts(size: Size) -> Inputs:
+    return {**wan_inputs(size), "context_latents": [noise(1, 16, 1, 6, 8, seed=5), noise(1, 16, 2, 4, 6, seed=6)]}
+
+
+def wan_reference(size: Size) -> Inputs:
+    return {**wan_inputs(size), "reference_latent": noise(1, 16, *size[1:], seed=5)}
+
+
 # -- FLUX
 
 FLUX = {
@@ -155,6 +175,22 @@ def flux_control(size: Size) -> Inputs:
     return {**flux_inputs(size), "control": control}
 
 
+def flux_references(size: Size) -> Inputs:
+    return {**flux_inputs(size), "ref_latents": [noise(1, 16, 6, 8, seed=5), noise(1, 16, 4, 6, seed=6)]}
+
+
+def flux_references_at_zero(size: Size) -> Inputs:
+    return {**flux_references(size), "ref_latents_method": "index_timestep_zero"}
+
+
+def flux2_references(size: Size) -> Inputs:
+    return {**flux2_inputs(size), "ref_latents": [noise(1, 32, 3, 4, seed=5)]}
+
+
+def flux_controlled_references(size: Size) -> Inputs:
+    return {**flux_references(size), **flux_control(size), "ref_latents": [noise(1, 16, 6, 8, seed=5)]}
+
+
 # -- Chroma
 
 CHROMA = {
@@ -189,6 +225,11 @@ def chroma_inputs(size: Size) -> Inputs:
     }
 
 
+def chroma_control(size: Size) -> Inputs:
+    control = {"input": residuals(size, 2, 48), "output": residuals(size, 3, 48)}
+    return {**chroma_inputs(size), "control": control}
+
+
 # -- Qwen-Image
 
 QWEN = {
@@ -210,6 +251,22 @@ def qwen_inputs(size: Size) -> Inputs:
         "context": noise(1, 7, 24, seed=2),
         "transformer_options": {},
     }
+
+
+def qwen_mask(size: Size) -> Inputs:
+    return {**qwen_inputs(size), "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}
+
+
+def qwen_references(size: Size) -> Inputs:
+    return {**qwen_inputs(size), "ref_latents": [noise(1, 16, 1, 6, 8, seed=5)], "ref_latents_method": "index"}
+
+
+def qwen_references_at_zero(size: Size) -> Inputs:
+    return {**qwen_references(size), "ref_latents_method": "index_timestep_zero"}
+
+
+def qwen_control(size: Size) -> Inputs:
+    return {**qwen_inputs(size), "control": {"input": residuals(size, 2, 48)}}
 
 
 # -- HunyuanVideo
@@ -237,12 +294,76 @@ HUNYUAN = {
 }
 
 
+EVEN = ((3, 14, 10), (1, 6, 8), (2, 10, 12))  # for models that do not pad
+
+
 def hunyuan_inputs(size: Size) -> Inputs:
     return {
         "x": noise(1, 16, *size),
         "timestep": 1000 * time_of(),
         "context": noise(1, 7, 24, seed=2),
         "y": noise(1, 20, seed=3),
+        "guidance": torch.full((1,), 3.5),
+        "transformer_options": {},
+    }
+
+
+def hunyuan_mask(size: Size) -> Inputs:
+    return {**hunyuan_inputs(size), "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}
+
+
+def hunyuan_first_frame(size: Size) -> Inputs:
+    return {**hunyuan_inputs(size), "guiding_frame_index": torch.zeros(1)}
+
+
+def hunyuan_reference(size: Size) -> Inputs:
+    return {**hunyuan_inputs(size), "ref_latent": noise(1, 16, 1, *size[1:], seed=5)}
+
+
+def hunyuan_control(size: Size) -> Inputs:
+    control = {"input": residuals(size, 2, 48, frames=size[0]), "output": residuals(size, 2, 48, frames=size[0])}
+    return {**hunyuan_inputs(size), "control": control}
+
+
+HUNYUAN_15 = {
+    **HUNYUAN,
+    "in_channels": 65,
+    "out_channels": 32,
+    "vec_in_dim": None,
+    "patch_size": [1, 1, 1],
+    "guidance_embed": False,
+    "byt5": True,
+    "use_cond_type_embedding": True,
+    "vision_in_dim": 20,
+    "depth_single_blocks": 0,
+}
+
+
+def hunyuan15_inputs(size: Size) -> Inputs:
+    size = (size[0], size[1] // 2, size[2] // 2)
+    return {
+        "x": noise(1, 65, *size),
+        "timestep": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "txt_byt5": noise(1, 4, 1472, seed=4),
+        "transformer_options": {},
+    }
+
+
+def hunyuan15_image(size: Size) -> Inputs:
+    return {**hunyuan15_inputs(size), "clip_fea": noise(1, 5, 20, seed=5)}
+
+
+HUNYUAN_IMAGE = {**HUNYUAN, "in_channels": 64, "out_channels": 64, "vec_in_dim": None, "patch_size": [1, 1]}
+HUNYUAN_IMAGE = {**HUNYUAN_IMAGE, "axes_dim": [8, 8], "byt5": True}
+
+
+def hunyuan_image_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 64, size[1] // 2, size[2] // 2),
+        "timestep": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "txt_byt5": noise(1, 4, 1472, seed=4),
         "guidance": torch.full((1,), 3.5),
         "transformer_options": {},
     }
@@ -268,6 +389,24 @@ def ltx_inputs(size: Size) -> Inputs:
         "attention_mask": None,
         "transformer_options": {},
     }
+
+
+def ltx_mask(size: Size) -> Inputs:
+    return {**ltx_inputs(size), "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}
+
+
+def ltx_times(size: Size) -> Inputs:
+    tokens = size[0] * size[1] * size[2]
+    return {**ltx_inputs(size), "timestep": torch.linspace(0.1, 0.9, tokens)[None, :, None]}
+
+
+def ltx_keyframes(size: Size) -> Inputs:
+    """Return a call whose last frame is a key frame, of which the first token is not used."""
+    frame = size[1] * size[2]
+    mask = torch.ones(1, 1, *size)
+    mask[:, :, -1, 0, 0] = -1
+    keyframes = noise(1, 3, frame, 2, seed=5).abs()
+    return {**ltx_times(size), "keyframe_idxs": keyframes, "denoise_mask": mask}
 
 
 # -- Lumina 2 and Z-Image
@@ -308,6 +447,11 @@ def lumina_inputs(size: Size) -> Inputs:
     }
 
 
+def zimage_references(size: Size) -> Inputs:
+    references = {"ref_latents": [noise(1, 16, 6, 8, seed=5)], "ref_contexts": [noise(1, 5, 24, seed=6)]}
+    return {**lumina_inputs(size), **references}
+
+
 # -- Stable Diffusion 3
 
 SD3 = {
@@ -331,6 +475,10 @@ def sd3_inputs(size: Size) -> Inputs:
         "y": noise(1, 20, seed=3),
         "transformer_options": {},
     }
+
+
+def sd3_control(size: Size) -> Inputs:
+    return {**sd3_inputs(size), "control": {"output": residuals(size, 3, 192)}}
 
 
 # -- Cosmos
@@ -366,6 +514,14 @@ def cosmos_inputs(size: Size) -> Inputs:
     }
 
 
+def anima_inputs(size: Size) -> Inputs:
+    return {**cosmos_inputs(size), "context": noise(1, 7, 1024, seed=2)}
+
+
+def cosmos_times(size: Size) -> Inputs:
+    return {**cosmos_inputs(size), "timesteps": torch.linspace(0.1, 0.9, size[0])[None]}
+
+
 # -- HiDream
 
 HIDREAM = {
@@ -393,6 +549,10 @@ def hidream_inputs(size: Size) -> Inputs:
         "encoder_hidden_states_llama3": noise(1, 2, 6, 24, seed=4),
         "transformer_options": {},
     }
+
+
+def hidream_edit(size: Size) -> Inputs:
+    return {**hidream_inputs(size), "image_cond": noise(1, 16, *size[1:], seed=5)}
 
 
 # -- ACE-Step
@@ -425,29 +585,125 @@ def ace_inputs(size: Size) -> Inputs:
 
 
 CASES = (
-    Case("Wan 2.1 and 2.2, text to video", "wan.model.WanModel", WAN, wan_inputs),
     Case(
-        "Wan 2.1 image to video",
+        "Wan 2.1 and 2.2, text to video",
+        "wan.model.WanModel",
+        WAN,
+        wan_inputs,
+        {
+            "one time for each frame (Wan 2.2 5B, image to video)": wan_times_of_frames,
+            "time_dim_concat": wan_concatenated,
+            "context_latents": wan_contexts,
+        },
+    ),
+    Case(
+        "Wan 2.1, image to video",
         "wan.model.WanModel",
         {**WAN, "model_type": "i2v", "in_dim": 36},
         wan_faces,
     ),
-    Case("FLUX.1", "flux.model.Flux", FLUX, flux_inputs, {"ControlNet": flux_control}),
-    Case("FLUX.2", "flux.model.Flux", FLUX2, flux2_inputs),
-    Case("Chroma", "chroma.model.Chroma", CHROMA, chroma_inputs),
-    Case("Qwen-Image", "qwen_image.model.QwenImageTransformer2DModel", QWEN, qwen_inputs),
-    Case("HunyuanVideo", "hunyuan_video.model.HunyuanVideo", HUNYUAN, hunyuan_inputs),
-    Case("LTX-Video", "lightricks.model.LTXVModel", LTX, ltx_inputs),
+    Case(
+        "Wan 2.1, first and last frame",
+        "wan.model.WanModel",
+        {**WAN, "model_type": "i2v", "in_dim": 36, "flf_pos_embed_token_number": 514},
+        wan_last_frame,
+    ),
+    Case("Wan Fun, reference image", "wan.model.WanModel", {**WAN, "in_dim_ref_conv": 16}, wan_reference, sizes=EVEN),
+    Case(
+        "FLUX.1",
+        "flux.model.Flux",
+        FLUX,
+        flux_inputs,
+        {
+            "ControlNet": flux_control,
+            "reference images (Kontext)": flux_references,
+            "reference images and ControlNet": flux_controlled_references,
+            "reference images with time 0": flux_references_at_zero,
+        },
+    ),
+    Case("FLUX.2", "flux.model.Flux", FLUX2, flux2_inputs, {"reference images": flux2_references}),
+    Case("Chroma", "chroma.model.Chroma", CHROMA, chroma_inputs, {"ControlNet": chroma_control}),
+    Case(
+        "Qwen-Image",
+        "qwen_image.model.QwenImageTransformer2DModel",
+        QWEN,
+        qwen_inputs,
+        {
+            "attention mask": qwen_mask,
+            "reference images (Edit)": qwen_references,
+            "reference images with time 0 (Edit 2511)": qwen_references_at_zero,
+            "ControlNet": qwen_control,
+        },
+    ),
+    Case(
+        "HunyuanVideo",
+        "hunyuan_video.model.HunyuanVideo",
+        HUNYUAN,
+        hunyuan_inputs,
+        {
+            "attention mask": hunyuan_mask,
+            "first frame (image to video, token replace)": hunyuan_first_frame,
+            "reference latent": hunyuan_reference,
+            "residuals": hunyuan_control,
+        },
+        sizes=EVEN,
+    ),
+    Case(
+        "HunyuanVideo 1.5",
+        "hunyuan_video.model.HunyuanVideo",
+        HUNYUAN_15,
+        hunyuan15_inputs,
+        {"image to video": hunyuan15_image},
+    ),
+    Case("HunyuanImage 2.1", "hunyuan_video.model.HunyuanVideo", HUNYUAN_IMAGE, hunyuan_image_inputs),
+    Case(
+        "LTX-Video",
+        "lightricks.model.LTXVModel",
+        LTX,
+        ltx_inputs,
+        {
+            "attention mask": ltx_mask,
+            "one time for each token (image to video)": ltx_times,
+            "key frames": ltx_keyframes,
+        },
+    ),
     Case("Lumina 2", "lumina.model.NextDiT", LUMINA, lumina_inputs),
-    Case("Z-Image", "lumina.model.NextDiT", ZIMAGE, lumina_inputs, shown=((1, 10, 14), (1, 20, 26))),
-    Case("SD3", "modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper", SD3, sd3_inputs),
+    Case(
+        "Z-Image",
+        "lumina.model.NextDiT",
+        ZIMAGE,
+        lumina_inputs,
+        {"reference images (Omni)": zimage_references},
+        shown=((1, 10, 14), (1, 20, 26)),
+    ),
+    Case(
+        "Stable Diffusion 3",
+        "modules.diffusionmodules.mmdit.OpenAISignatureMMDITWrapper",
+        SD3,
+        sd3_inputs,
+        {"ControlNet": sd3_control},
+    ),
     Case(
         "Cosmos Predict 2",
         "cosmos.predict2.MiniTrainDIT",
         COSMOS,
         cosmos_inputs,
+        {"one time for each frame (image to video)": cosmos_times},
         shown=((5, 8, 8), (7, 8, 8)),
     ),
-    Case("HiDream", "hidream.model.HiDreamImageTransformer2DModel", HIDREAM, hidream_inputs),
-    Case("ACE-Step", "ace.model.ACEStepTransformer2DModel", ACE, ace_inputs),
+    Case(
+        "Anima",
+        "anima.model.Anima",
+        {**COSMOS, "crossattn_emb_channels": 1024},
+        anima_inputs,
+        shown=((5, 8, 8), (7, 8, 8)),
+    ),
+    Case(
+        "HiDream-I1",
+        "hidream.model.HiDreamImageTransformer2DModel",
+        HIDREAM,
+        hidream_inputs,
+        {"image_cond (E1)": hidream_edit},
+    ),
+    Case("ACE-Step 1", "ace.model.ACEStepTransformer2DModel", ACE, ace_inputs),
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from . import flux, wan
+from . import cosmos, flux, hidream, hunyuan_video, ltx, lumina, qwen_image, sd3, wan
 from .recorded import RecordedPlan
 
-_FAMILIES = (wan, flux)
+_FAMILIES = (wan, flux, qwen_image, hunyuan_video, ltx, lumina, sd3, cosmos, hidream)
 
 # Every RecordedPlan that is a global variable of one of these modules, by the name of its class.
 PLANS = MappingProxyType(

@@ -1,30 +1,63 @@
-"""Plans of FLUX.1 and FLUX.2, which are one class. Compared with ComfyUI 0.33.0, ``comfy/ldm/flux/model.py``."""
+"""Plans of FLUX.1, FLUX.2 and Chroma. Compared with ComfyUI 0.33.0, ``comfy/ldm/flux`` and ``comfy/ldm/chroma``."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
 from para_core.adapters import Adapter
+from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Gather, Plan, Replicate, Split
 
 from .recorded import RecordedPlan
 
 POSITIONS = Split(dim=2, like="image", after="text")
+DOUBLE_AND_SINGLE = Plan(
+    # Residuals of a ControlNet: lists of [B, S, C] or None, by the kind of block.
+    inputs={"control": Split(dim=1, like="image")},
+    inner={
+        "double_blocks.0": {"img": Split(dim=1, segment="image"), "txt": Replicate(dim=1, segment="text")},
+        "double_blocks.*": {"pe": POSITIONS},
+        "single_blocks.*": {"pe": POSITIONS},
+    },
+    outputs={"final_layer": Gather(dim=1, segment="image")},
+    joint_order=("text", "image"),
+)
+BLOCKS = CachedBlocks(
+    (BlockGroup(("double_blocks",), ("img", "txt"), "img"), BlockGroup(("single_blocks",), ("x",), "x")),
+    conditions=("context",),
+    # The model adds residuals to the tokens between blocks, also if the blocks are skipped.
+    uncached=("control",),
+)
+
+
+def times_of_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Name reference images with a timestep of their own, which the blocks look up by the number of a token."""
+    parameters: Any = model.params
+    method = arguments.get("ref_latents_method", parameters.default_ref_method)
+    own_time = bool(arguments.get("ref_latents")) and method == "index_timestep_zero"
+    return "reference images by the method index_timestep_zero" if own_time else ""
+
+
+def controlled_references(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Name residuals for a part of the image tokens."""
+    both = bool(arguments.get("ref_latents")) and arguments.get("control") is not None
+    return "reference images together with a ControlNet" if both else ""
+
 
 FLUX = RecordedPlan(
     cls="flux.model.Flux",
     models="FLUX.1 and FLUX.2",
-    arguments=("x", "timestep", "context", "y", "guidance"),
-    adapter=Adapter(
-        transformer="Flux",
-        pipelines="FLUX.1 and FLUX.2 in ComfyUI",
-        plan=Plan(
-            inputs={},
-            inner={
-                "double_blocks.0": {"img": Split(dim=1, segment="image"), "txt": Replicate(dim=1, segment="text")},
-                "double_blocks.*": {"pe": POSITIONS},
-                "single_blocks.*": {"pe": POSITIONS},
-            },
-            outputs={"final_layer": Gather(dim=1, segment="image")},
-            joint_order=("text", "image"),
-        ),
-    ),
+    arguments=("x", "timestep", "context", "y", "guidance", "control", "ref_latents", "ref_latents_method"),
+    adapter=Adapter(transformer="Flux", pipelines="FLUX in ComfyUI", plan=DOUBLE_AND_SINGLE, blocks=BLOCKS),
+    refusals=(times_of_references, controlled_references),
+)
+
+CHROMA = RecordedPlan(
+    cls="chroma.model.Chroma",
+    models="Chroma",
+    arguments=("x", "timestep", "context", "guidance", "control"),
+    adapter=Adapter(transformer="Chroma", pipelines="Chroma in ComfyUI", plan=DOUBLE_AND_SINGLE, blocks=BLOCKS),
 )

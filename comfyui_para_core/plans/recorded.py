@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from para_core.adapters import Adapter
 
-# Returns what of the arguments of a call the plan does not describe, in a few words; "" if it describes the call.
-Refusal = Callable[[Mapping[str, Any]], str]
+# Returns, for a model and the arguments of a call, what the plan does not describe, in a few words; "" if there is
+# nothing.
+Refusal = Callable[[nn.Module, Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class RecordedPlan:
         adapter: The plan, and the block stack for First Block Cache; None if ``refused`` is given.
         refused: Why the class cannot run on several ranks.
         refusals: Functions that name values of ``arguments`` which the plan does not describe.
+        prepare: Returns the arguments of a call in a form that the plan describes, with which the output is the same.
     """
 
     cls: str
@@ -33,3 +37,4 @@ class RecordedPlan:
     adapter: Adapter | None = None
     refused: str = ""
     refusals: tuple[Refusal, ...] = ()
+    prepare: Callable[[nn.Module, Mapping[str, Any]], Mapping[str, Any]] | None = None

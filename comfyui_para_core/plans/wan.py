@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from para_core.adapters import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
@@ -15,22 +17,45 @@ VIDEO, POSITIONS = Split(dim=1, segment="video"), Split(dim=1, like="video")
 TO_TEXT = (Attention(("video",), ("text",)),)
 
 
-def _times_of_frames(arguments: Mapping[str, Any]) -> str:
-    """Name a timestep for each frame, which the blocks repeat for the tokens of a frame."""
+def _times_of_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments with a timestep for each token, if they have one for each frame.
+
+    The blocks repeat what they get for a frame for its tokens, and count the tokens of their input, which on a rank are
+    those of this rank only.
+    """
     timestep = arguments["timestep"]
-    return "timesteps that differ between frames" if timestep.ndim > 1 and timestep.shape[1] > 1 else ""
+    if timestep.ndim < 2 or timestep.shape[1] < 2:
+        return arguments
+    patch: Any = model.patch_size
+    rows, columns = (-(-size // side) for size, side in zip(arguments["x"].shape[-2:], patch[1:], strict=True))
+    return {**arguments, "timestep": timestep.repeat_interleave(rows * columns, dim=1)}
+
+
+def _times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Name timesteps of frames in a sequence that has other tokens too."""
+    others = [name for name in ("time_dim_concat", "context_latents") if arguments.get(name) is not None]
+    timestep = arguments["timestep"]
+    several = timestep.ndim > 1 and timestep.shape[1] > 1
+    return f"timesteps that differ between frames together with {others[0]}" if several and others else ""
 
 
 WAN = RecordedPlan(
     cls="wan.model.WanModel",
     models="Wan 2.1 and 2.2",
-    arguments=("x", "timestep", "context", "clip_fea"),
+    arguments=(
+        *("x", "timestep", "context", "clip_fea", "time_dim_concat", "context_latents", "reference_latent"),
+        "denoise_mask",  # read before the cut, for the timesteps
+    ),
     adapter=Adapter(
         transformer="WanModel",
         pipelines="Wan 2.1 and 2.2 in ComfyUI",
         plan=Plan(
             inputs={},
-            inner={"blocks.0": {"x": VIDEO}, "blocks.*": {"freqs": POSITIONS}},
+            inner={
+                "blocks.0": {"x": VIDEO},
+                # The modulation is [B, 1, 6, C], or has an entry for each token.
+                "blocks.*": {"freqs": POSITIONS, "e": Split(dim=1, like="video", ndim=4)},
+            },
             outputs={"blocks.-1": Gather(dim=1, segment="video")},
             joint_order=("video",),
             attention={"blocks.*.cross_attn": TO_TEXT},
@@ -38,4 +63,5 @@ WAN = RecordedPlan(
         blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context", "clip_fea")),
     ),
     refusals=(_times_of_frames,),
+    prepare=_times_of_tokens,
 )

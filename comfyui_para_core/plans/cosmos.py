@@ -1,0 +1,62 @@
+"""Plans of Cosmos Predict 2. Compared with ComfyUI 0.33.0, ``comfy/ldm/cosmos/predict2.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from para_core.adapters import Adapter
+from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.plans.plan import Attention, Gather, Plan, Split
+
+from .recorded import RecordedPlan
+
+VIDEO = "x_B_T_H_W_D"
+
+PLAN = Plan(
+    inputs={},
+    inner={
+        # Whole frames, because attention flattens frames, rows and columns. A single frame is on every rank.
+        "blocks.0": {VIDEO: Split(dim=1, segment="video", together=(2, 3))},
+        "blocks.*": {
+            "rope_emb_L_1_1_D": Split(dim=1, like="video"),
+            # An entry for each frame.
+            "emb_B_T_D": Split(dim=1, like="video"),
+            "adaln_lora_B_T_3D": Split(dim=1, like="video"),
+        },
+    },
+    outputs={"blocks.-1": Gather(dim=1, segment="video")},
+    joint_order=("video",),
+    attention={"blocks.*.cross_attn": (Attention(("video",), ("text",)),)},
+)
+BLOCKS = CachedBlocks((BlockGroup(("blocks",), (VIDEO,), VIDEO),), conditions=("context", "padding_mask"))
+ARGUMENTS = ("x", "timesteps", "context", "fps", "padding_mask", "denoise_mask")
+
+
+def _times_of_frames(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments with a timestep for each frame. A single one would have no frames to split."""
+    times = arguments["timesteps"]
+    patch: Any = model.patch_temporal
+    if times.ndim > 1 and times.shape[1] > 1:
+        return arguments
+    frames = -(-arguments["x"].shape[2] // patch)
+    return {**arguments, "timesteps": times.reshape(-1, 1).expand(-1, frames)}
+
+
+COSMOS_PREDICT2 = RecordedPlan(
+    cls="cosmos.predict2.MiniTrainDIT",
+    models="Cosmos Predict 2",
+    arguments=ARGUMENTS,
+    adapter=Adapter("MiniTrainDIT", "Cosmos Predict 2 in ComfyUI", PLAN, blocks=BLOCKS),
+    prepare=_times_of_frames,
+)
+
+ANIMA = RecordedPlan(
+    cls="anima.model.Anima",
+    models="Anima",
+    arguments=ARGUMENTS,
+    adapter=Adapter("Anima", "Anima in ComfyUI", PLAN, blocks=BLOCKS),
+    prepare=_times_of_frames,
+)
