@@ -584,6 +584,292 @@ def ace_inputs(size: Size) -> Inputs:
     }
 
 
+# -- Other Wans
+
+VACE = {**WAN, "model_type": "vace", "num_layers": 4, "vace_layers": 2, "vace_in_dim": 24}
+
+
+def vace_inputs(size: Size) -> Inputs:
+    return {**wan_inputs(size), "vace_context": noise(1, 2, 24, *size, seed=5), "vace_strength": [1.0, 0.7]}
+
+
+def camera_inputs(size: Size) -> Inputs:
+    cameras = noise(1, 24, size[0], 8 * size[1], 8 * size[2], seed=5)
+    return {**wan_inputs(size, 36), "clip_fea": noise(1, 257, 1280, seed=3), "camera_conditions": cameras}
+
+
+# -- OmniGen 2, Kandinsky 5, AuraFlow, CogVideoX, Krea 2, ERNIE-Image, Mochi, PixArt
+
+OMNIGEN = {
+    "in_channels": 16,
+    "hidden_size": 48,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 3,
+    "num_kv_heads": 1,
+    "multiple_of": 16,
+    "axes_dim_rope": (4, 6, 6),
+    "text_feat_dim": 24,
+}
+
+
+def omnigen_inputs(size: Size) -> Inputs:
+    return lumina_inputs(size)
+
+
+def omnigen_references(size: Size) -> Inputs:
+    return {**lumina_inputs(size), "ref_latents": [noise(1, 16, 6, 8, seed=5)]}
+
+
+KANDINSKY = {
+    "in_visual_dim": 16,
+    "out_visual_dim": 16,
+    "in_text_dim": 24,
+    "in_text_dim2": 20,
+    "time_dim": 32,
+    "model_dim": 48,
+    "ff_dim": 64,
+    "visual_embed_dim": 132,
+    "num_text_blocks": 1,
+    "num_visual_blocks": 2,
+    "axes_dims": (4, 6, 6),
+}
+
+
+def kandinsky_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 33, *size),
+        "timestep": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "y": noise(1, 20, seed=3),
+        "transformer_options": {},
+    }
+
+
+AURA = {"dim": 256, "n_layers": 3, "n_double_layers": 1, "n_heads": 2, "cond_seq_dim": 24, "max_seq": 1024}
+
+
+def aura_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 4, *size[1:]),
+        "timestep": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "transformer_options": {},
+    }
+
+
+COGVIDEO = {
+    "num_attention_heads": 3,
+    "attention_head_dim": 16,
+    "time_embed_dim": 24,
+    "text_embed_dim": 24,
+    "num_layers": 2,
+    "sample_width": 16,
+    "sample_height": 16,
+    "sample_frames": 9,
+    "use_rotary_positional_embeddings": True,
+}
+
+
+def cogvideo_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, *size),
+        "timestep": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "transformer_options": {},
+    }
+
+
+KREA = {
+    "features": 96,
+    "tdim": 32,
+    "txtdim": 24,
+    "heads": 3,
+    "kvheads": 1,
+    "layers": 2,
+    "txtlayers": 2,
+    "txtheads": 2,
+    "txtkvheads": 2,
+}
+
+
+def krea_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, *size[1:]),
+        "timesteps": time_of(),
+        "context": noise(1, 7, 48, seed=2),
+        "transformer_options": {},
+    }
+
+
+def krea_references(size: Size) -> Inputs:
+    return {**krea_inputs(size), "ref_latents": [noise(1, 16, 6, 8, seed=5)], "ref_latents_method": "index"}
+
+
+def krea_references_at_zero(size: Size) -> Inputs:
+    return {**krea_references(size), "ref_latents_method": "index_timestep_zero"}
+
+
+ERNIE = {
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "num_layers": 2,
+    "ffn_hidden_size": 64,
+    "in_channels": 32,
+    "out_channels": 32,
+    "text_in_dim": 24,
+    "rope_axes_dim": (4, 6, 6),
+}
+
+
+def ernie_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 32, size[1] // 2, size[2] // 2),
+        "timesteps": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "transformer_options": {},
+    }
+
+
+MOCHI = {
+    "patch_size": 2,
+    "in_channels": 12,
+    "hidden_size_x": 48,
+    "hidden_size_y": 24,
+    "depth": 2,
+    "num_heads": 3,
+    "mlp_ratio_x": 256.0,  # the blocks assert the width of the MLP
+    "mlp_ratio_y": 256.0,
+    "use_t5": True,
+    "t5_feat_dim": 32,
+    "t5_token_length": 7,
+    "learn_sigma": False,
+    "use_extended_posenc": False,
+    "rope_theta": 10000.0,
+    "qk_norm": True,
+    "qkv_bias": False,
+    "out_bias": True,
+}
+
+
+def mochi_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 12, *size),
+        "timestep": time_of(),
+        "context": noise(1, 7, 32, seed=2),
+        "attention_mask": torch.ones(1, 7, dtype=torch.bool),
+        "num_tokens": 7,
+        "transformer_options": {},
+    }
+
+
+def mochi_padding(size: Size) -> Inputs:
+    """Return a call with five text tokens and two of padding."""
+    mask = torch.tensor([[True] * 5 + [False] * 2])
+    return {**mochi_inputs(size), "attention_mask": mask, "num_tokens": 5}
+
+
+PIXART = {"hidden_size": 48, "depth": 2, "num_heads": 3, "caption_channels": 24, "model_max_length": 7}
+
+
+def pixart_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 4, *size[1:]),
+        "timesteps": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "transformer_options": {},
+    }
+
+
+HUNYUAN_DIT = {
+    "hidden_size": 48,
+    "depth": 4,
+    "num_heads": 3,
+    "text_states_dim": 24,
+    "text_states_dim_t5": 32,
+    "text_len": 7,
+    "text_len_t5": 5,
+}
+
+
+def hunyuan_dit_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 4, *size[1:]),
+        "t": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "text_embedding_mask": torch.ones(1, 7),
+        "encoder_hidden_states_t5": noise(1, 5, 32, seed=3),
+        "text_embedding_mask_t5": torch.ones(1, 5),
+        "transformer_options": {},
+    }
+
+
+STABLE_AUDIO = {
+    "io_channels": 16,
+    "embed_dim": 192,
+    "cond_token_dim": 24,
+    "global_cond_dim": 20,
+    "project_cond_tokens": True,
+    "project_global_cond": True,
+    "depth": 2,
+    "num_heads": 3,
+}
+
+
+def stable_audio_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, 5 * size[2] + 1),
+        "timestep": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "global_embed": noise(1, 20, seed=3),
+        "transformer_options": {},
+    }
+
+
+ACE15 = {
+    "in_channels": 48,
+    "hidden_size": 48,
+    "text_hidden_dim": 24,
+    "timbre_hidden_dim": 16,
+    "audio_acoustic_hidden_dim": 16,
+    "num_dit_layers": 4,
+    "num_lyric_layers": 1,
+    "num_timbre_layers": 1,
+    "num_tokenizer_layers": 1,
+    "num_heads": 3,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "sliding_window": 16,
+    "fsq_dim": 48,
+    "encoder_hidden_size": 48,
+    "encoder_intermediate_size": 64,
+    "encoder_num_heads": 3,
+}
+
+
+def ace15_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, 10 * size[2]),
+        "timestep": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "lyric_embed": noise(1, 6, 24, seed=3),
+        "refer_audio": noise(1, 16, 10 * size[2], seed=4),
+        "audio_codes": torch.arange(2 * size[2])[None],
+        "transformer_options": {},
+    }
+
+
+COSMOS1 = {
+    **{key: value for key, value in COSMOS.items() if key not in ("pos_emb_cls",)},
+    "pos_emb_cls": "rope3d",
+    "block_x_format": "THWBD",
+    "affline_emb_norm": True,
+    "extra_per_block_abs_pos_emb": True,
+    "extra_per_block_abs_pos_emb_type": "learnable",
+}
+
+
 CASES = (
     Case(
         "Wan 2.1 and 2.2, text to video",
@@ -705,5 +991,45 @@ CASES = (
         hidream_inputs,
         {"image_cond (E1)": hidream_edit},
     ),
+    Case("Wan VACE", "wan.model.VaceWanModel", VACE, vace_inputs, sizes=EVEN),
+    Case("Wan Fun Camera", "wan.model.CameraWanModel", {**WAN, "in_dim": 36}, camera_inputs, sizes=EVEN),
+    Case(
+        "OmniGen 2",
+        "omnigen.omnigen2.OmniGen2Transformer2DModel",
+        OMNIGEN,
+        omnigen_inputs,
+        {"reference images": omnigen_references},
+    ),
+    Case("Kandinsky 5", "kandinsky5.model.Kandinsky5", KANDINSKY, kandinsky_inputs),
+    Case("AuraFlow", "aura.mmdit.MMDiT", AURA, aura_inputs),
+    Case("CogVideoX", "cogvideo.model.CogVideoXTransformer3DModel", COGVIDEO, cogvideo_inputs),
+    Case(
+        "Krea 2",
+        "krea2.model.SingleStreamDiT",
+        KREA,
+        krea_inputs,
+        {"reference images": krea_references, "reference images with time 0": krea_references_at_zero},
+    ),
+    Case("ERNIE-Image", "ernie.model.ErnieImageModel", ERNIE, ernie_inputs),
+    Case(
+        "Mochi",
+        "genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
+        MOCHI,
+        mochi_inputs,
+        {"padding": mochi_padding},
+        sizes=EVEN,
+    ),
+    Case(
+        "PixArt",
+        "pixart.pixartms.PixArtMS",
+        PIXART,
+        pixart_inputs,
+        shown=((1, 32, 40), (1, 32, 44)),
+        sizes=((1, 32, 36), (1, 40, 42)),
+    ),
+    Case("Hunyuan-DiT", "hydit.models.HunYuanDiT", HUNYUAN_DIT, hunyuan_dit_inputs),
+    Case("Cosmos 1", "cosmos.model.GeneralDIT", COSMOS1, cosmos_inputs, shown=((5, 8, 8), (7, 8, 8))),
+    Case("Stable Audio", "audio.dit.AudioDiffusionTransformer", STABLE_AUDIO, stable_audio_inputs),
+    Case("ACE-Step 1.5", "ace.ace_step15.AceStepConditionGenerationModel", ACE15, ace15_inputs),
     Case("ACE-Step 1", "ace.model.ACEStepTransformer2DModel", ACE, ace_inputs),
 )

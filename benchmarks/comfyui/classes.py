@@ -8,7 +8,9 @@ two samples, is compared with its output without a plan.
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -88,7 +90,7 @@ def row_of(case: Any, condition: str, inputs_of: Any) -> dict[str, Any]:
     recorded = find_plan(type(model))
     row = {"model": case.name, "class": case.cls, "condition": condition}
     if recorded is None:
-        return {**row, "verdict": "not recorded", "why": "proposed at first use, on a small copy"}
+        return {**row, "verdict": "not recorded", "why": "no plan"}
     if recorded.refused:
         return {**row, "verdict": "refused", "why": recorded.refused}
     use_cut(model)
@@ -103,6 +105,28 @@ def row_of(case: Any, condition: str, inputs_of: Any) -> dict[str, Any]:
         return {**row, "verdict": "wrong", "why": f"{type(failure).__name__}: {failure}"}
     verdict, blocks = "exact" if error < EXACT else "wrong", recorded.adapter.blocks is not None
     return {**row, "verdict": verdict, "error": error, "samples": samples, "cache": blocks, "why": ""}
+
+
+def other_rows() -> list[dict[str, Any]]:
+    """Return rows of the classes of ComfyUI's diffusion models that no case is for."""
+    import comfy.model_base
+
+    from benchmarks.comfyui.cases import CASES
+    from comfyui_para_core.plans import PLANS
+
+    shown = {case.cls for case in CASES}
+    rows = [
+        {"model": plan.models, "class": plan.cls, "condition": "", "verdict": "refused", "why": plan.refused}
+        for plan in PLANS.values()
+        if plan.refused and plan.cls not in shown
+    ]
+    source = inspect.getsource(comfy.model_base)
+    names = {name.removeprefix("comfy.ldm.") for name in re.findall(r"unet_model=(comfy\.ldm\.[\w.]+)", source)}
+    why = "no plan recorded; proposed on a small copy of the model when it is first used"
+    return rows + [
+        {"model": name.rpartition(".")[2], "class": name, "condition": "", "verdict": "not recorded", "why": why}
+        for name in sorted(names - shown - {row["class"] for row in rows})
+    ]
 
 
 def main() -> None:
@@ -127,6 +151,7 @@ def main() -> None:
             row = rows[-1]
             print(f"{row['verdict']:13} {case.name} {condition} {row.get('error', '')} {row['why'][:300]}", flush=True)
     if not options.only:
+        rows += other_rows()
         write_results("comfyui", {"comfyui": version, "sizes": SIZES, "meshes": MESHES, "models": rows})
 
 

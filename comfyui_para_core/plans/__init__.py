@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from . import cosmos, flux, hidream, hunyuan_video, ltx, lumina, qwen_image, sd3, wan
+from . import (
+    audio,
+    cosmos,
+    cross_attention,
+    flux,
+    hidream,
+    hunyuan_video,
+    joint_attention,
+    ltx,
+    one_stream,
+    qwen_image,
+    unsupported,
+    wan,
+)
 from .recorded import RecordedPlan
 
-_FAMILIES = (wan, flux, qwen_image, hunyuan_video, ltx, lumina, sd3, cosmos, hidream)
+_FAMILIES = (
+    *(wan, flux, qwen_image, hunyuan_video, ltx, one_stream, joint_attention, cross_attention, cosmos, hidream, audio),
+    unsupported,
+)
 
 # Every RecordedPlan that is a global variable of one of these modules, by the name of its class.
 PLANS = MappingProxyType(

@@ -65,3 +65,45 @@ WAN = RecordedPlan(
     refusals=(_times_of_frames,),
     prepare=_times_of_tokens,
 )
+
+CAMERA = RecordedPlan(
+    cls="wan.model.CameraWanModel",
+    models="Wan Fun Camera",
+    arguments=("x", "timestep", "context", "clip_fea", "camera_conditions"),
+    adapter=Adapter(
+        transformer="CameraWanModel",
+        pipelines="Wan Fun Camera in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={"blocks.0": {"x": VIDEO}, "blocks.*": {"freqs": POSITIONS}},
+            outputs={"blocks.-1": Gather(dim=1, segment="video")},
+            joint_order=("video",),
+            attention={"blocks.*.cross_attn": TO_TEXT},
+        ),
+        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context", "clip_fea")),
+    ),
+)
+
+VACE = RecordedPlan(
+    cls="wan.model.VaceWanModel",
+    models="Wan VACE",
+    arguments=("x", "timestep", "context", "clip_fea", "vace_context", "vace_strength"),
+    adapter=Adapter(
+        transformer="VaceWanModel",
+        pipelines="Wan VACE in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={
+                "blocks.0": {"x": VIDEO},
+                "blocks.*": {"freqs": POSITIONS},
+                # Every VACE block gets the video tokens that enter the first block.
+                "vace_blocks.*": {"x": VIDEO, "freqs": POSITIONS},
+                "vace_blocks.0": {"c": POSITIONS},
+            },
+            outputs={"head": Gather(dim=1, segment="video")},
+            joint_order=("video",),
+            attention={"blocks.*.cross_attn": TO_TEXT, "vace_blocks.*.cross_attn": TO_TEXT},
+        ),
+        # VACE blocks between these add to the video tokens, so no block is skipped.
+    ),
+)

@@ -1,0 +1,66 @@
+"""Plans of ACE-Step and Stable Audio. Compared with ComfyUI 0.33.0, ``comfy/ldm/ace`` and ``comfy/ldm/audio``."""
+
+from __future__ import annotations
+
+from para_core.adapters import Adapter
+from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.plans.plan import Attention, Entries, Gather, Halo, LinearAttention, Plan, Split
+
+from .recorded import RecordedPlan
+
+AUDIO = Split(dim=1, segment="audio")
+TO_TEXT = (Attention(("audio",), ("text",)),)
+
+ACE_STEP = RecordedPlan(
+    cls="ace.model.ACEStepTransformer2DModel",
+    models="ACE-Step 1",
+    arguments=("x", "timestep", "context", "speaker_embeds", "lyric_token_idx", "lyric_mask", "lyrics_strength"),
+    adapter=Adapter(
+        transformer="ACEStepTransformer2DModel",
+        pipelines="ACE-Step in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={
+                "transformer_blocks.0": {"hidden_states": AUDIO},
+                "transformer_blocks.*": {"rotary_freqs_cis": Split(dim=0, like="audio")},
+            },
+            outputs={"transformer_blocks.-1": Gather(dim=1, segment="audio")},
+            joint_order=("audio",),
+            halos={"transformer_blocks.*.ff.depth_conv": Halo(dim=2, segment="audio", size=1)},
+            attention={
+                # Products of keys and values, summed over all tokens.
+                "transformer_blocks.*.attn": LinearAttention("audio", sums=(("matmul", 0),)),
+                "transformer_blocks.*.cross_attn": TO_TEXT,
+            },
+        ),
+        blocks=CachedBlocks((BlockGroup(("transformer_blocks",)),), conditions=("context", "lyric_token_idx")),
+    ),
+)
+
+ACE_STEP15 = RecordedPlan(
+    cls="ace.ace_step15.AceStepConditionGenerationModel",
+    models="ACE-Step 1.5",
+    refused="its attention over a sliding window makes a mask from the tokens that it gets, which on a rank are a part.",
+)
+
+STABLE_AUDIO = RecordedPlan(
+    cls="audio.dit.AudioDiffusionTransformer",
+    models="Stable Audio",
+    arguments=("x", "timestep", "context", "global_embed"),
+    adapter=Adapter(
+        transformer="AudioDiffusionTransformer",
+        pipelines="Stable Audio in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={
+                "transformer.layers.0": {"x": AUDIO},
+                # A table with an entry for each token, and its scale.
+                "transformer.layers.*": {"rotary_pos_emb": Entries((Split(dim=0, like="audio"), None))},
+            },
+            outputs={"transformer.layers.-1": Gather(dim=1, segment="audio")},
+            joint_order=("audio",),
+            attention={"transformer.layers.*.cross_attn": TO_TEXT},
+        ),
+        blocks=CachedBlocks((BlockGroup(("transformer.layers",), ("x",), "x"),), conditions=("context",)),
+    ),
+)
