@@ -6,6 +6,8 @@
 #   make test-long  every case of every test, with Inductor everywhere and more examples
 #   make test-nodes  2 and 3 hosts × 2 ranks, as network namespaces (Linux, root), under torchrun; loopback addresses elsewhere
 #   make test-fleet all tests of replicas, of the server and of the command, on Ray (a minute of them is in make test)
+#   make test-comfyui  the node pack in ComfyUI itself: COMFYUI=its folder; COMFYUI_PYTHON=a Python with its requirements
+#   make comfyui-zip  build/comfyui_para_core.zip, to unpack into ComfyUI's custom_nodes
 #   make docs       the site, in build/site, from its own extra; links are checked
 #   make bench      measure, and write benchmarks/results/
 #   make gpu-check  what only a GPU can tell, in at most 45 minutes; takes a Python whose torch has CUDA as it is (docs/install.md)
@@ -24,7 +26,7 @@ AT_ONCE := -n 2 --dist worksteal
 GPU_CHECK ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-long test-nodes test-fleet pytest lint types bench gpu-check docs clean
+.PHONY: help demo check test test-long test-nodes test-fleet test-comfyui comfyui-zip pytest lint types bench gpu-check docs clean
 # Lint, then types, then tests, one after the other: the tests meet time-outs and want both cores.
 .NOTPARALLEL:
 
@@ -37,7 +39,7 @@ demo: $(STAMP)
 
 check: lint types
 	@echo "==> tests of one process"
-	$(BIN)/python -m pytest -m "not ranks and not slow and not long and not nodes" $(AT_ONCE) $(PYTEST)
+	$(BIN)/python -m pytest -m "not ranks and not slow and not long and not nodes and not comfyui" $(AT_ONCE) $(PYTEST)
 
 test: lint types
 	@echo "==> tests"
@@ -45,11 +47,25 @@ test: lint types
 
 test-long: lint types
 	@echo "==> tests, the long ones too"
-	$(BIN)/python -m pytest -m "not nodes" --hypothesis-profile=long $(AT_ONCE) $(PYTEST)
+	$(BIN)/python -m pytest -m "not nodes and not comfyui" --hypothesis-profile=long $(AT_ONCE) $(PYTEST)
 
 test-nodes: $(STAMP)
 	@echo "==> tests on several hosts"
 	$(BIN)/python -m pytest -m nodes $(PYTEST) tests/nodes
+
+# Where to find ComfyUI, and the Python that has its requirements and para_core; .venv, if it has them.
+COMFYUI ?=
+COMFYUI_PYTHON ?= $(BIN)/python
+
+test-comfyui: $(STAMP)
+	@echo "==> tests in ComfyUI"
+	@[ -f "$(COMFYUI)/main.py" ] || { echo "COMFYUI is '$(COMFYUI)'; expected the folder of ComfyUI, which has main.py: make test-comfyui COMFYUI=path"; exit 1; }
+	COMFYUI="$(abspath $(COMFYUI))" COMFYUI_PYTHON="$(abspath $(COMFYUI_PYTHON))" $(BIN)/python -m pytest -m comfyui $(PYTEST) tests/comfyui
+
+comfyui-zip:
+	@mkdir -p build && rm -f build/comfyui_para_core.zip
+	@git archive --format=zip --output build/comfyui_para_core.zip HEAD comfyui_para_core
+	@echo "build/comfyui_para_core.zip"
 
 # One at a time: each has rank processes on both cores.
 test-fleet: $(STAMP)

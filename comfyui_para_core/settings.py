@@ -32,7 +32,7 @@ class Settings:
     @classmethod
     def of(cls, *, ranks: int, mesh: str, cache: float, weights: str) -> Settings:
         """Return the settings for the inputs of the node. Raise ValueError if an input is not valid."""
-        if not isinstance(ranks, int) or ranks < 1:
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
             raise ValueError(f"ranks is {ranks!r}; expected the number of processes, 1 or more.")
         if not math.isfinite(cache) or cache < 0:
             raise ValueError(f"cache is {cache!r}; expected a threshold such as 0.1, or 0 for no cache.")

@@ -40,7 +40,7 @@ ACE_STEP = RecordedPlan(
 ACE_STEP15 = RecordedPlan(
     cls="ace.ace_step15.AceStepConditionGenerationModel",
     models="ACE-Step 1.5",
-    refused="its attention over a sliding window makes a mask from the tokens that it gets, which on a rank are a part.",
+    refused="its attention over a sliding window makes a mask from the tokens that it gets, on a rank a part of all.",
 )
 
 STABLE_AUDIO = RecordedPlan(

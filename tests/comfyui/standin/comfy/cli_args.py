@@ -1,0 +1,3 @@
+import argparse
+
+args = argparse.Namespace(cpu=True, flag_of_the_caller=False)

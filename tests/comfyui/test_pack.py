@@ -1,0 +1,299 @@
+"""The node that loads a model on ranks, in a stand-in for ComfyUI with the same interfaces (`standin`).
+
+`test_server.py` runs the same pack in ComfyUI itself.
+"""
+
+import gc
+import importlib.util
+import shutil
+import sys
+import weakref
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import save_file
+
+HERE = Path(__file__).parent
+LORA = {"diffusion_model.blocks.1.self_attn.q.weight": 0.3 * torch.ones(16, 16)}
+
+
+@pytest.fixture(scope="module")
+def comfy():
+    """Put the stand-in on ``sys.path`` as ComfyUI is, and remove it after the tests."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(HERE / "standin"))
+    import comfy.model_management
+    import comfy.sample
+    import comfy.sd
+
+    yield comfy
+    comfy.model_management.unload_all_models()
+    sys.path.remove(str(HERE / "standin"))
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("comfy", "folder_paths") or "custom_nodes" in name:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def nodes(comfy, tmp_path_factory):
+    """Return the node classes of a copy of the folder in ``custom_nodes``, imported as ComfyUI imports it."""
+    folder = tmp_path_factory.mktemp("comfyui") / "custom_nodes" / "para-core"
+    shutil.copytree(HERE.parents[1] / "comfyui_para_core", folder)
+    name = str(folder).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module.NODE_CLASS_MAPPINGS
+
+
+@pytest.fixture(scope="module")
+def file_of(comfy, tmp_path_factory):
+    def write(cls):
+        import comfy.ldm.other.model
+        import comfy.ops
+
+        torch.manual_seed(0)
+        model = getattr(comfy.ldm.other.model, cls)(operations=comfy.ops.disable_weight_init, dtype=torch.float32)
+        path = tmp_path_factory.mktemp("files") / f"{cls}.safetensors"
+        module = "comfy.ldm.wan.model" if cls == "WanModel" else "comfy.ldm.other.model"
+        save_file(model.state_dict(), path, {"class": f"{module}.{cls}"})
+        return str(path)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def wan(file_of):
+    return file_of("WanModel")
+
+
+def load(nodes, path, **settings):
+    inputs = {"weight_dtype": "default", "ranks": 2, "mesh": "auto", "cache": 0.0, "weights": "replicated"}
+    (model,) = nodes["ParaCoreLoadOnRanks"]().load(path, **{**inputs, **settings})
+    return model
+
+
+@pytest.fixture(scope="module")
+def remote(nodes, wan):
+    model = load(nodes, wan)
+    yield model
+    model.close_ranks()
+
+
+def sampled(comfy, patcher, seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    noise, context = (torch.randn(shape, generator=generator) for shape in ((1, 4, 3, 6, 10), (1, 5, 6)))
+    return comfy.sample.sample(patcher, noise, context, **options)
+
+
+def error(out, expected):
+    return float((out - expected).norm() / expected.norm())
+
+
+def ranks_of_this_process():
+    children = psutil.Process().children()
+    return [child.pid for child in children if "para_core.launcher.rank" in " ".join(child.cmdline())]
+
+
+def test_samples_and_loras_equal_those_of_one_process(comfy, remote, wan):
+    local = comfy.sd.load_diffusion_model(wan)
+    with_lora, remote_with_lora = local.clone(), remote.clone()
+    for patcher in (with_lora, remote_with_lora):
+        patcher.add_patches(LORA, 0.8)
+    without, expected = sampled(comfy, local), sampled(comfy, with_lora)
+    assert error(expected, without) > 1e-3
+    for patcher, latent in ((remote, without), (remote_with_lora, expected), (remote, without)):
+        assert error(sampled(comfy, patcher), latent) < 1e-5
+    assert all(x.is_meta for x in remote.model.diffusion_model.parameters())
+
+
+def test_loras_are_sent_once_for_each_change(comfy, remote):
+    calls = []
+    handle = remote.ranks._handle
+    original = type(handle)._run
+
+    def counted(self, ticket, function, *args, **kwargs):
+        calls.append(function)
+        return original(self, ticket, function, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(handle), "_run", counted)
+        patcher = remote.clone()
+        patcher.add_patches(LORA)
+        for seed in range(2):
+            sampled(comfy, patcher, seed)
+    assert calls.count("patch") == 1
+    assert calls.count("forward") == 8
+
+
+def test_wrappers_run_in_this_process(comfy, remote, wan):
+    def wrapper(executor, *args, **kwargs):
+        return 1.5 * executor(*args, **kwargs)
+
+    local, patcher = comfy.sd.load_diffusion_model(wan), remote.clone()
+    without = sampled(comfy, local)
+    for model in (local, patcher):
+        model.model_options["transformer_options"]["wrappers"] = {"diffusion_model": {"tests": [wrapper]}}
+    expected = sampled(comfy, local)
+    assert error(expected, without) > 0.01
+    assert error(sampled(comfy, patcher), expected) < 1e-5
+
+
+def test_known_options_reach_the_ranks(comfy, remote, wan):
+    local, patcher = comfy.sd.load_diffusion_model(wan), remote.clone()
+    without = sampled(comfy, local)
+    for model in (local, patcher):
+        model.model_options["transformer_options"]["rope_options"] = {"scale_x": 3.0}
+    expected = sampled(comfy, local)
+    assert error(expected, without) > 1e-4
+    assert error(sampled(comfy, patcher), expected) < 1e-5
+
+
+def test_methods_that_read_weights_run_on_the_ranks(comfy, remote, wan):
+    text = torch.randn(1, 5, 6)
+    expected = comfy.sd.load_diffusion_model(wan).model.diffusion_model.preprocess_text_embeds(text)
+    torch.testing.assert_close(remote.model.diffusion_model.preprocess_text_embeds(text), expected)
+
+
+def replaced(args, extra):
+    return extra["original_block"](args)
+
+
+OPTIONS = [
+    ({"patches_replace": {"dit": {("double_block", 0): replaced}}}, ["patches_replace", "dit", "replaced"]),
+    ({"patches": {"attn1_patch": [replaced]}}, ["patches", "attn1_patch", "replaced"]),
+    ({"optimized_attention_override": replaced}, ["optimized_attention_override", "replaced"]),
+    ({"of_another_pack": 3}, ["of_another_pack"]),
+    ({"wrappers": {"inside_of_the_model": {None: [replaced]}}}, ["wrappers", "inside_of_the_model"]),
+    ({"callbacks": {"inside_of_the_model": {None: [replaced]}}}, ["callbacks", "inside_of_the_model"]),
+]
+
+
+@pytest.mark.parametrize(("options", "named"), OPTIONS, ids=" ".join)
+def test_options_that_do_not_reach_the_ranks_are_refused_by_name(comfy, remote, options, named):
+    patcher = remote.clone()
+    patcher.model_options["transformer_options"].update(options)
+    with pytest.raises(ValueError) as refused:
+        sampled(comfy, patcher)
+    assert [name for name in named if name not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize("empty", [{"patches": {}}, {"patches_replace": {"dit": {}}}, {"of_another_pack": None}])
+def test_empty_options_are_not_refused(comfy, remote, wan, empty):
+    patcher = remote.clone()
+    patcher.model_options["transformer_options"].update(empty)
+    assert error(sampled(comfy, patcher), sampled(comfy, comfy.sd.load_diffusion_model(wan))) < 1e-5
+
+
+def test_changes_of_the_patcher_that_do_not_reach_the_ranks_are_refused_by_name(comfy, remote):
+    for change, named in (
+        (lambda patcher: patcher.add_object_patch("diffusion_model.head", None), "diffusion_model.head"),
+        (lambda patcher: patcher.add_object_patch("manual_cast_dtype", torch.bfloat16), "manual_cast_dtype"),
+        (lambda patcher: patcher.weight_wrapper_patches.update(w=[replaced]), "w"),
+        (lambda patcher: patcher.injections.update(a_pack=[replaced]), "a_pack"),
+        (lambda patcher: patcher.hook_patches.update(a_hook={}), "a_hook"),
+        (lambda patcher: patcher.add_hook_patches(None, {}), "hook LoRA"),
+        (lambda patcher: patcher.get_key_patches(), "merges"),
+        (lambda patcher: patcher.state_dict_for_saving(), "saves"),
+        (lambda patcher: patcher.deepclone_multigpu(), "MultiGPU"),
+        (lambda patcher: patcher.additional_models.update(multigpu=[patcher]), "MultiGPU"),
+    ):
+        patcher = remote.clone()
+        with pytest.raises(ValueError) as refused:
+            change(patcher)
+            sampled(comfy, patcher)
+        assert named in str(refused.value)
+    outside = remote.clone()
+    outside.add_object_patch("model_sampling", object())
+    sampled(comfy, outside)
+
+
+def test_conditions_that_were_not_compared_are_refused_by_name(comfy, remote):
+    with pytest.raises(ValueError, match="condition vace_context"):
+        sampled(comfy, remote, vace_context=torch.zeros(1))
+    with pytest.raises(ValueError, match=r"argument vace_context .*\.Unsent"):
+        sampled(comfy, remote, vace_context=Unsent())
+    sampled(comfy, remote, vace_context=None, crossattn_controlnet=torch.zeros(1))
+
+
+class Unsent:
+    """Stands for an object of another node."""
+
+
+def test_the_memory_manager_is_told_what_the_first_rank_holds(comfy, remote):
+    sampled(comfy, remote)
+    size = sum(x.numel() * x.element_size() for x in remote.model.diffusion_model.parameters())
+    assert remote.model_size() == remote.loaded_size() == size
+    assert remote.model.memory_required([1]) == 500.0  # of 1000.0 on two ranks
+
+
+def test_unloading_all_models_ends_the_ranks_which_start_again(comfy, remote, wan):
+    sampled(comfy, remote)
+    before = ranks_of_this_process()
+    assert len(before) == 2
+    comfy.model_management.unload_all_models()
+    assert ranks_of_this_process() == []
+    assert remote.loaded_size() == 0
+    assert remote.model_size() > 1
+    patcher, local = remote.clone(), comfy.sd.load_diffusion_model(wan)
+    for model in (patcher, local):
+        model.add_patches(LORA)
+    assert error(sampled(comfy, patcher), sampled(comfy, local)) < 1e-5
+    assert len(ranks_of_this_process()) == 2
+
+
+def test_the_close_node_ends_the_ranks(comfy, nodes, remote, wan):
+    samples = {"samples": sampled(comfy, remote)}
+    assert nodes["ParaCoreCloseRanks"]().close(remote, samples) == (samples,)
+    assert ranks_of_this_process() == []
+    with pytest.raises(ValueError, match="has no ranks"):
+        nodes["ParaCoreCloseRanks"]().close(comfy.sd.load_diffusion_model(wan), samples)
+
+
+def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wan):
+    local = comfy.sd.load_diffusion_model(wan)
+    expected = sampled(comfy, local, steps=8)
+    model = load(nodes, wan, weights="fsdp", cache=0.3, mesh="ring 2")
+    out = sampled(comfy, model, steps=8)
+    assert 1e-6 < error(out, expected) < 0.3
+    assert torch.equal(sampled(comfy, model, steps=8), out)
+    patcher = model.clone()
+    patcher.add_patches(LORA)
+    assert error(sampled(comfy, patcher, steps=8), out) > 1e-3
+    ended = weakref.ref(model)
+    comfy.model_management.current_loaded_models.clear()
+    del model, patcher
+    gc.collect()
+    assert ended() is None
+    assert ranks_of_this_process() == []
+
+
+def test_a_class_without_a_recorded_plan_is_proposed_on_a_small_copy(comfy, nodes, file_of):
+    path = file_of("OtherModel")
+    model = load(nodes, path)
+    assert error(sampled(comfy, model), sampled(comfy, comfy.sd.load_diffusion_model(path))) < 1e-5
+    model.close_ranks()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"ranks": 0}, "ranks is 0"),
+        ({"ranks": True}, "ranks is True"),
+        ({"mesh": "ring 3"}, "'ring 3'"),
+        ({"mesh": "tensor 2"}, "'tensor 2'"),
+        ({"mesh": "ring -2"}, "'ring -2'"),
+        ({"mesh": "2"}, "'2'"),
+        ({"cache": -0.1}, "cache is -0.1"),
+        ({"cache": float("nan")}, "cache is nan"),
+        ({"weights": "tensor"}, "weights is 'tensor'"),
+        ({"weight_dtype": "int4"}, "weight_dtype is 'int4'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_errors_of_the_loader(nodes, wan, settings, named):
+    with pytest.raises(ValueError) as refused:
+        load(nodes, wan, **settings)
+    assert named in str(refused.value)
