@@ -19,6 +19,7 @@ from unittest import mock
 from benchmarks import one_process, reports
 from benchmarks.attention import low_precision
 from benchmarks.cache import forecasts, quality
+from benchmarks.comfyui import classes as comfyui
 from benchmarks.demo import gallery
 from benchmarks.faults import cells as faults
 from benchmarks.harness import ROOT, fill, markdown_table, parser_of, read_results
@@ -163,6 +164,7 @@ def _requirement(text: str) -> str:
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "README.md": (peers.parts, beside_diffusers.parts),
     "docs/cache.md": (forecasts.parts,),
+    "docs/comfyui.md": (comfyui.parts,),
     "docs/command.md": (memory.encode_first_parts,),
     "docs/install.md": (extras,),
     "docs/kernels.md": (low_precision.parts,),

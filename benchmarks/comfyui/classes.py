@@ -156,13 +156,28 @@ def main() -> None:
 
 
 def parts() -> dict[str, list[str]]:
-    """Return the table of docs/comfyui.md."""
+    """Return the table of docs/comfyui.md, one line for each model, and the classes without a recorded plan."""
     results = read_results("comfyui")
-    lines = [
-        (row["model"], row["class"], row["condition"], row["verdict"] + (f" ({row['why']})" if row["why"] else ""))
-        for row in results["models"]
-    ]
-    return {"comfyui": markdown_table(["model", "class", "condition", "on 2 and 3 ranks"], lines)}
+    by_model: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in results["models"]:
+        by_model.setdefault((row["model"], row["class"]), []).append(row)
+    lines = [_line(model, cls, rows) for (model, cls), rows in by_model.items() if rows[0]["verdict"] != "not recorded"]
+    others = [f"`{cls}`" for (_, cls), rows in by_model.items() if rows[0]["verdict"] == "not recorded"]
+    heads = ["model", "class of `comfy/ldm`", "2 and 3 ranks", "also with", "refused", "cache"]
+    counts = [row["verdict"] for row in results["models"]]
+    summary = (
+        f"ComfyUI {results['comfyui']}: {counts.count('exact')} calls exact, {counts.count('refused')} refused, "
+        f"{counts.count('wrong')} wrong. No plan is recorded for {', '.join(sorted(others))}."
+    )
+    return {"comfyui models": markdown_table(heads, lines), "comfyui others": [summary]}
+
+
+def _line(model: str, cls: str, rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the cells of a model, whose first row is its call without further conditions."""
+    first, more = rows[0], rows[1:]
+    verdict = first["why"] if first["verdict"] == "refused" else first["verdict"]
+    named = {kind: "; ".join(row["condition"] for row in more if row["verdict"] == kind) for kind in ("exact", "refused")}
+    return (model, f"`{cls}`", verdict, named["exact"], named["refused"], "yes" if first.get("cache") else "")
 
 
 if __name__ == "__main__":
