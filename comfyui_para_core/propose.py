@@ -88,21 +88,23 @@ def _example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: in
     """
     patch = getattr(model, "patch_size", getattr(model, "patch_spatial", 2))
     patch = patch[-1] if isinstance(patch, (list, tuple)) else patch
-    size = (height * patch, width * patch)
+    size: tuple[int, ...] = (height * patch, width * patch)
     latent = inputs["x"].shape[-2:]
+    if inputs["x"].ndim == 3:  # [B, C, length]: sound
+        size, latent = (height * width * patch,), inputs["x"].shape[-1:]
     example = {name: _resized(value, latent, size) for name, value in inputs.items()}
     accepted = inspect.signature(model.forward).parameters
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     return {name: value for name, value in example.items() if any_name or name in accepted}
 
 
-def _resized(value: Any, latent: torch.Size, size: tuple[int, int]) -> Any:
+def _resized(value: Any, latent: torch.Size, size: tuple[int, ...]) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.float().cpu() if value.is_floating_point() else value.cpu()
-        if value.ndim < 4 or value.shape[-2:] != latent:
+        if value.ndim < len(latent) + 2 or value.shape[-len(latent) :] != latent:
             return value
         generator = torch.Generator().manual_seed(1)
-        return torch.randn((*value.shape[:-2], *size), generator=generator)
+        return torch.randn((*value.shape[: -len(latent)], *size), generator=generator)
     if isinstance(value, Mapping):
         return {key: _resized(entry, latent, size) for key, entry in value.items()}
     if type(value) in (list, tuple):

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import ForeignCodeWarning, apply_cache, cache_context, init_context_parallel_mesh, reset_cache
-from para_core.adapters import Adapter, parallelize_transformer
+from para_core.adapters import parallelize_transformer
+from para_core.cache.blocks import CachedBlocks
 from para_core.weights.fsdp import shard_blocks
 
 from .cut import use_cut
@@ -40,8 +41,8 @@ class RankModel:
         self.model: nn.Module = self.patcher.model.diffusion_model
         self.recorded = find_plan(type(self.model))
         use_cut(self.model)
-        self.adapter: Adapter | None = None
         self.ready = False
+        self.forms: dict[str, str] = {}
         if self.settings.ranks > 1:
             require_interceptable_attention()
             if self.recorded is not None and self.recorded.refused:
@@ -54,8 +55,16 @@ class RankModel:
         """Load the weights of the file, with ``patches`` applied by ComfyUI's own code."""
         if self.settings.weights == "fsdp" and self.ready:
             self._read()  # Parts of weights cannot be patched.
+        self._apply(patches)
+
+    def _apply(self, patches: dict[str, Any]) -> None:
         self.patcher.patches, self.patcher.patches_uuid = patches, object()
         comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
+
+    def _read_again(self) -> None:
+        patches = self.patcher.patches
+        self._read()
+        self._apply(patches)
 
     def memory(self) -> int:
         """Return the bytes that this rank holds on its device."""
@@ -67,7 +76,7 @@ class RankModel:
         """Return the output of the model, and :meth:`memory`. ``begins`` says that a generation begins."""
         inputs = _to(arguments, self.patcher.load_device)
         with torch.inference_mode(False), torch.no_grad():
-            if not self.ready:
+            if not self.ready or self._is_other_form(inputs):
                 self._parallelize(inputs)
             if self.settings.ranks > 1 and self.recorded is not None:
                 require_checked(self.recorded, self.model, inputs)
@@ -90,10 +99,17 @@ class RankModel:
         with cache_context(self.model, " ".join(map(str, options.get("uuids", ())))):
             return self.model(**inputs)
 
+    def _is_other_form(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the plan was proposed from a call with other arguments, which says nothing about this one."""
+        proposed = self.recorded is None and (self.settings.ranks > 1 or self.settings.cache > 0)
+        return proposed and forms_of(inputs) != self.forms
+
     def _parallelize(self, inputs: Mapping[str, Any]) -> None:
         settings, adapter = self.settings, None if self.recorded is None else self.recorded.adapter
         if adapter is None and (settings.ranks > 1 or settings.cache):
-            adapter = propose_on_small_model(self.patcher.model, self.model, inputs)
+            if self.ready:
+                self._read_again()
+            adapter, self.forms = propose_on_small_model(self.patcher.model, self.model, inputs), forms_of(inputs)
         device = self.patcher.load_device.type
         if settings.cache and (adapter is None or adapter.blocks is None):
             raise ValueError(
@@ -106,9 +122,7 @@ class RankModel:
             parallelize_transformer(self.model, mesh=mesh, adapter=adapter)
         if settings.cache and adapter is not None and adapter.blocks is not None:
             warnings.filterwarnings("ignore", message=f".*{_copy_inputs.__name__}", category=ForeignCodeWarning)
-            for name in {name for group in adapter.blocks.groups for name in group.lists}:
-                for block in self.model.get_submodule(name).children():
-                    block.register_forward_pre_hook(_copy_inputs, with_kwargs=True)
+            keep_inputs_of_blocks(self.model, adapter.blocks)
             apply_cache(self.model, adapter.blocks, residual_diff_threshold=settings.cache)
         if settings.weights == "fsdp" and settings.ranks > 1:
             mesh = init_device_mesh(device, (settings.ranks,))
@@ -116,8 +130,14 @@ class RankModel:
         self.ready = True
 
 
+def keep_inputs_of_blocks(model: nn.Module, blocks: CachedBlocks) -> None:
+    """Give the blocks copies of their inputs: many blocks of ComfyUI change these, and the cache has to keep them."""
+    for name in {name for group in blocks.groups for name in group.lists}:
+        for block in model.get_submodule(name).children():
+            block.register_forward_pre_hook(_copy_inputs, with_kwargs=True)
+
+
 def _copy_inputs(block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return copies of a block's tensors: many blocks of ComfyUI change their inputs, which the cache has to keep."""
     copies = [_copied(value) for value in args]
     return tuple(copies), {name: _copied(value) for name, value in kwargs.items()}
 
@@ -154,6 +174,21 @@ def require_checked(recorded: RecordedPlan, model: nn.Module, inputs: Mapping[st
                 f"this workflow gives {recorded.models} {problem}, which its plan on several ranks does not "
                 "describe. Set ranks to 1, or remove it."
             )
+
+
+def forms_of(inputs: Mapping[str, Any]) -> dict[str, str]:
+    """Return for each argument that is given what decides how a model treats it: dims of tensors, and plain values."""
+    return {name: _form(value) for name, value in inputs.items() if name != "transformer_options" and value is not None}
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.ndim} dims"
+    if isinstance(value, Mapping):
+        return str({key: _form(entry) for key, entry in value.items()})
+    if isinstance(value, (list, tuple)):
+        return str(sorted({_form(entry) for entry in value}))
+    return type(value).__name__ if isinstance(value, (int, float)) and not isinstance(value, bool) else repr(value)
 
 
 # Conditions that ComfyUI gives to every model, and that only its ControlNets read.

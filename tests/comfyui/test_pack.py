@@ -273,8 +273,12 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
 
 def test_a_class_without_a_recorded_plan_is_proposed_on_a_small_copy(comfy, nodes, file_of):
     path = file_of("OtherModel")
-    model = load(nodes, path)
-    assert error(sampled(comfy, model), sampled(comfy, comfy.sd.load_diffusion_model(path))) < 1e-5
+    model, local = load(nodes, path), comfy.sd.load_diffusion_model(path)
+    assert error(sampled(comfy, model), sampled(comfy, local)) < 1e-5
+    # With another condition the plan is proposed again.
+    bias = {"clip_fea": torch.linspace(-1, 1, 16)}
+    assert error(sampled(comfy, local, **bias), sampled(comfy, local)) > 1e-3
+    assert error(sampled(comfy, model, **bias), sampled(comfy, local, **bias)) < 1e-5
     model.close_ranks()
 
 
