@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import Any
 
 from .settings import AUTOMATIC, WEIGHTS, Settings
@@ -90,12 +91,17 @@ class CloseRanks:
 
 
 def _require_para_core() -> None:
-    if importlib.util.find_spec("para_core") is None:
+    missing = [name for name in ("para_core", "cloudpickle") if not _is_installed(name)]
+    if missing:
         raise RuntimeError(
-            "para_core is not installed in the Python that runs ComfyUI, and the ranks need it: run "
-            "`python -m pip install para_core` with that Python, and start ComfyUI again. The nodes that send "
-            "requests to `para_core serve` work without it."
+            f"{' and '.join(missing)} cannot be imported by the Python that runs ComfyUI, and the ranks need it: run "
+            "`python -m pip install 'para_core[launch]'` with that Python, and start ComfyUI again. The nodes that "
+            "send requests to `para_core serve` work without it."
         )
+
+
+def _is_installed(module: str) -> bool:
+    return module in sys.modules or importlib.util.find_spec(module) is not None
 
 
 NODE_CLASS_MAPPINGS = {"ParaCoreLoadOnRanks": LoadOnRanks, "ParaCoreCloseRanks": CloseRanks}

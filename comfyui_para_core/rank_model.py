@@ -8,6 +8,7 @@ from typing import Any
 
 import comfy.ldm.modules.attention
 import comfy.model_management
+import comfy.utils
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +35,7 @@ class RankModel:
 
     def __init__(self, path: str, options: Mapping[str, Any], settings: Settings) -> None:
         self.path, self.options, self.settings = path, options, settings
+        self.in_parts = settings.weights == "fsdp" and settings.ranks > 1
         self._read()
 
     def _read(self) -> None:
@@ -53,13 +55,21 @@ class RankModel:
 
     def patch(self, patches: dict[str, Any]) -> None:
         """Load the weights of the file, with ``patches`` applied by ComfyUI's own code."""
-        if self.settings.weights == "fsdp" and self.ready:
+        if self.in_parts and self.ready:
             self._read()  # Parts of weights cannot be patched.
         self._apply(patches)
 
     def _apply(self, patches: dict[str, Any]) -> None:
         self.patcher.patches, self.patcher.patches_uuid = patches, object()
-        comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
+        if not self.in_parts:
+            comfy.model_management.load_models_gpu([self.patcher], force_full_load=True)
+            return
+        # The whole model may be larger than the GPU, so patch one weight after the other there, as ComfyUI does, and
+        # leave all in host memory. Sharding moves a part of each block to the GPU.
+        model = self.patcher.model
+        for name in patches:
+            self.patcher.patch_weight_to_device(name, device_to=self.patcher.load_device)
+            comfy.utils.set_attr_param(model, name, comfy.utils.get_attr(model, name).to(self.patcher.offload_device))
 
     def _read_again(self) -> None:
         patches = self.patcher.patches
@@ -124,7 +134,7 @@ class RankModel:
             warnings.filterwarnings("ignore", message=f".*{_copy_inputs.__name__}", category=ForeignCodeWarning)
             keep_inputs_of_blocks(self.model, adapter.blocks)
             apply_cache(self.model, adapter.blocks, residual_diff_threshold=settings.cache)
-        if settings.weights == "fsdp" and settings.ranks > 1:
+        if self.in_parts:
             mesh = init_device_mesh(device, (settings.ranks,))
             shard_blocks(self.model, _blocks_of(self.model), mesh)
         self.ready = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import pickle
 import sys
 from collections.abc import Callable, Mapping
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 from .settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 class Ranks:
@@ -45,6 +48,7 @@ class Ranks:
         if self._handle is None:
             from para_core import launch
 
+            logger.info("para_core: starting %d ranks for %s", self.settings.ranks, Path(self.path).name)
             load = _loader(self.path, self.options, self.settings)
             self._handle, self._patches_uuid = launch(load, ranks=self.settings.ranks, progress=False), None
         if self._patches_uuid != patches_uuid:

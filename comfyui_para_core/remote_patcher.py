@@ -25,6 +25,11 @@ _PER_RANK_WEIGHTS = {"replicated": False, "fsdp": True}
 def load_remote(path: str, options: dict[str, Any], settings: Settings) -> RemotePatcher:
     """Return the MODEL of the file at ``path``, in place of what ComfyUI's loader returns."""
     patcher = load_diffusion_model(path, options)
+    if patcher.load_device.type == "cuda" and settings.ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"ranks is {settings.ranks}, and ComfyUI sees {torch.cuda.device_count()} GPUs; expected one GPU for "
+            f"each rank."
+        )
     model = patcher.model
     size = sum(x.numel() * x.element_size() for x in model.diffusion_model.parameters())
     # Names and shapes of the weights stay, because LoRA keys and conditions need them.

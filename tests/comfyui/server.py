@@ -126,6 +126,7 @@ def workflow(
     seed: int = 1,
     text: str = "a red ball",
     close: bool = False,
+    weight_dtype: str = "default",
     **settings: object,
 ) -> dict:
     """Return a workflow, text to video on Wan, in ComfyUI's API format. ``ranks`` None is ComfyUI's own loader."""
@@ -137,9 +138,9 @@ def workflow(
         return [name, 0]
 
     if ranks is None:
-        model = node("UNETLoader", unet_name="wan.safetensors", weight_dtype="default")
+        model = node("UNETLoader", unet_name="wan.safetensors", weight_dtype=weight_dtype)
     else:
-        inputs = {"mesh": "auto", "cache": 0.0, "weights": "replicated", "weight_dtype": "default", **settings}
+        inputs = {"mesh": "auto", "cache": 0.0, "weights": "replicated", "weight_dtype": weight_dtype, **settings}
         model = node("ParaCoreLoadOnRanks", unet_name="wan.safetensors", ranks=ranks, **inputs)
     if lora is not None:
         model = node("LoraLoaderModelOnly", model=model, lora_name="lora.safetensors", strength_model=lora)

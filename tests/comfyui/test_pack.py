@@ -6,6 +6,7 @@
 import gc
 import importlib.util
 import shutil
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 HERE = Path(__file__).parent
+PACK = HERE.parents[1] / "comfyui_para_core"
 LORA = {"diffusion_model.blocks.1.self_attn.q.weight": 0.3 * torch.ones(16, 16)}
 
 
@@ -40,7 +42,7 @@ def comfy():
 def nodes(comfy, tmp_path_factory):
     """Return the node classes of a copy of the folder in ``custom_nodes``, imported as ComfyUI imports it."""
     folder = tmp_path_factory.mktemp("comfyui") / "custom_nodes" / "para-core"
-    shutil.copytree(HERE.parents[1] / "comfyui_para_core", folder)
+    shutil.copytree(PACK, folder)
     name = str(folder).replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     module = importlib.util.module_from_spec(spec)
@@ -269,6 +271,29 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
     gc.collect()
     assert ended() is None
     assert ranks_of_this_process() == []
+
+
+def test_without_para_core_the_loader_says_so_and_the_other_nodes_are_there(comfy, wan):
+    program = f"""
+import importlib.util, sys
+class Missing:
+    def find_spec(self, name, *args):
+        if name.partition(".")[0] in ("para_core", "cloudpickle"):
+            raise ModuleNotFoundError(name)
+sys.path[:0] = [{str(HERE / "standin")!r}]
+spec = importlib.util.spec_from_file_location("a pack", {str(PACK / "__init__.py")!r})
+module = importlib.util.module_from_spec(spec)
+sys.modules["a pack"] = module
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *args: None if name in ("para_core", "cloudpickle") else real(name, *args)
+sys.meta_path.insert(0, Missing())
+spec.loader.exec_module(module)
+print(*module.NODE_CLASS_MAPPINGS)
+module.NODE_CLASS_MAPPINGS["ParaCoreLoadOnRanks"]().load({wan!r}, "default", 2, "auto", 0.0, "replicated")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "ParaCoreTextToImage" in ended.stdout
+    assert ended.stderr.splitlines()[-1].startswith("RuntimeError: para_core and cloudpickle cannot be imported")
 
 
 def test_a_class_without_a_recorded_plan_is_proposed_on_a_small_copy(comfy, nodes, file_of):

@@ -58,6 +58,12 @@ def test_weights_in_parts_with_a_lora(comfyui):
         require_equal(comfyui, 2, lora=lora, weights="fsdp")
 
 
+def test_weights_in_8_bits(comfyui):
+    seed = next(SEEDS)
+    full = comfyui.latent(workflow(None, seed=seed))
+    assert error(require_equal(comfyui, 2, seed=seed, weight_dtype="fp8_e4m3fn"), full) > 1e-4
+
+
 def test_a_ring(comfyui):
     require_equal(comfyui, 2, mesh="ring 2")
 

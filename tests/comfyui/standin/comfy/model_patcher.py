@@ -51,12 +51,15 @@ class ModelPatcher:
     def inject_model(self):
         pass
 
+    def patch_weight_to_device(self, name, device_to=None):
+        weight = self.model.state_dict()[name]
+        self.backup[name] = weight.clone()
+        for strength, tensor in self.patches[name]:
+            weight += strength * tensor
+
     def load(self, device_to=None):
-        weights = self.model.state_dict()
-        for name, entries in self.patches.items():
-            self.backup[name] = weights[name].clone()
-            for strength, tensor in entries:
-                weights[name] += strength * tensor
+        for name in self.patches:
+            self.patch_weight_to_device(name, device_to)
         self.model.current_weight_patches_uuid = self.patches_uuid
         self.model.model_loaded_weight_memory = self.model_size()
 
