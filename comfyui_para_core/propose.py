@@ -89,9 +89,10 @@ def _example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: in
     patch = getattr(model, "patch_size", getattr(model, "patch_spatial", 2))
     patch = patch[-1] if isinstance(patch, (list, tuple)) else patch
     size: tuple[int, ...] = (height * patch, width * patch)
-    latent = inputs["x"].shape[-2:]
-    if inputs["x"].ndim == 3:  # [B, C, length]: sound
-        size, latent = (height * width * patch,), inputs["x"].shape[-1:]
+    first = next(value for value in inputs.values() if isinstance(value, torch.Tensor))  # the latent
+    latent = first.shape[-2:]
+    if first.ndim == 3:  # [B, C, length]: sound
+        size, latent = (height * width * patch,), first.shape[-1:]
     example = {name: _resized(value, latent, size) for name, value in inputs.items()}
     accepted = inspect.signature(model.forward).parameters
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())

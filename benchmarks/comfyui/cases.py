@@ -31,6 +31,7 @@ class Case:
         variants: The same with further arguments, by what they are for.
         shown: The two sizes that are shown to propose_plan.
         sizes: The sizes of the comparison, if the model does not accept the usual ones.
+        stubs: Functions in place of methods that take minutes on a CPU, before the tokens are split.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     variants: Mapping[str, Callable[[Size], Inputs]] = field(default_factory=dict)
     shown: tuple[Size, Size] = SHOWN
     sizes: tuple[Size, ...] = ()
+    stubs: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
         """Return the model with random weights in float32, the same for every call."""
@@ -48,6 +50,9 @@ class Case:
         path, _, name = f"comfy.ldm.{self.cls}".rpartition(".")
         cls = getattr(importlib.import_module(path), name)
         model = cls(**self.config, device="cpu", dtype=torch.float32, operations=comfy.ops.disable_weight_init)
+        for name, stub in self.stubs.items():
+            owner, _, method = name.rpartition(".")
+            setattr(model.get_submodule(owner), method, stub)
         return randomize(model.float().eval().requires_grad_(False))
 
 
@@ -354,8 +359,15 @@ def hunyuan15_image(size: Size) -> Inputs:
     return {**hunyuan15_inputs(size), "clip_fea": noise(1, 5, 20, seed=5)}
 
 
-HUNYUAN_IMAGE = {**HUNYUAN, "in_channels": 64, "out_channels": 64, "vec_in_dim": None, "patch_size": [1, 1]}
-HUNYUAN_IMAGE = {**HUNYUAN_IMAGE, "axes_dim": [8, 8], "byt5": True}
+HUNYUAN_IMAGE = {
+    **HUNYUAN,
+    "in_channels": 64,
+    "out_channels": 64,
+    "vec_in_dim": None,
+    "patch_size": [1, 1],
+    "axes_dim": [8, 8],
+    "byt5": True,
+}
 
 
 def hunyuan_image_inputs(size: Size) -> Inputs:
@@ -407,6 +419,33 @@ def ltx_keyframes(size: Size) -> Inputs:
     mask[:, :, -1, 0, 0] = -1
     keyframes = noise(1, 3, frame, 2, seed=5).abs()
     return {**ltx_times(size), "keyframe_idxs": keyframes, "denoise_mask": mask}
+
+
+LTX2 = {
+    **LTX,
+    "audio_in_channels": 128,
+    "audio_cross_attention_dim": 24,
+    "audio_attention_head_dim": 8,
+    "audio_num_attention_heads": 3,
+    "connector_attention_head_dim": 16,
+    "connector_num_attention_heads": 3,
+    "connector_num_layers": 1,
+}
+
+
+def ltx2_inputs(size: Size) -> Inputs:
+    return {
+        "x": [noise(1, 16, *size), noise(1, 8, 11, 16, seed=6)],
+        "timestep": time_of(),
+        "a_timestep": time_of(),
+        "context": noise(1, 7, 48, seed=2),
+        "attention_mask": None,
+        "transformer_options": {},
+    }
+
+
+def ltx2_times(size: Size) -> Inputs:
+    return {**ltx2_inputs(size), "timestep": ltx_times(size)["timestep"]}
 
 
 # -- Lumina 2 and Z-Image
@@ -804,6 +843,150 @@ def hunyuan_dit_inputs(size: Size) -> Inputs:
     }
 
 
+ANIMATE = {**WAN, "dim": 512, "model_type": "animate", "in_dim": 36, "num_layers": 5}
+
+
+def animate_inputs(size: Size) -> Inputs:
+    poses = noise(1, 16, size[0] - 1, *size[1:], seed=5) if size[0] > 1 else None
+    return {**wan_inputs(size, 36), "clip_fea": noise(1, 257, 1280, seed=3), "pose_latents": poses}
+
+
+def animate_faces(size: Size) -> Inputs:
+    return {**animate_inputs(size), "face_pixel_values": noise(1, 3, 4 * size[0] - 3, 8, 8, seed=6)}
+
+
+def motions(faces: Tensor) -> Tensor:
+    """Return a vector for each image of a face."""
+    return faces.mean((1, 2, 3))[:, None] + noise(1, 512, seed=7)
+
+
+HUMO = {**WAN, "model_type": "humo", "audio_token_num": 4}
+
+
+def humo_inputs(size: Size) -> Inputs:
+    return {**wan_inputs(size), "reference_latent": noise(1, 16, 1, *size[1:], seed=5)}
+
+
+RADIANCE = {
+    **{name: value for name, value in CHROMA.items() if name not in ("in_channels", "out_channels", "patch_size")},
+    "in_channels": 3,
+    "out_channels": 3,
+    "patch_size": 4,
+    "nerf_hidden_size": 16,
+    "nerf_mlp_ratio": 2,
+    "nerf_depth": 2,
+    "nerf_max_freqs": 4,
+    "nerf_tile_size": 16,
+    "nerf_final_head_type": "conv",
+    "nerf_embedder_dtype": torch.float32,
+    "use_x0": False,
+    "use_sequential_txt_ids": False,
+}
+
+
+def radiance_inputs(size: Size) -> Inputs:
+    return {**chroma_inputs(size), "x": noise(1, 3, 2 * size[1], 2 * size[2])}
+
+
+LENS = {
+    "in_channels": 32,
+    "out_channels": 8,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "enc_hidden_dim": 24,
+    "axes_dims_rope": (4, 6, 6),
+    "selected_layer_index": (0, 1),
+}
+
+
+def lens_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 32, size[1] // 2, size[2] // 2),
+        "timestep": time_of(),
+        "context": noise(1, 7, 48, seed=2),
+        "attention_mask": torch.ones(1, 7),
+        "transformer_options": {},
+    }
+
+
+def lens_padding(size: Size) -> Inputs:
+    return {**lens_inputs(size), "attention_mask": torch.tensor([[1.0, 1, 1, 1, 1, 0, 0]])}
+
+
+MAGE = {
+    "in_channels": 32,
+    "out_channels": 32,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 3,
+    "joint_attention_dim": 24,
+    "axes_dims_rope": (4, 6, 6),
+}
+
+
+def mage_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 32, size[1] // 2, size[2] // 2),
+        "timestep": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "transformer_options": {},
+    }
+
+
+BOOGU = {
+    "in_channels": 16,
+    "hidden_size": 48,
+    "num_layers": 2,
+    "num_double_stream_layers": 2,
+    "num_refiner_layers": 1,
+    "num_attention_heads": 3,
+    "num_kv_heads": 1,
+    "multiple_of": 16,
+    "axes_dim_rope": (4, 6, 6),
+    "instruction_feat_dim": 24,
+}
+JOY = {
+    "in_channels": 16,
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "text_dim": 24,
+    "num_layers": 2,
+    "rope_dim_list": [4, 6, 6],
+}
+
+
+def joy_inputs(size: Size) -> Inputs:
+    return {
+        "hidden_states": noise(1, 16, 1, *size[1:]),
+        "timestep": 1000 * time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "transformer_options": {},
+    }
+
+
+HUNYUAN3D = {
+    "in_channels": 16,
+    "context_in_dim": 24,
+    "hidden_size": 48,
+    "mlp_ratio": 2.0,
+    "num_heads": 3,
+    "depth": 2,
+    "depth_single_blocks": 2,
+    "guidance_embed": True,
+}
+
+
+def hunyuan3d_inputs(size: Size) -> Inputs:
+    return {
+        "x": noise(1, 16, 5 * size[2] + 1),
+        "timestep": time_of(),
+        "context": noise(1, 7, 24, seed=2),
+        "guidance": torch.full((1,), 5.0),
+        "transformer_options": {},
+    }
+
+
 STABLE_AUDIO = {
     "io_channels": 16,
     "embed_dim": 192,
@@ -953,6 +1136,13 @@ CASES = (
             "key frames": ltx_keyframes,
         },
     ),
+    Case(
+        "LTX-2",
+        "lightricks.av_model.LTXAVModel",
+        LTX2,
+        ltx2_inputs,
+        {"one time for each token (image to video)": ltx2_times},
+    ),
     Case("Lumina 2", "lumina.model.NextDiT", LUMINA, lumina_inputs),
     Case(
         "Z-Image",
@@ -1028,6 +1218,22 @@ CASES = (
         sizes=((1, 32, 36), (1, 40, 42)),
     ),
     Case("Hunyuan-DiT", "hydit.models.HunYuanDiT", HUNYUAN_DIT, hunyuan_dit_inputs),
+    Case(
+        "Wan 2.2 Animate",
+        "wan.model_animate.AnimateWanModel",
+        ANIMATE,
+        animate_inputs,
+        {"faces": animate_faces},
+        sizes=((3, 6, 10), (2, 6, 8)),
+        stubs={"motion_encoder.get_motion": motions},
+    ),
+    Case("HuMo", "wan.model.HumoWanModel", HUMO, humo_inputs, sizes=EVEN),
+    Case("Chroma Radiance", "chroma_radiance.model.ChromaRadiance", RADIANCE, radiance_inputs),
+    Case("Lens", "lens.model.LensTransformer2DModel", LENS, lens_inputs, {"padding": lens_padding}),
+    Case("Mage-Flow", "mage_flow.model.MageFlowTransformer2DModel", MAGE, mage_inputs),
+    Case("Boogu", "boogu.model.BooguTransformer2DModel", BOOGU, lumina_inputs),
+    Case("JoyImage", "joyimage.model.JoyImageTransformer3DModel", JOY, joy_inputs),
+    Case("Hunyuan3D 2", "hunyuan3d.model.Hunyuan3Dv2", HUNYUAN3D, hunyuan3d_inputs),
     Case("Cosmos 1", "cosmos.model.GeneralDIT", COSMOS1, cosmos_inputs, shown=((5, 8, 8), (7, 8, 8))),
     Case("Stable Audio", "audio.dit.AudioDiffusionTransformer", STABLE_AUDIO, stable_audio_inputs),
     Case("ACE-Step 1.5", "ace.ace_step15.AceStepConditionGenerationModel", ACE15, ace15_inputs),

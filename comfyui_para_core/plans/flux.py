@@ -1,8 +1,9 @@
-"""Plans of FLUX.1, FLUX.2 and Chroma. Compared with ComfyUI 0.33.0, ``comfy/ldm/flux`` and ``comfy/ldm/chroma``."""
+"""Plans of FLUX.1, FLUX.2, Chroma and Chroma Radiance. Compared with ComfyUI 0.33.0."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -60,4 +61,19 @@ CHROMA = RecordedPlan(
     models="Chroma",
     arguments=("x", "timestep", "context", "guidance", "control"),
     adapter=Adapter(transformer="Chroma", pipelines="Chroma in ComfyUI", plan=DOUBLE_AND_SINGLE, blocks=BLOCKS),
+)
+
+RADIANCE = RecordedPlan(
+    cls="chroma_radiance.model.ChromaRadiance",
+    models="Chroma Radiance",
+    arguments=("x", "timestep", "context", "guidance"),
+    adapter=Adapter(
+        transformer="ChromaRadiance",
+        pipelines="Chroma Radiance in ComfyUI",
+        # The decoder of pixels gets all tokens.
+        plan=replace(
+            DOUBLE_AND_SINGLE, outputs={"single_blocks.-1": Gather(dim=1, segment="image", after_replicated=True)}
+        ),
+        blocks=BLOCKS,
+    ),
 )

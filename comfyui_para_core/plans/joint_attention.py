@@ -9,7 +9,7 @@ from torch import nn
 
 from para_core.adapters import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
-from para_core.plans.plan import Gather, Plan, Replicate, Split
+from para_core.plans.plan import Attention, Gather, Plan, Replicate, Split
 
 from .recorded import RecordedPlan
 
@@ -107,4 +107,99 @@ MOCHI = RecordedPlan(
         blocks=CachedBlocks((BlockGroup(("blocks",), ("x", "y"), "x"),), conditions=("context",)),
     ),
     prepare=_without_padding,
+)
+
+LENS = RecordedPlan(
+    cls="lens.model.LensTransformer2DModel",
+    models="Lens",
+    arguments=("x", "timestep", "context", "attention_mask"),
+    adapter=Adapter(
+        transformer="LensTransformer2DModel",
+        pipelines="Lens in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={
+                "transformer_blocks.0": {"hidden_states": IMAGE},
+                "transformer_blocks.*": {
+                    "freqs_cis": Split(dim=2, like="image", then_replicated=True),
+                    "attention_mask": Split(dim=3, like="image", then_replicated=True),
+                },
+            },
+            outputs={"proj_out": Gather(dim=1, segment="image")},
+            joint_order=("image", "text"),
+            attention={"transformer_blocks.*.attn": (Attention(("image", "text"), mask="keys"),)},
+        ),
+        blocks=CachedBlocks(
+            (BlockGroup(("transformer_blocks",), ("encoder_hidden_states", "hidden_states")),),
+            conditions=("context",),
+        ),
+    ),
+)
+
+MAGE_FLOW = RecordedPlan(
+    cls="mage_flow.model.MageFlowTransformer2DModel",
+    models="Mage-Flow",
+    arguments=("x", "timestep", "context"),
+    adapter=Adapter(
+        transformer="MageFlowTransformer2DModel",
+        pipelines="Mage-Flow in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={
+                "transformer_blocks.0": {
+                    "hidden_states": IMAGE,
+                    "encoder_hidden_states": Replicate(dim=1, segment="text"),
+                },
+                "transformer_blocks.*": {"image_rotary_emb": Split(dim=2, like="image", after="text")},
+            },
+            outputs={"proj_out": Gather(dim=1, segment="image")},
+            joint_order=("text", "image"),
+        ),
+        blocks=CachedBlocks(
+            (BlockGroup(("transformer_blocks",), ("encoder_hidden_states", "hidden_states")),),
+            conditions=("context",),
+        ),
+    ),
+)
+
+JOY_IMAGE = RecordedPlan(
+    cls="joyimage.model.JoyImageTransformer3DModel",
+    models="JoyImage",
+    arguments=("hidden_states", "timestep", "context"),
+    adapter=Adapter(
+        transformer="JoyImageTransformer3DModel",
+        pipelines="JoyImage in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={
+                "double_blocks.0": {"hidden_states": IMAGE, "encoder_hidden_states": TEXT},
+                "double_blocks.*": {"image_rotary_emb": Split(dim=1, like="image")},
+            },
+            outputs={"norm_out": Gather(dim=1, segment="image")},
+            joint_order=("image", "text"),
+        ),
+        blocks=CachedBlocks(
+            (BlockGroup(("double_blocks",), ("hidden_states", "encoder_hidden_states")),), conditions=("context",)
+        ),
+    ),
+)
+
+HUNYUAN3D = RecordedPlan(
+    cls="hunyuan3d.model.Hunyuan3Dv2",
+    models="Hunyuan3D 2",
+    arguments=("x", "timestep", "context", "guidance"),
+    adapter=Adapter(
+        transformer="Hunyuan3Dv2",
+        pipelines="Hunyuan3D 2 in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={"double_blocks.0": {"img": IMAGE, "txt": Replicate(dim=1, segment="text")}},
+            outputs={"final_layer": Gather(dim=1, segment="image")},
+            joint_order=("text", "image"),
+        ),
+        blocks=CachedBlocks(
+            (BlockGroup(("double_blocks",), ("img", "txt"), "img"), BlockGroup(("single_blocks",), ("x",), "x")),
+            conditions=("context",),
+        ),
+    ),
 )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
 from para_core.adapters import Adapter
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
@@ -32,4 +37,40 @@ LTX_VIDEO = RecordedPlan(
         ),
         blocks=CachedBlocks((BlockGroup(("transformer_blocks",), ("x",), "x"),), conditions=("context",)),
     ),
+)
+
+
+def _times_of_tokens(model: nn.Module, arguments: Mapping[str, Any]) -> str:
+    """Name timesteps of frames, which the blocks get in an object that repeats them for all tokens of a frame."""
+    timestep = arguments["timestep"]
+    return "timesteps that differ between frames" if timestep.ndim > 1 and timestep.shape[1] > 1 else ""
+
+
+POSITIONS = Entries((Split(dim=1, like="video"), None))
+LTX2 = RecordedPlan(
+    cls="lightricks.av_model.LTXAVModel",
+    models="LTX-2",
+    arguments=("x", "timestep", "a_timestep", "context", "attention_mask", "frame_rate", "denoise_mask"),
+    adapter=Adapter(
+        transformer="LTXAVModel",
+        pipelines="LTX-2 in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={
+                # Blocks take video and audio as one pair, so the video is split before them. Audio is on every rank.
+                "patchify_proj": {0: Split(dim=1, segment="video")},
+                "transformer_blocks.*": {"v_pe": POSITIONS, "v_cross_pe": POSITIONS},
+            },
+            outputs={"proj_out": Gather(dim=1, segment="video")},
+            joint_order=("video",),
+            attention={
+                "transformer_blocks.*.attn2": (Attention(("video",), ("text",)),),
+                "transformer_blocks.*.audio_attn1": (Attention(("audio",)),),
+                "transformer_blocks.*.audio_attn2": (Attention(("audio",), ("text",)),),
+                "transformer_blocks.*.audio_to_video_attn": (Attention(("video",), ("audio",)),),
+                "transformer_blocks.*.video_to_audio_attn": (Attention(("audio",), ("video",)),),
+            },
+        ),
+    ),
+    refusals=(_times_of_tokens,),
 )

@@ -93,3 +93,24 @@ ERNIE_IMAGE = RecordedPlan(
         blocks=CachedBlocks((BlockGroup(("layers",), ("x",), "x"),), conditions=("context",)),
     ),
 )
+
+BOOGU = RecordedPlan(
+    cls="boogu.model.BooguTransformer2DModel",
+    models="Boogu",
+    arguments=("x", "timesteps", "context", "num_tokens"),
+    adapter=Adapter(
+        transformer="BooguTransformer2DModel",
+        pipelines="Boogu in ComfyUI",
+        plan=Plan(
+            inputs={},
+            # The blocks with two streams run on every rank.
+            inner={
+                "single_stream_layers.0": {"hidden_states": Split(dim=1, segment="tokens")},
+                "single_stream_layers.*": {"image_rotary_emb": Split(dim=1, like="tokens")},
+            },
+            outputs={"single_stream_layers.-1": Gather(dim=1, segment="tokens")},
+            joint_order=("tokens",),
+        ),
+        blocks=CachedBlocks((BlockGroup(("single_stream_layers",)),), conditions=("context",)),
+    ),
+)

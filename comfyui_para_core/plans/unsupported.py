@@ -18,8 +18,3 @@ CAUSAL_WAN = RecordedPlan(
     models="Wan that makes frames one after the other",
     refused="its blocks keep the keys of earlier frames between calls, in a value that is not sent to the ranks.",
 )
-LTX_AUDIO_VIDEO = RecordedPlan(
-    cls="lightricks.av_model.LTXAVModel",
-    models="LTX-2",
-    refused="its blocks get the modulation of each frame in an object that no plan can split.",
-)

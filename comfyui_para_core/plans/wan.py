@@ -107,3 +107,47 @@ VACE = RecordedPlan(
         # VACE blocks between these add to the video tokens, so no block is skipped.
     ),
 )
+
+HUMO = RecordedPlan(
+    cls="wan.model.HumoWanModel",
+    models="HuMo",
+    arguments=("x", "timestep", "context", "reference_latent"),
+    adapter=Adapter(
+        transformer="HumoWanModel",
+        pipelines="HuMo in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={"blocks.0": {"x": VIDEO}, "blocks.*": {"freqs": POSITIONS}},
+            outputs={"blocks.-1": Gather(dim=1, segment="video")},
+            joint_order=("video",),
+            attention={"blocks.*.cross_attn": TO_TEXT},
+        ),
+        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context",)),
+    ),
+)
+
+ANIMATE = RecordedPlan(
+    cls="wan.model_animate.AnimateWanModel",
+    models="Wan 2.2 Animate",
+    arguments=("x", "timestep", "context", "clip_fea", "pose_latents", "face_pixel_values"),
+    adapter=Adapter(
+        transformer="AnimateWanModel",
+        pipelines="Wan 2.2 Animate in ComfyUI",
+        plan=Plan(
+            inputs={},
+            inner={
+                "blocks.0": {"x": VIDEO},
+                "blocks.*": {"freqs": POSITIONS},
+                # The tokens of a frame, perhaps on two ranks, attend to the face in that frame, so gather them.
+                "face_adapter.fuser_blocks.*": {"x": Gather(dim=1, segment="video"), 0: POSITIONS},
+            },
+            outputs={"head": Gather(dim=1, segment="video")},
+            joint_order=("video",),
+            attention={
+                "blocks.*.cross_attn": TO_TEXT,
+                "face_adapter.fuser_blocks.*": (Attention(("frame",), ("face",)),),
+            },
+        ),
+        # The face adapter adds to the video tokens between blocks, so no block is skipped.
+    ),
+)
