@@ -14,10 +14,10 @@ import torch
 
 # Plain values that the code of the models reads.
 SENT = frozenset({"sigmas", "sample_sigmas", "cond_or_uncond", "uuids", "rope_options"})
-# Entries that only code around the diffusion model reads, which runs in ComfyUI: wrappers and callbacks by kind, and
-# the
-# state of ComfyUI's EasyCache and LazyCache nodes, which are such wrappers.
-LOCAL = frozenset({"wrappers", "callbacks", "easycache", "prefetch_dynamic_vbars"})
+# Entries that only code around the diffusion model reads, which runs in ComfyUI: wrappers and callbacks by kind, the
+# state of ComfyUI's EasyCache and LazyCache nodes, which are such wrappers, and the frames of a window of a longer
+# video.
+LOCAL = frozenset({"wrappers", "callbacks", "easycache", "context_window", "prefetch_dynamic_vbars"})
 # Dicts of functions that run inside of the model. They are refused if they hold any.
 _INSIDE = ("patches", "patches_replace")
 # Kinds of wrappers and callbacks that ComfyUI calls outside of the diffusion model, or just around it.

@@ -660,6 +660,10 @@ def omnigen_references(size: Size) -> Inputs:
     return {**lumina_inputs(size), "ref_latents": [noise(1, 16, 6, 8, seed=5)]}
 
 
+def omnigen_mask(size: Size) -> Inputs:
+    return {**lumina_inputs(size), "attention_mask": torch.tensor([[True] * 5 + [False] * 2])}
+
+
 KANDINSKY = {
     "in_visual_dim": 16,
     "out_visual_dim": 16,
@@ -683,6 +687,10 @@ def kandinsky_inputs(size: Size) -> Inputs:
         "y": noise(1, 20, seed=3),
         "transformer_options": {},
     }
+
+
+def kandinsky_mask(size: Size) -> Inputs:
+    return {**kandinsky_inputs(size), "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}
 
 
 AURA = {"dim": 256, "n_layers": 3, "n_double_layers": 1, "n_heads": 2, "cond_seq_dim": 24, "max_seq": 1024}
@@ -860,11 +868,15 @@ def motions(faces: Tensor) -> Tensor:
     return faces.mean((1, 2, 3))[:, None] + noise(1, 512, seed=7)
 
 
-HUMO = {**WAN, "model_type": "humo", "audio_token_num": 4}
+HUMO = {**WAN, "model_type": "humo"}
 
 
 def humo_inputs(size: Size) -> Inputs:
     return {**wan_inputs(size), "reference_latent": noise(1, 16, 1, *size[1:], seed=5)}
+
+
+def humo_audio(size: Size) -> Inputs:
+    return {**humo_inputs(size), "audio_embed": noise(1, size[0], 8, 5, 1280, seed=6)}
 
 
 RADIANCE = {
@@ -934,6 +946,14 @@ def mage_inputs(size: Size) -> Inputs:
     }
 
 
+def mage_mask(size: Size) -> Inputs:
+    return {**mage_inputs(size), "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}
+
+
+def mage_references(size: Size) -> Inputs:
+    return {**mage_inputs(size), "ref_latents": [noise(1, 32, 3, 4, seed=5)]}
+
+
 BOOGU = {
     "in_channels": 16,
     "hidden_size": 48,
@@ -963,6 +983,10 @@ def joy_inputs(size: Size) -> Inputs:
         "context": noise(1, 7, 24, seed=2),
         "transformer_options": {},
     }
+
+
+def joy_references(size: Size) -> Inputs:
+    return {**joy_inputs(size), "ref_latents": [noise(1, 16, 1, *size[1:], seed=5)]}
 
 
 HUNYUAN3D = {
@@ -1188,9 +1212,9 @@ CASES = (
         "omnigen.omnigen2.OmniGen2Transformer2DModel",
         OMNIGEN,
         omnigen_inputs,
-        {"reference images": omnigen_references},
+        {"attention mask": omnigen_mask, "reference images": omnigen_references},
     ),
-    Case("Kandinsky 5", "kandinsky5.model.Kandinsky5", KANDINSKY, kandinsky_inputs),
+    Case("Kandinsky 5", "kandinsky5.model.Kandinsky5", KANDINSKY, kandinsky_inputs, {"attention mask": kandinsky_mask}),
     Case("AuraFlow", "aura.mmdit.MMDiT", AURA, aura_inputs),
     Case("CogVideoX", "cogvideo.model.CogVideoXTransformer3DModel", COGVIDEO, cogvideo_inputs),
     Case(
@@ -1227,12 +1251,12 @@ CASES = (
         sizes=((3, 6, 10), (2, 6, 8)),
         stubs={"motion_encoder.get_motion": motions},
     ),
-    Case("HuMo", "wan.model.HumoWanModel", HUMO, humo_inputs, sizes=EVEN),
+    Case("HuMo", "wan.model.HumoWanModel", HUMO, humo_inputs, {"audio": humo_audio}, sizes=EVEN),
     Case("Chroma Radiance", "chroma_radiance.model.ChromaRadiance", RADIANCE, radiance_inputs),
     Case("Lens", "lens.model.LensTransformer2DModel", LENS, lens_inputs, {"padding": lens_padding}),
-    Case("Mage-Flow", "mage_flow.model.MageFlowTransformer2DModel", MAGE, mage_inputs),
-    Case("Boogu", "boogu.model.BooguTransformer2DModel", BOOGU, lumina_inputs),
-    Case("JoyImage", "joyimage.model.JoyImageTransformer3DModel", JOY, joy_inputs),
+    Case("Mage-Flow", "mage_flow.model.MageFlowTransformer2DModel", MAGE, mage_inputs, {"attention mask": mage_mask, "reference images": mage_references}),
+    Case("Boogu", "boogu.model.BooguTransformer2DModel", BOOGU, lumina_inputs, {"attention mask": omnigen_mask, "reference images": omnigen_references}),
+    Case("JoyImage", "joyimage.model.JoyImageTransformer3DModel", JOY, joy_inputs, {"reference images": joy_references}, sizes=EVEN),
     Case("Hunyuan3D 2", "hunyuan3d.model.Hunyuan3Dv2", HUNYUAN3D, hunyuan3d_inputs),
     Case("Cosmos 1", "cosmos.model.GeneralDIT", COSMOS1, cosmos_inputs, shown=((5, 8, 8), (7, 8, 8))),
     Case("Stable Audio", "audio.dit.AudioDiffusionTransformer", STABLE_AUDIO, stable_audio_inputs),

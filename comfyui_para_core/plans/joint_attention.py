@@ -139,7 +139,7 @@ LENS = RecordedPlan(
 MAGE_FLOW = RecordedPlan(
     cls="mage_flow.model.MageFlowTransformer2DModel",
     models="Mage-Flow",
-    arguments=("x", "timestep", "context"),
+    arguments=("x", "timestep", "context", "attention_mask", "ref_latents"),
     adapter=Adapter(
         transformer="MageFlowTransformer2DModel",
         pipelines="Mage-Flow in ComfyUI",
@@ -165,7 +165,7 @@ MAGE_FLOW = RecordedPlan(
 JOY_IMAGE = RecordedPlan(
     cls="joyimage.model.JoyImageTransformer3DModel",
     models="JoyImage",
-    arguments=("hidden_states", "timestep", "context"),
+    arguments=("hidden_states", "timestep", "context", "ref_latents"),
     adapter=Adapter(
         transformer="JoyImageTransformer3DModel",
         pipelines="JoyImage in ComfyUI",
@@ -175,7 +175,8 @@ JOY_IMAGE = RecordedPlan(
                 "double_blocks.0": {"hidden_states": IMAGE, "encoder_hidden_states": TEXT},
                 "double_blocks.*": {"image_rotary_emb": Split(dim=1, like="image")},
             },
-            outputs={"norm_out": Gather(dim=1, segment="image")},
+            # The model then takes the tokens before those of reference images.
+            outputs={"double_blocks.-1": Gather(dim=1, segment="image")},
             joint_order=("image", "text"),
         ),
         blocks=CachedBlocks(

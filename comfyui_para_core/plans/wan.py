@@ -111,18 +111,26 @@ VACE = RecordedPlan(
 HUMO = RecordedPlan(
     cls="wan.model.HumoWanModel",
     models="HuMo",
-    arguments=("x", "timestep", "context", "reference_latent"),
+    arguments=("x", "timestep", "context", "reference_latent", "audio_embed"),
     adapter=Adapter(
         transformer="HumoWanModel",
         pipelines="HuMo in ComfyUI",
         plan=Plan(
             inputs={},
-            inner={"blocks.0": {"x": VIDEO}, "blocks.*": {"freqs": POSITIONS}},
+            inner={
+                "blocks.0": {"x": VIDEO},
+                "blocks.*": {"freqs": POSITIONS},
+                # The tokens of a frame, perhaps on two ranks, attend to the sound of that frame, so gather them.
+                "blocks.*.audio_cross_attn_wrapper": {"x": Gather(dim=1, segment="video"), 0: POSITIONS},
+            },
             outputs={"blocks.-1": Gather(dim=1, segment="video")},
             joint_order=("video",),
-            attention={"blocks.*.cross_attn": TO_TEXT},
+            attention={
+                "blocks.*.cross_attn": TO_TEXT,
+                "blocks.*.audio_cross_attn_wrapper.audio_cross_attn": (Attention(("frame",), ("sound",)),),
+            },
         ),
-        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context",)),
+        blocks=CachedBlocks((BlockGroup(("blocks",), ("x",), "x"),), conditions=("context", "audio_embed")),
     ),
 )
 

@@ -146,6 +146,20 @@ def workflow(
         model = node("LoraLoaderModelOnly", model=model, lora_name="lora.safetensors", strength_model=lora)
     if patch == "easycache":
         model = node("EasyCache", model=model, reuse_threshold=0.5, start_percent=0.1, end_percent=0.95, verbose=False)
+    elif patch == "windows":
+        model = node(
+            "WanContextWindowsManual",
+            model=model,
+            context_length=5,
+            context_overlap=1,
+            context_schedule="standard_static",
+            context_stride=1,
+            closed_loop=False,
+            fuse_method="pyramid",
+            freenoise=False,
+            retain_first_frame=False,
+            split_conds_to_windows=False,
+        )
     elif patch == "rope":
         scales = {"scale_x": 1.5, "scale_y": 1.5, "scale_t": 1.2, "shift_x": 0.5, "shift_y": 0.0, "shift_t": 0.0}
         model = node("ScaleROPE", model=model, **scales)

@@ -90,6 +90,12 @@ def test_easycache_of_comfyui_runs_around_the_ranks(comfyui):
     assert error(require_equal(comfyui, 2, patch="easycache", seed=seed, steps=12), without) > 1e-4
 
 
+def test_windows_of_a_longer_video_run_around_the_ranks(comfyui):
+    seed = next(SEEDS)
+    without = comfyui.latent(workflow(None, seed=seed))
+    assert error(require_equal(comfyui, 2, patch="windows", seed=seed), without) > 1e-3
+
+
 def test_stretched_positions_reach_the_ranks(comfyui):
     seed = next(SEEDS)
     without = comfyui.latent(workflow(None, seed=seed))
