@@ -6,6 +6,8 @@ ComfyUI does not run a node again whose inputs are those of an earlier workflow,
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import time
 import uuid
 from itertools import count
@@ -15,7 +17,7 @@ import aiohttp
 import pytest
 import torch
 
-from tests.comfyui.server import ComfyUI, workflow
+from tests.comfyui.server import ROOT, ComfyUI, workflow
 
 pytestmark = pytest.mark.comfyui
 SEEDS = count(1)
@@ -197,3 +199,16 @@ def test_settings_that_do_not_fit_are_errors(comfyui, settings, named):
     with pytest.raises(RuntimeError) as refused:
         comfyui.latent(workflow(2, seed=next(SEEDS), **settings))
     assert named in str(refused.value)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_flux_with_a_controlnet_and_reference_images_equals_comfyui_alone(tmp_path, ranks):
+    python = os.environ.get("COMFYUI_PYTHON", sys.executable)
+    command = [python, "-m", "tests.comfyui.flux", os.environ["COMFYUI"], str(tmp_path), str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    results = json.loads(ended.stdout.splitlines()[-1])
+    assert "reference images together with a ControlNet" in results.pop("refused")
+    assert results["ControlNet"]["changes"] > 0.1
+    assert results["reference image"]["changes"] > 1e-3
+    assert [name for name, result in results.items() if result["error"] > 1e-5] == []
