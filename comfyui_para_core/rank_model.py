@@ -45,13 +45,6 @@ class RankModel:
         use_cut(self.model)
         self.ready = False
         self.forms: dict[str, str] = {}
-        if self.settings.ranks > 1:
-            require_interceptable_attention()
-            if self.recorded is not None and self.recorded.refused:
-                raise ValueError(
-                    f"{type(self.model).__name__} ({self.recorded.models}) cannot run on several ranks: "
-                    f"{self.recorded.refused} Set ranks to 1, or use ComfyUI's own loader."
-                )
 
     def patch(self, patches: dict[str, Any]) -> None:
         """Load the weights of the file, with ``patches`` applied by ComfyUI's own code."""
@@ -156,10 +149,21 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def require_interceptable_attention() -> None:
-    """Raise ValueError if ComfyUI computes attention by a library that para_core cannot run over ranks."""
+def require_runnable(cls: type, settings: Settings) -> None:
+    """Raise ValueError if models of the class ``cls`` cannot run with ``settings``, or ComfyUI's attention cannot."""
+    recorded = find_plan(cls)
+    if recorded is not None and recorded.refused and (settings.ranks > 1 or settings.cache):
+        raise ValueError(
+            f"{cls.__name__} ({recorded.models}) cannot run on several ranks, or with a cache: {recorded.refused} Set "
+            "ranks to 1 and cache to 0, or use ComfyUI's own loader."
+        )
+    if recorded is not None and recorded.adapter is not None and settings.cache and recorded.adapter.blocks is None:
+        raise ValueError(
+            f"cache is {settings.cache}, and {cls.__name__} ({recorded.models}) does something between its blocks that "
+            "cannot be skipped; expected 0 for this model."
+        )
     module = comfy.ldm.modules.attention
-    if module.optimized_attention is not module.attention_pytorch:
+    if settings.ranks > 1 and module.optimized_attention is not module.attention_pytorch:
         raise ValueError(
             f"ComfyUI computes attention by {module.optimized_attention.__name__}; expected PyTorch's, which alone "
             "can run over several ranks. Start ComfyUI with --use-pytorch-cross-attention."

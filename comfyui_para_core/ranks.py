@@ -72,10 +72,16 @@ class Ranks:
             handle.close()
 
     def _call(self, method: str, *args: Any) -> Any:
+        from para_core import RankDied
+
         try:
             return getattr(self._handle, method)(*args)
+        except RankDied:
+            # The next use starts new processes, which get the patches again.
+            self.close()
+            raise
         except BaseException:
-            # After an error the processes may be new ones, which do not have the patches.
+            # A change of the patches may have failed half-way.
             self._patches_uuid = None
             raise
 

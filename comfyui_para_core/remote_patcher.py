@@ -14,6 +14,7 @@ import torch
 
 from .cut import by_name, method_of
 from .options import NotOnRanks, require_plain, require_supported, sent_options
+from .rank_model import require_runnable
 from .ranks import Ranks, load_diffusion_model
 from .settings import Settings
 
@@ -31,6 +32,7 @@ def load_remote(path: str, options: dict[str, Any], settings: Settings) -> Remot
             f"each rank."
         )
     model = patcher.model
+    require_runnable(type(model.diffusion_model), settings)
     size = sum(x.numel() * x.element_size() for x in model.diffusion_model.parameters())
     # Names and shapes of the weights stay, because LoRA keys and conditions need them.
     model.diffusion_model.to("meta")

@@ -247,6 +247,60 @@ def test_unloading_all_models_ends_the_ranks_which_start_again(comfy, remote, wa
     assert len(ranks_of_this_process()) == 2
 
 
+def test_a_rank_that_dies_is_an_error_and_the_next_workflow_is_exact(comfy, remote, wan):
+    patcher, local = remote.clone(), comfy.sd.load_diffusion_model(wan)
+    for model in (patcher, local):
+        model.add_patches(LORA, 0.5)
+    expected = sampled(comfy, local)
+    assert error(sampled(comfy, patcher), expected) < 1e-5
+    psutil.Process(ranks_of_this_process()[1]).kill()
+    with pytest.raises(RuntimeError, match="rank"):
+        sampled(comfy, patcher)
+    assert error(sampled(comfy, patcher), expected) < 1e-5
+
+
+def test_a_lora_that_does_not_fit_is_an_error_and_the_next_workflow_is_exact(comfy, remote, wan):
+    expected = sampled(comfy, comfy.sd.load_diffusion_model(wan))
+    assert error(sampled(comfy, remote), expected) < 1e-5
+    patcher = remote.clone()
+    patcher.add_patches({name: x[:3, :3] for name, x in LORA.items()})
+    with pytest.raises(RuntimeError):
+        sampled(comfy, patcher)
+    assert error(sampled(comfy, remote), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "named"),
+    [
+        ("modules.diffusionmodules.openaimodel.UNetModel", {"ranks": 2}, "UNet"),
+        ("modules.diffusionmodules.openaimodel.UNetModel", {"cache": 0.1}, "UNet"),
+        ("wan.model.VaceWanModel", {"cache": 0.1}, "cache is 0.1"),
+    ],
+)
+def test_classes_that_cannot_run_so_are_errors_of_the_loader(comfy, cls, settings, named):
+    from comfyui_para_core.rank_model import require_runnable
+    from comfyui_para_core.settings import Settings
+
+    module, _, name = f"comfy.ldm.{cls}".rpartition(".")
+    model = type(name, (), {"__module__": module, "__qualname__": name})
+    require_runnable(model, Settings(ranks=1))
+    with pytest.raises(ValueError) as refused:
+        require_runnable(model, Settings(**{"ranks": 1, **settings}))
+    assert named in str(refused.value)
+
+
+def test_attention_of_a_library_is_an_error_of_the_loader(comfy, nodes, wan, monkeypatch):
+    import comfy.ldm.modules.attention as attention
+
+    def attention_sage(*args):
+        """Stands for another library's attention."""
+
+    monkeypatch.setattr(attention, "optimized_attention", attention_sage)
+    with pytest.raises(ValueError, match=r"attention_sage.*--use-pytorch-cross-attention"):
+        load(nodes, wan)
+    load(nodes, wan, ranks=1)
+
+
 def test_the_close_node_ends_the_ranks(comfy, nodes, remote, wan):
     samples = {"samples": sampled(comfy, remote)}
     assert nodes["ParaCoreCloseRanks"]().close(remote, samples) == (samples,)
