@@ -32,7 +32,7 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class PipeDescription:
-    """What the handle knows of the pipeline on the ranks."""
+    """Description of the pipeline on the ranks, which the handle keeps."""
 
     name: str  # of its class
     methods: list[str]  # names of the public methods of its class

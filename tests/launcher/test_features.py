@@ -1,4 +1,4 @@
-"""What pipelines are launched with: videos, modular pipelines, caches, compilation, sharded weights, LoRAs, verify."""
+"""Launched pipelines of all kinds: videos, modular ones, caches, compilation, sharded weights, LoRAs, verify."""
 
 import numpy as np
 import pytest
