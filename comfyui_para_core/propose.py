@@ -83,9 +83,7 @@ def _small_copy(base: Any, cls: type) -> nn.Module:
 
 
 def _example(model: nn.Module, inputs: Mapping[str, Any], height: int, width: int) -> dict[str, Any]:
-    """Return ``inputs`` with latents of ``height × width`` patches in place of the tensors that are as large as "
-    "``x``.
-    """
+    """Return ``inputs`` with random latents of ``height × width`` patches in place of tensors of the latent's size."""
     patch = getattr(model, "patch_size", getattr(model, "patch_spatial", 2))
     patch = patch[-1] if isinstance(patch, (list, tuple)) else patch
     size: tuple[int, ...] = (height * patch, width * patch)

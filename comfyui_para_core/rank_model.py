@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.ldm.modules.attention
@@ -91,8 +92,21 @@ class RankModel:
     def call_method(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of the method ``name`` of the model, which each rank computes alone."""
         args, kwargs = _to((args, kwargs), self.patcher.load_device)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), self._whole_outside_of_blocks():
             return getattr(self.model, name)(*args, **kwargs)
+
+    @contextmanager
+    def _whole_outside_of_blocks(self) -> Iterator[None]:
+        """Gather the weights outside of the blocks, as FSDP does while the model itself is called."""
+        if not (self.in_parts and self.ready):
+            yield
+            return
+        model: Any = self.model
+        model.unshard()
+        try:
+            yield
+        finally:
+            model.reshard()
 
     def _cached(self, inputs: Mapping[str, Any], begins: bool) -> Any:
         if begins:

@@ -1,6 +1,4 @@
-"""A MODEL for ComfyUI whose diffusion model computes on ranks: sampler, guidance, previews and conditioning stay "
-"here.
-"""
+"""A MODEL for ComfyUI whose diffusion model computes on ranks. Sampler, guidance and conditioning stay in ComfyUI."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from .settings import Settings
 
 # Methods of diffusion models that ComfyUI calls outside of a model call, and that read weights.
 _METHODS = ("preprocess_text_embeds",)
-_PER_RANK_WEIGHTS = {"replicated": False, "fsdp": True}
 
 
 def load_remote(path: str, options: dict[str, Any], settings: Settings) -> RemotePatcher:
@@ -28,15 +25,14 @@ def load_remote(path: str, options: dict[str, Any], settings: Settings) -> Remot
     patcher = load_diffusion_model(path, options)
     if patcher.load_device.type == "cuda" and settings.ranks > torch.cuda.device_count():
         raise ValueError(
-            f"ranks is {settings.ranks}, and ComfyUI sees {torch.cuda.device_count()} GPUs; expected one GPU for "
-            f"each rank."
+            f"ranks is {settings.ranks}, and ComfyUI sees {torch.cuda.device_count()} GPUs; expected one for each rank."
         )
     model = patcher.model
     require_runnable(type(model.diffusion_model), settings)
     size = sum(x.numel() * x.element_size() for x in model.diffusion_model.parameters())
     # Names and shapes of the weights stay, because LoRA keys and conditions need them.
     model.diffusion_model.to("meta")
-    if _PER_RANK_WEIGHTS[settings.weights]:
+    if settings.weights == "fsdp":
         size = math.ceil(size / settings.ranks)
     ranks = Ranks(path, options, settings, size)
     _cut_model(model, ranks)
@@ -52,9 +48,7 @@ def _cut_model(model: Any, ranks: Ranks) -> None:
     original = getattr(inner, name)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        patcher = model.current_patcher
-        if patcher is None:
-            raise RuntimeError("the model was called outside of a sampler; expected a sampler node, which prepares it.")
+        patcher = _patcher_of(model)
         arguments = by_name(original, args, kwargs)
         options = arguments.get("transformer_options")
         arguments["transformer_options"] = sent_options(options or {})
@@ -74,11 +68,17 @@ def _cut_model(model: Any, ranks: Ranks) -> None:
     model.memory_required = lambda *args, **kwargs: required(*args, **kwargs) / ranks.settings.ranks
 
 
+def _patcher_of(model: Any) -> Any:
+    """Return the patcher, with its LoRAs, for which a sampler uses ``model``. Raise RuntimeError outside of one."""
+    if model.current_patcher is None:
+        raise RuntimeError("the model was called outside of a sampler; expected a sampler node, which prepares it.")
+    return model.current_patcher
+
+
 def _on_ranks(model: Any, ranks: Ranks, method: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        patcher = model.current_patcher
-        if patcher is not None:
-            ranks.start(patcher.patches, patcher.patches_uuid)
+        patcher = _patcher_of(model)
+        ranks.start(patcher.patches, patcher.patches_uuid)
         return _to(ranks.call_method(method, args, kwargs), _device_of({"args": args, **kwargs}))
 
     return call

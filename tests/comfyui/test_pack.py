@@ -156,6 +156,7 @@ def test_known_options_reach_the_ranks(comfy, remote, wan):
 
 def test_methods_that_read_weights_run_on_the_ranks(comfy, remote, wan):
     text = torch.randn(1, 5, 6)
+    sampled(comfy, remote)
     expected = comfy.sd.load_diffusion_model(wan).model.diffusion_model.preprocess_text_embeds(text)
     torch.testing.assert_close(remote.model.diffusion_model.preprocess_text_embeds(text), expected)
 
@@ -316,6 +317,10 @@ def test_parts_of_weights_and_the_cache_and_ends_with_the_model(comfy, nodes, wa
     out = sampled(comfy, model, steps=8)
     assert 1e-6 < error(out, expected) < 0.3
     assert torch.equal(sampled(comfy, model, steps=8), out)
+    text = torch.randn(1, 5, 6)
+    model.ranks.start(model.patches, model.patches_uuid)
+    embedded = model.ranks.call_method("preprocess_text_embeds", (text,), {})
+    torch.testing.assert_close(embedded, local.model.diffusion_model.preprocess_text_embeds(text))
     patcher = model.clone()
     patcher.add_patches(LORA)
     assert error(sampled(comfy, patcher, steps=8), out) > 1e-3
