@@ -1,6 +1,7 @@
 """The classes of ComfyUI's `comfy/ldm` whose recorded plans are exact, on ComfyUI's own code.
 
     COMFYUI=path/to/ComfyUI python -m benchmarks.comfyui.classes
+    COMFYUI=path/to/ComfyUI python -m benchmarks.comfyui.classes --propose --only Wan  # the source of a plan
 
 Each class is a tiny random model. Its output on 2 and 3 ranks (threads), with a ring and with Ulysses, for one and for
 two samples, is compared with its output without a plan.
@@ -122,6 +123,16 @@ def cache_error(model: nn.Module, blocks: Any, inputs: Any) -> float:
     return error
 
 
+def propose(case: Any) -> None:
+    """Print what propose_plan finds for the class of ``case``, to be recorded in comfyui_para_core/plans."""
+    from comfyui_para_core.cut import use_cut
+    from para_core.adapters import propose_plan
+
+    model = case.build()
+    use_cut(model)
+    print(propose_plan(model, tuple(case.inputs(size) for size in case.shown)))
+
+
 def other_rows() -> list[dict[str, Any]]:
     """Return rows of the classes of ComfyUI's diffusion models that no case is for."""
     import comfy.model_base
@@ -147,6 +158,7 @@ def other_rows() -> list[dict[str, Any]]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="models whose name contains this text; writes no results")
+    parser.add_argument("--propose", action="store_true", help="propose plans instead, as source")
     options = parser.parse_args()
     if "COMFYUI" not in os.environ:
         sys.exit(
@@ -161,11 +173,14 @@ def main() -> None:
     for case in CASES:
         if options.only.lower() not in case.name.lower():
             continue
+        if options.propose:
+            propose(case)
+            continue
         for condition, inputs_of in {"": case.inputs, **case.variants}.items():
             rows.append(row_of(case, condition, inputs_of))
             row = rows[-1]
             print(f"{row['verdict']:13} {case.name} {condition} {row.get('error', '')} {row['why'][:300]}", flush=True)
-    if not options.only:
+    if not options.only and not options.propose:
         rows += other_rows()
         write_results("comfyui", {"comfyui": version, "sizes": SIZES, "meshes": MESHES, "models": rows})
 
