@@ -183,6 +183,15 @@ class RemotePatcher(comfy.model_patcher.ModelPatcher):  # type: ignore[misc]
 
     # What needs the weights in ComfyUI's process.
 
+    def add_wrapper_with_key(self, wrapper_type: str, key: str, wrapper: Callable[..., Any]) -> None:
+        """Add a wrapper. Refuse the one that compiles the model, whose code is on the ranks."""
+        if key == "torch.compile":
+            raise NotOnRanks(
+                "this workflow compiles the model by torch.compile (TorchCompileModel), whose code runs on the ranks, "
+                "not in ComfyUI's process. Remove that node, or load this model with ComfyUI's own loader."
+            )
+        super().add_wrapper_with_key(wrapper_type, key, wrapper)
+
     def add_hook_patches(self, hook: Any, *args: Any, **kwargs: Any) -> Any:
         """Refuse LoRAs that hooks schedule by step."""
         raise NotOnRanks(

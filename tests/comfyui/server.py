@@ -160,6 +160,8 @@ def workflow(
             retain_first_frame=False,
             split_conds_to_windows=False,
         )
+    elif patch == "compile":
+        model = node("TorchCompileModel", model=model, backend="inductor")
     elif patch == "rope":
         scales = {"scale_x": 1.5, "scale_y": 1.5, "scale_t": 1.2, "shift_x": 0.5, "shift_y": 0.0, "shift_t": 0.0}
         model = node("ScaleROPE", model=model, **scales)

@@ -138,7 +138,7 @@ def test_wrappers_run_in_this_process(comfy, remote, wan):
     local, patcher = comfy.sd.load_diffusion_model(wan), remote.clone()
     without = sampled(comfy, local)
     for model in (local, patcher):
-        model.model_options["transformer_options"]["wrappers"] = {"diffusion_model": {"tests": [wrapper]}}
+        model.add_wrapper_with_key("diffusion_model", "tests", wrapper)
     expected = sampled(comfy, local)
     assert error(expected, without) > 0.01
     assert error(sampled(comfy, patcher), expected) < 1e-5
@@ -199,6 +199,7 @@ def test_changes_of_the_patcher_that_do_not_reach_the_ranks_are_refused_by_name(
         (lambda patcher: patcher.injections.update(a_pack=[replaced]), "a_pack"),
         (lambda patcher: patcher.hook_patches.update(a_hook={}), "a_hook"),
         (lambda patcher: patcher.add_hook_patches(None, {}), "hook LoRA"),
+        (lambda patcher: patcher.add_wrapper_with_key("apply_model", "torch.compile", replaced), "torch.compile"),
         (lambda patcher: patcher.get_key_patches(), "merges"),
         (lambda patcher: patcher.state_dict_for_saving(), "saves"),
         (lambda patcher: patcher.deepclone_multigpu(), "MultiGPU"),

@@ -117,6 +117,7 @@ def test_stretched_positions_reach_the_ranks(comfyui):
         ("dtype", ["manual_cast_dtype"]),
         ("injection", ["tests"]),
         ("hook", ["hook LoRA"]),
+        ("compile", ["torch.compile"]),
     ],
 )
 def test_what_does_not_reach_the_ranks_is_refused_by_name(comfyui, patch, named):

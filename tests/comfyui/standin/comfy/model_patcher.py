@@ -34,6 +34,10 @@ class ModelPatcher:
     def add_object_patch(self, name, value):
         self.object_patches[name] = value
 
+    def add_wrapper_with_key(self, kind, key, wrapper):
+        wrappers = self.model_options["transformer_options"].setdefault("wrappers", {})
+        wrappers.setdefault(kind, {}).setdefault(key, []).append(wrapper)
+
     def get_all_callbacks(self, kind):
         return []
 
