@@ -18,3 +18,8 @@ CAUSAL_WAN = RecordedPlan(
     models="Wan that makes frames one after the other",
     refused="its blocks keep the keys of earlier frames between calls, in a value that is not sent to the ranks.",
 )
+COSMOS1 = RecordedPlan(
+    cls="cosmos.model.GeneralDIT",
+    models="Cosmos 1",
+    refused="it adds positions to all tokens between its blocks, and compares the shapes of both before.",
+)
