@@ -30,34 +30,33 @@ class ComfyUI:
         subprocess.run(command, check=True, cwd=ROOT, env=environment, capture_output=True)
         shutil.copytree(ROOT / "comfyui_para_core", folder / "custom_nodes" / "comfyui_para_core")
         shutil.copytree(Path(__file__).parent / "random_text", folder / "custom_nodes" / "random_text")
+        self.log = folder / "log.txt"
+        # Another program may take the port while ComfyUI starts.
+        for _ in range(3):
+            if self._start(python, comfyui, environment):
+                return
+        raise RuntimeError(f"ComfyUI did not start:\n{self.log.read_text()[-3000:]}")
+
+    def _start(self, python: str, comfyui: Path, environment: dict[str, str]) -> bool:
+        """Start ComfyUI at a free port, and return whether it answers."""
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
-        flags = ["--cpu", "--use-pytorch-cross-attention", "--disable-api-nodes", "--base-directory", str(folder)]
-        flags += [
-            "--preview-method",
-            "latent2rgb",
-            "--port",
-            str(self.port),
-            "--database-url",
-            "sqlite:///:memory:",
-            "--cache-lru",
-            "60",
-        ]
-        self.log = folder / "log.txt"
+        flags = ["--cpu", "--use-pytorch-cross-attention", "--disable-api-nodes", "--base-directory", str(self.folder)]
+        flags += ["--preview-method", "latent2rgb", "--port", str(self.port), "--cache-lru", "60"]
+        flags += ["--database-url", "sqlite:///:memory:"]
+        command = [python, str(comfyui / "main.py"), *flags]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [python, str(comfyui / "main.py"), *flags], stdout=log, stderr=log, cwd=folder, env=environment
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, env=environment)
         deadline = time.monotonic() + SECONDS
-        while True:
+        while self.process.poll() is None and time.monotonic() < deadline:
             try:
                 self.version = self.get("/system_stats")["system"]["comfyui_version"]
-                return
+                return True
             except (urllib.error.URLError, ConnectionError):
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"ComfyUI did not start:\n{self.log.read_text()[-3000:]}") from None
                 time.sleep(0.2)
+        self.close()
+        return False
 
     def get(self, path: str) -> dict:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=SECONDS) as answer:
