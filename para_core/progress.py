@@ -98,6 +98,11 @@ def folder_on_disk(name: str) -> Path | None:
         return None
 
 
+def counts_components() -> bool:
+    """Whether this process is inside :func:`reporting_components`, so that components are reported already."""
+    return any(isinstance(handler, _ComponentCounter) for handler in logging.getLogger(DIFFUSERS).handlers)
+
+
 @contextmanager
 def reporting_components(name: str, components: Sequence[str]) -> Iterator[None]:
     """Inside this context, in which diffusers loads model ``name``, report each of its components once it is loaded.

@@ -61,6 +61,15 @@ class CallerConnection:
         if self.rank == 0 and self.call_number is not None:
             self.channel.send((message[0], self.call_number, *message[1:]), body)
 
+    def push(self, value: Any) -> None:
+        """Send a value from the first rank to the listener of the running call."""
+        if self.rank == 0:
+            self.report("pushed", body=Body.of(value))
+
+    def is_cancelled(self) -> bool:
+        """Whether a message that the caller has cancelled the running call has reached this rank."""
+        return self._cancelled == self.call_number
+
     def begin_call(self, number: int) -> None:
         """Begin call ``number`` of the caller."""
         self.call_number, self._bars = number, 0
@@ -85,7 +94,7 @@ class CallerConnection:
 
     def _agree_to_cancel(self) -> bool:
         """Return the first rank's answer on all ranks: a message reaches ranks at different steps."""
-        cancelled = self._cancelled == self.call_number
+        cancelled = self.is_cancelled()
         if self.side_group is None:
             return cancelled
         import torch

@@ -17,8 +17,8 @@ class Display:
         self._progress = progress
         self._bars: dict[int, Any] = {}
 
-    def line(self, text: str) -> None:
-        """Print a line about progress, unless none is to be shown."""
+    def line(self, text: str, done: int | None = None, total: int | None = None) -> None:
+        """Print a line about progress, unless none is to be shown. A counted phase has ``done`` of ``total`` parts."""
         if self._progress is True:
             self.notice(text)
 

@@ -32,12 +32,14 @@ class LaunchOptions:
     load: Callable[[], Any]
     ranks: int
     start: Callable[[], Group]  # starts the processes
-    timeout: float
-    progress: bool | Callable[[int, int | None], None]
+    timeout: float  # seconds after which a collective gives up
+    silence: float  # seconds without a step or an answer after which the ranks are ended
+    display: Callable[[], Display]
+    finishes_step: bool = True  # whether Ctrl-C first lets the ranks finish their step, instead of ending them at once
 
 
 @dataclass(eq=False)
-class _Ticket:
+class Ticket:
     """One call from its beginning, in which it may wait for its turn."""
 
     cancelled: bool = False
@@ -51,7 +53,7 @@ class _Ticket:
 
 
 @dataclass(eq=False)
-class _State:
+class State:
     """Ranks and calls of a handle. Calls of several threads run one after another."""
 
     options: LaunchOptions
@@ -64,7 +66,7 @@ class _State:
     changed: bool = False  # whether run or a method may have changed the pipelines since they were loaded
     calls: int = LOADING  # the number of the last call
     told_of_cuda: bool = False  # whether a line has said that this process has initialized its GPU
-    current: _Ticket | None = None
+    current: Ticket | None = None
     thread: int | None = None  # the thread of the running call
     pipe: PipeDescription = field(default_factory=lambda: PipeDescription("pipeline", [], []))
 
@@ -78,7 +80,7 @@ class _State:
                 stacklevel=5,
             )
             self.changed = False
-        display = Display(self.options.progress)
+        display = self.options.display()
         display.line(f"starting {self.options.ranks} ranks" if self.options.ranks > 1 else "starting 1 rank")
         random = self.seeds.before_call()
         self.group = group = self.options.start()
@@ -86,15 +88,32 @@ class _State:
         job = Body.of(LoadJob(self.load, group.host, self.options.timeout, random))
         group.send("load", body=job)
         # The ranks import torch at the same time. Results need it here.
-        outcomes = RunningCall(group, LOADING, display, self.options.timeout).wait(["torch"])
+        loading = RunningCall(
+            group, LOADING, display, self.options.silence, finishes_step=self.options.finishes_step
+        )
+        outcomes = loading.wait(["torch"])
         for module in outcomes[0].modules:
             import_early(module)
         self.seeds.after_call(outcomes[0].random)
         self.pipe = outcomes[0].value
         return group
 
-    def call(self, ticket: _Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool, changes: bool) -> Any:
-        """Run a call on all ranks when it is its turn. Return the first rank's result, or those of all ranks."""
+    def call(
+        self,
+        ticket: Ticket,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        everywhere: bool = False,
+        changes: bool = False,
+        listener: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Run a call on all ranks when it is its turn. Return the first rank's result, or those of all ranks.
+
+        With a ``listener``, the function gets the argument ``link`` (see :class:`Link`). The listener is called here with
+        each value that the first rank pushes.
+        """
         self.require_no_callback()
         if self.group is not None and self.group.owner != os.getpid():
             raise RuntimeError("this process is a fork of the one that launched the ranks: launch in this process.")
@@ -105,11 +124,20 @@ class _State:
                 raise Cancelled("cancelled before it began.")
             self.current, self.thread = ticket, threading.get_ident()
             try:
-                return self._call(ticket, function, args, kwargs, everywhere=everywhere, changes=changes)
+                return self._call(ticket, function, args, kwargs, everywhere, changes, listener)
             finally:
                 self.current = self.thread = ticket.running = None
 
-    def _call(self, ticket: _Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool, changes: bool) -> Any:
+    def _call(
+        self,
+        ticket: Ticket,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        everywhere: bool,
+        changes: bool,
+        listener: Callable[[Any], None] | None,
+    ) -> Any:
         group = self.ready()
         callbacks: dict[str, Callable[..., Any]] = {}
         if function is None:
@@ -117,15 +145,23 @@ class _State:
             kwargs, callbacks = replace_callbacks(kwargs)
         generators = generators_in((args, kwargs))
         random = self.seeds.before_call()
-        call = Call(function, args, kwargs, random, current_state(), generators, tuple(callbacks))
+        call = Call(function, args, kwargs, random, current_state(), generators, tuple(callbacks), listener is not None)
         body = Body.of(call, self.by_value)
         self.calls += 1
         self.changed |= changes
-        display = Display(self.options.progress)
+        display = self.options.display()
         if not self.told_of_cuda and any(generator.device.type != "cpu" for generator in generators):
             self.told_of_cuda = True
             display.notice("a torch.Generator of a GPU has initialized it in this process too. CPU generators do not.")
-        ticket.running = RunningCall(group, self.calls, display, self.options.timeout, callbacks)
+        ticket.running = RunningCall(
+            group,
+            self.calls,
+            display,
+            self.options.silence,
+            callbacks,
+            listener,
+            finishes_step=self.options.finishes_step,
+        )
         group.send("call", self.calls, everywhere, body=body)
         if ticket.cancelled:
             ticket.cancel()
@@ -166,11 +202,11 @@ class Launched:
     every rank; :meth:`run` runs any function there. Calls from several threads run one after another.
     """
 
-    _state: _State
+    _state: State
 
     def __init__(self, options: LaunchOptions) -> None:
         by_value = own_module(options.load)
-        vars(self)["_state"] = _State(options, by_value, Body.of(options.load, by_value))
+        vars(self)["_state"] = State(options, by_value, Body.of(options.load, by_value))
         with self._state.turn:
             self._state.ready()
 
@@ -184,14 +220,14 @@ class Launched:
             RankDied: If a rank ended or hangs. The next call starts the ranks again.
             Exception: What the pipeline raised; its cause is the traceback on the rank.
         """
-        return self._run(_Ticket(), None, args, kwargs)
+        return self._run(Ticket(), None, args, kwargs)
 
     async def call(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline as :meth:`__call__` does, and let other tasks run meanwhile.
 
         Callbacks run in another thread. If the awaiting task is cancelled, the call ends after its current step.
         """
-        loop, ticket = asyncio.get_running_loop(), _Ticket()
+        loop, ticket = asyncio.get_running_loop(), Ticket()
         future: asyncio.Future[Any] = loop.create_future()
 
         def finish(result: Any, error: BaseException | None) -> None:
@@ -226,7 +262,7 @@ class Launched:
         """
         if not callable(function):
             raise TypeError(f"run got {function!r}; expected a function whose first argument is the pipeline.")
-        return self._run(_Ticket(), function, args, kwargs, everywhere=all_ranks, changes=True)
+        return self._run(Ticket(), function, args, kwargs, everywhere=all_ranks, changes=True)
 
     def cancel(self) -> bool:
         """End the running call after its current step, from another thread. Return whether a call is running.
@@ -257,7 +293,7 @@ class Launched:
         self.close()
 
     def _run(
-        self, ticket: _Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool = False, changes: bool = False
+        self, ticket: Ticket, function: Any, args: Any, kwargs: Any, *, everywhere: bool = False, changes: bool = False
     ) -> Any:
         result = self._state.call(ticket, function, args, kwargs, everywhere=everywhere, changes=changes)
         if everywhere:
@@ -269,7 +305,7 @@ class Launched:
             raise AttributeError(_on_ranks(name))
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            return self._run(_Ticket(), name, args, kwargs, changes=True)
+            return self._run(Ticket(), name, args, kwargs, changes=True)
 
         method.__name__ = name
         return method

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from para_core.launcher.display import Display
 from para_core.launcher.handle import Launched, LaunchOptions
 from para_core.launcher.processes import IN_RANK, Group, start_local_ranks
 
@@ -71,7 +73,7 @@ def launch(
 
         return start_ranks_on_hosts(count, hosts, timeout, environment)
 
-    return Launched(LaunchOptions(load, count, start, timeout, progress))
+    return Launched(LaunchOptions(load, count, start, timeout, timeout, partial(Display, progress)))
 
 
 def _require_no_rank() -> None:

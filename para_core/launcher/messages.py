@@ -50,6 +50,7 @@ class Call:
     thread: ThreadState  # of the calling thread
     generators: Sequence[Any] = ()  # those among the arguments
     callbacks: tuple[str, ...] = ()  # names of arguments that are functions of the caller
+    linked: bool = False  # whether the function also gets the argument ``link``, a Link
 
 
 @dataclass(frozen=True)

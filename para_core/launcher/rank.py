@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from para_core.launcher.connection import CallerConnection, end_process
+from para_core.launcher.link import Link
 from para_core.launcher.messages import Call, LoadJob, Outcome, PipeDescription, PipeOfRank
 from para_core.launcher.wire import Body, Channel
 
@@ -126,6 +127,8 @@ def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) 
 
     begin_with(call.random)
     kwargs = {**call.kwargs, **{name: Relay(connection, pipe, name) for name in call.callbacks}}
+    if call.linked:
+        kwargs["link"] = Link(connection.push, connection.is_cancelled)
     with applied(call.thread):
         if call.function is None:
             result = pipe(*call.args, **kwargs)

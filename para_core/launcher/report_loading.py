@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from para_core.launcher.connection import CallerConnection
-from para_core.progress import DIFFUSERS, component_bytes, folder_on_disk, handled_by, readable_bytes
+from para_core.progress import (
+    DIFFUSERS,
+    component_bytes,
+    counts_components,
+    folder_on_disk,
+    handled_by,
+    readable_bytes,
+)
 from para_core.progress import logger as reports
 
 # diffusers logs "Loaded NAME as CLASS from `NAME` subfolder of FOLDER." after each component of a pipeline.
@@ -29,10 +36,10 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == reports.name:
-            self._send(record.getMessage())
+            self._send(record.getMessage(), getattr(record, "done", None), getattr(record, "total", None))
             return
         match = _LOADED.match(record.getMessage())
-        if match is None:
+        if match is None or counts_components():
             return
         folder = match["folder"]
         if folder not in self._sizes:
@@ -44,8 +51,8 @@ class _Lines(logging.Handler):
         size = self._sizes[folder].get(match["name"], 0)
         self._send(f"loaded {match['name']}" + (f" ({readable_bytes(size)})" if size else ""))
 
-    def _send(self, line: str) -> None:
-        self._connection.channel.send(("line", line))
+    def _send(self, line: str, done: int | None = None, total: int | None = None) -> None:
+        self._connection.channel.send(("line", line, done, total))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import importlib
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 from para_core.launcher.callbacks import run_callback
@@ -35,9 +35,12 @@ class RunningCall:
         display: Display,
         timeout: float,
         callbacks: Mapping[str, Callable[..., Any]] | None = None,
+        listener: Callable[[Any], None] | None = None,
+        *,
+        finishes_step: bool = True,
     ) -> None:
         self._group, self.number, self._display, self._timeout = group, number, display, timeout
-        self._callbacks = callbacks or {}
+        self._callbacks, self._listener, self._finishes_step = callbacks or {}, listener, finishes_step
         self._outcomes: dict[int, Outcome] = {}
         self._errors: dict[int, tuple[BaseException, str]] = {}
         self._open_bars = set[int]()
@@ -59,9 +62,9 @@ class RunningCall:
             Cancelled: If :meth:`cancel` was called. The ranks stay usable.
             RankDied: If a rank ended, or made no progress for ``timeout`` seconds. The ranks have been ended.
             Exception: What the ranks raised. Unless all raised the same, they have been ended.
-            BaseException: KeyboardInterrupt, or what a callback raised. The ranks stay usable.
+            BaseException: KeyboardInterrupt, or what a callback raised. The ranks stay usable if they finish their step.
         """
-        with first_interrupt_calls(lambda: self._group.inbox.put((("interrupt",), Body(b"")))):
+        with self._interruptible():
             try:
                 for module in modules:
                     import_early(module)
@@ -73,6 +76,11 @@ class RunningCall:
                     raise self._raised from None
                 raise
         return self._conclude()
+
+    def _interruptible(self) -> AbstractContextManager[None]:
+        if not self._finishes_step:
+            return nullcontext()
+        return first_interrupt_calls(lambda: self._group.inbox.put((("interrupt",), Body(b""))))
 
     def _collect(self) -> None:
         while len(self._outcomes) + len(self._errors) < len(self._group.members):
@@ -112,6 +120,8 @@ class RunningCall:
             self._interrupt(KeyboardInterrupt())
         elif kind == "callback":
             self._answer_callback(head[2], body)
+        elif kind == "pushed":
+            self._pass_on(_load(body, 0))
         elif kind == "port":
             self._group.send("port", head[1])
         else:
@@ -135,8 +145,17 @@ class RunningCall:
             # The user's function ``progress`` raised.
             self._interrupt(error)
 
+    def _pass_on(self, value: Any) -> None:
+        try:
+            if self._listener is not None:
+                self._listener(value)
+        except BaseException as error:
+            self._interrupt(error)
+
     def _interrupt(self, error: BaseException) -> None:
-        """End the call after the current step, and raise ``error`` then."""
+        """End the call after the current step, and raise ``error`` then; at once if steps are not finished."""
+        if not self._finishes_step:
+            raise error
         self._raised = self._raised or error
         self._group.channels[0].send(("cancel", self.number))
         if isinstance(error, KeyboardInterrupt) and not self._open_bars:
@@ -153,7 +172,7 @@ class RunningCall:
         self._group.send("reply", body=Body.of(reply))
 
     def _conclude(self) -> list[Outcome]:
-        alike = len({(type(error), str(error)) for error, _ in self._errors.values()}) <= 1
+        alike = len({_identity(error) for error, _ in self._errors.values()}) <= 1
         if self._errors and (self._outcomes or not alike or self.number == LOADING or self._stuck()):
             # Ranks disagree, so their connections may be broken: a rank may still wait for another.
             self._group.end(idle=False)
@@ -211,6 +230,12 @@ class RunningCall:
             if head[0] == "where":
                 positions[head[1]] = body.load()
         return positions
+
+
+def _identity(error: BaseException) -> tuple[type[BaseException], str]:
+    """Return what is equal for the same error on several ranks."""
+    # The text of an error about memory has the numbers of the rank's own device.
+    return type(error), "" if type(error).__name__ == "OutOfMemoryError" else str(error)
 
 
 def _load(body: Body, rank: int) -> Any:
