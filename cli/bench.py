@@ -54,12 +54,12 @@ def bench(
         require_new_traces(profile, stated or 1)
 
     announce_imports()
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    from para_core.cli.measurement import MeasurementJob, measure_rank
-    from para_core.cli.ranks import count_ranks, describe_signal, is_first_rank, quiet, run_on_ranks, terminable
+    from para_core.cli.measurement import MeasurementJob, measure
+    from para_core.cli.ranks import count_ranks, is_first_rank
+    from para_core.cli.signals import describe_signal, terminable
     from para_core.fleet.classical import refuse_ranks
     from para_core.fleet.foresee import mesh_of_recipe
+    from para_core.fleet.libraries import quiet
 
     quiet(debug)
     recipe, pipeline = checked.recipe, checks.describe_model(model, checked)
@@ -70,13 +70,19 @@ def bench(
         require_new_traces(profile, num_ranks)
     request = _read_request(pipeline, common, prompt, call.seed)
     job = MeasurementJob(recipe, request, warmup_runs, runs, check, profile, debug)
-    try:
-        with terminable():
-            figures = run_on_ranks(measure_rank, job, num_ranks)
-    except (KeyboardInterrupt, SignalException) as end:
+
+    def report_end(end: KeyboardInterrupt) -> int:
         ended, code = describe_signal(end)
-        Console(stderr=True, soft_wrap=True, quiet=not is_first_rank()).print(f"{ended}: there are no figures.")
-        raise typer.Exit(code) from None
+        console = Console(stderr=True, soft_wrap=True, quiet=not is_first_rank())
+        console.show_cursor()  # which progress bars hide
+        console.print(f"{ended}: there are no figures.")
+        return code
+
+    try:
+        with terminable(report_end):
+            figures = measure(job, num_ranks)
+    except KeyboardInterrupt as end:
+        raise typer.Exit(report_end(end)) from None
     if figures is None:
         return
     _print(figures, Console(highlight=False))

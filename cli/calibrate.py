@@ -57,8 +57,9 @@ def calibrate(
     announce_imports()
     from para_core.adapters import calibrate_cache
     from para_core.cli.progress import showing_phases
-    from para_core.cli.ranks import is_first_rank, process_group, quiet
+    from para_core.cli.ranks import is_first_rank, process_group
     from para_core.fleet.classical import refuse_ranks
+    from para_core.fleet.libraries import quiet
     from para_core.fleet.loading import build
     from para_core.fleet.modular import set_guidance
 

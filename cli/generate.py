@@ -39,7 +39,7 @@ def generate(
 
     announce_imports()
     from para_core.cli.generation import make_task, run_task, show_plan
-    from para_core.cli.ranks import quiet
+    from para_core.fleet.libraries import quiet
 
     quiet(debug)
     pipeline = checks.describe_model(model, checked)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import starmap
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from para_core.cli.checks import require_images
 from para_core.cli.options import FileOptions, GroupOptions
-from para_core.cli.progress import Bars, showing_log
-from para_core.cli.ranks import RankJob, count_ranks, describe_signal, is_first_rank, run_job, terminable
+from para_core.cli.progress import Bars, showing_log, showing_phases
+from para_core.cli.ranks import count_ranks, ending_on_error, from_first_rank, is_first_rank, process_group
+from para_core.cli.signals import describe_signal, terminable
 from para_core.fleet.classical import refuse_ranks
+from para_core.fleet.engine import open_ranks
 from para_core.fleet.foresee import (
     Memory,
     bytes_of_device,
@@ -29,6 +30,7 @@ from para_core.fleet.foresee import (
     predict_memory,
     without_weights,
 )
+from para_core.fleet.lines import LineRun
 from para_core.fleet.loading import dtype_of
 from para_core.fleet.models import Model
 from para_core.fleet.no_effect import warnings_of
@@ -44,6 +46,7 @@ from para_core.fleet.outputs import (
     write_result,
 )
 from para_core.fleet.prompts import Line, Problem, read_prompts
+from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import USUAL_PIXELS, Delivery, estimated_pixels, make_request
 
@@ -155,14 +158,19 @@ def run_task(task: GenerationTask, debug: bool) -> int:
     if task.finished:
         console.print(f"{len(task.finished)} of {len(task.finished) + len(task.lines)} exist already.")
     failures: list[Problem] = []
-    try:
-        with alone_in(task.folder) if first and task.lines else nullcontext(), terminable():
-            failures = _generate_lines(task, debug) if task.lines else []
-    except (KeyboardInterrupt, SignalException) as end:
+
+    def report_end(end: KeyboardInterrupt) -> int:
         ended, code = describe_signal(end)
+        console.show_cursor()  # which progress bars hide
         console.print(f"{ended}: run the same command again to continue.")
         _print_results(task, failures, console)
         return code
+
+    try:
+        with alone_in(task.folder) if first and task.lines else nullcontext(), terminable(report_end):
+            failures = _generate_lines(task, debug) if task.lines else []
+    except KeyboardInterrupt as end:
+        return report_end(end)
     except Exception:
         if _finished_names(task):
             _print_results(task, failures, console)
@@ -206,12 +214,9 @@ def _finished_names(task: GenerationTask) -> list[str]:
 
 def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     if task.replicas == 1:
-        with tempfile.TemporaryDirectory() as folder:
-            journal = Path(folder) / "journal"
-            job = RankJob(task.recipe, task.lines, task.folder, journal, debug=debug)
-            return run_job(job, task.ranks)
+        with ending_on_error(debug=debug), process_group(task.recipe):
+            return _generate_on_one_group(task, debug)
     from para_core.fleet.group import generate_lines
-    from para_core.fleet.rank import ReplicaOptions
 
     Console(stderr=True, highlight=False).print(f"starting {task.replicas} replicas of {task.ranks} ranks on Ray")
     bars = Bars(len(task.lines), steps=False)
@@ -223,6 +228,19 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     with bars, showing_log(bars.console):
         options = ReplicaOptions(task.ranks)
         return generate_lines(task.lines, task.recipe, options, task.replicas, write=write, debug=debug)
+
+
+def _generate_on_one_group(task: GenerationTask, debug: bool) -> list[Problem]:
+    # Ranks of torchrun may see different finished results in the folder, so the first rank's lines count.
+    lines, first = from_first_rank(task.lines), is_first_rank()
+    options = ReplicaOptions(task.ranks)
+    load = partial(load_rank, task.recipe, options, encode_first=len(lines) > 1, debug=debug)
+    bars = Bars(len(lines), shown=first)
+    with closing(open_ranks(load, task.ranks, timeout=task.recipe.timeout, debug=debug)) as ranks:
+        with showing_phases(shown=first):
+            ranks.start()
+        with bars:
+            return LineRun(ranks, lines, partial(write_result, task.folder), bars, debug).run()
 
 
 def show_plan(task: GenerationTask) -> None:

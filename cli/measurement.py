@@ -7,8 +7,9 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -19,13 +20,17 @@ import torch.distributed as dist
 
 from para_core.cli.comparison import Reference, compare, make_reference
 from para_core.cli.progress import Bars, showing_phases
-from para_core.cli.ranks import ending_on_error, gather, is_first_rank, process_group, quiet
+from para_core.cli.ranks import ending_on_error, gather, is_first_rank, process_group
 from para_core.cli.traces import trace_path
+from para_core.fleet.engine import LaunchedRanks, OwnRank, open_ranks
+from para_core.fleet.libraries import quiet
 from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.recipe import Recipe, can_verify
 from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, metadata, step_callback
+from para_core.launcher.link import Link
 from para_core.planner.run_counter import RunCounter
+from para_core.progress import report
 
 # Additional timeout in seconds, because the other ranks wait while the first rank generates alone for the comparison.
 _ALONE = 24 * 3600.0
@@ -41,63 +46,106 @@ class MeasurementJob:
     runs: int
     check: bool = False  # whether to compare the result with that of one rank
     profile: Path | None = None  # folder in which each rank writes a profiler trace
-    debug: bool = False  # this and errors are as in RankJob
-    errors: Path | None = None
+    debug: bool = False  # whether to show tracebacks and other libraries' log messages
 
 
-def measure_rank(job: MeasurementJob) -> dict[str, Any] | None:
-    """Run the job on this rank, and return the figures on the first rank, None on others.
+def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
+    """Run the job on ``ranks`` ranks, and return the figures; on torchrun's ranks but the first, None.
 
-    If a launcher started this process, an exception ends it: other ranks may wait for this one in a collective.
+    On a rank of torchrun, an exception ends the process: other ranks may wait for this one in a collective.
     """
-    quiet(job.debug)
-    with ending_on_error(job.errors, debug=job.debug):
-        # The reference is made before the process group exists, so that the pipeline runs on this rank alone.
-        reference = make_reference(job.recipe, job.request) if job.check and is_first_rank() else None
+    with ending_on_error(debug=job.debug):
+        reference = _reference(job, ranks) if job.check and is_first_rank() else None
         with process_group(job.recipe, late=_ALONE if job.check else 0.0):
-            return _measure(job, reference)
+            return _measure_on(job, ranks, reference)
 
 
-def _measure(job: MeasurementJob, reference: Reference | None) -> dict[str, Any] | None:
+def _reference(job: MeasurementJob, ranks: int) -> Reference:
+    """Return the result of one rank alone: of this process if it is a rank, before it is in a process group."""
+    load = partial(_Reference, job)
+    alone: LaunchedRanks | OwnRank = OwnRank(load)
+    if isinstance(open_ranks(load, ranks, timeout=job.recipe.timeout), LaunchedRanks):
+        alone = LaunchedRanks(load, 1, timeout=job.recipe.timeout, debug=job.debug)
+    with closing(alone), showing_phases():
+        report("generating on one rank, for the comparison")
+        alone.start()
+        reference: Reference = alone.call("make")
+        return reference
+
+
+class _Reference:
+    """One rank without others, which makes the reference of a job."""
+
+    def __init__(self, job: MeasurementJob) -> None:
+        quiet(job.debug)
+        self._job = job
+
+    def make(self) -> Reference:
+        return make_reference(self._job.recipe, self._job.request)
+
+
+def _measure_on(job: MeasurementJob, ranks: int, reference: Reference | None) -> dict[str, Any] | None:
     first = is_first_rank()
     # An exact transformer is compared call by call as well, which names the module if it differs. The comparison costs
     # a call of the transformer, so it takes place in a run that is not timed.
-    verifies = job.check and dist.is_initialized() and dist.get_world_size() > 1 and can_verify(job.recipe)
-    with showing_phases(shown=first):
-        pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
-    warmup_runs = max(job.warmup_runs, int(verifies))
-    total = warmup_runs + job.runs + 1 + (job.profile is not None) + 2 * job.check
-    with Bars(total, shown=first, steps=False, unit="runs") as bars:
-        for _ in range(warmup_runs):
+    verifies = job.check and ranks > 1 and can_verify(job.recipe)
+    load, timeout = partial(MeasuredRank, job, verifies), job.recipe.timeout
+    with closing(open_ranks(load, ranks, timeout=timeout, debug=job.debug)) as group:
+        with showing_phases(shown=first):
+            group.start()
+        total = max(job.warmup_runs, int(verifies)) + job.runs + 1 + (job.profile is not None) + 2 * job.check
+        with Bars(total, shown=first, steps=False, unit="runs") as bars:
+            figures: dict[str, Any] | None = group.call("measure", reference, listener=lambda _: bars.end())
+    return figures
+
+
+class MeasuredRank:
+    """The pipeline of a job on this rank. If it ``verifies``, the first run is no timed one."""
+
+    def __init__(self, job: MeasurementJob, verifies: bool = False) -> None:
+        quiet(job.debug)
+        self._job, self._warmup_runs = job, max(job.warmup_runs, int(verifies))
+        self._pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
+
+    def measure(self, reference: Reference | None, link: Link) -> dict[str, Any] | None:
+        """Generate as often as the job says. Return the figures on the first rank, None on others. A collective call.
+
+        None is pushed after each generation. ``reference`` is used on the first rank.
+        """
+        job, pipe = self._job, self._pipe
+        first = is_first_rank()
+        done = partial(link.push, None)
+        for _ in range(self._warmup_runs):
             call_pipe(pipe, [job.request])
-            bars.end()
+            done()
         _reset_memory()
         runs = []
         for _ in range(job.runs):
             runs.append(timed_run(pipe, job.request))
-            bars.end()
+            done()
         memory = _memory()
         counts = count_run(pipe, job.request)
-        bars.end()
+        done()
         if job.profile is not None:
             _profile(pipe, job.request, job.profile)
-            bars.end()
-        check = compare(pipe, job.request, job.recipe, reference, bars.end) if job.check else None
-    ranks = gather({"runs": runs, **memory, **counts})
-    if not first:
-        return None
-    described = metadata(pipe, job.request, job.recipe, 0.0)
-    del described["seconds"]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        **described,
-        "dtype": str(dtype_of(job.recipe)).removeprefix("torch."),
-        "warmup_runs": job.warmup_runs,
-        "runs": job.runs,
-        "seconds": _seconds([rank.pop("runs") for rank in ranks]),
-        "ranks": ranks,
-        "check": check,
-    }
+            done()
+        reference = reference if first else None
+        check = compare(pipe, job.request, job.recipe, reference, done) if job.check else None
+        ranks = gather({"runs": runs, **memory, **counts})
+        if not first:
+            return None
+        described = metadata(pipe, job.request, job.recipe, 0.0)
+        del described["seconds"]
+        return {
+            "date": time.strftime("%Y-%m-%d"),
+            **described,
+            "dtype": str(dtype_of(job.recipe)).removeprefix("torch."),
+            "warmup_runs": job.warmup_runs,
+            "runs": job.runs,
+            "seconds": _seconds([rank.pop("runs") for rank in ranks]),
+            "ranks": ranks,
+            "check": check,
+        }
 
 
 def timed_run(pipe: Any, request: Request) -> dict[str, Any]:

@@ -245,8 +245,8 @@ def _counted(
 
     from para_core.adapters.planner.count import UnknownModelError
     from para_core.adapters.planner.plan_mesh import workload
-    from para_core.cli.ranks import quiet
     from para_core.fleet.foresee import without_weights
+    from para_core.fleet.libraries import quiet
     from para_core.fleet.loading import find_model
 
     quiet(debug)

@@ -90,9 +90,10 @@ def serve(
     shapes = [_Shape.read("--warmup", size) for size in warmup or ()]
 
     announce_imports()
-    from para_core.cli.ranks import count_ranks, quiet
+    from para_core.cli.ranks import count_ranks
     from para_core.fleet import serving
     from para_core.fleet.classical import refuse_ranks
+    from para_core.fleet.libraries import quiet
     from para_core.fleet.rank import ReplicaOptions
     from para_core.fleet.reading import ServerOptions
 
@@ -148,7 +149,7 @@ def _read_level(name: str) -> int:
 
 def _run_until_interrupted(start: Callable[[], LogReader], message: str, *, debug: bool) -> None:
     """Call ``start``, print ``message``, and serve until Ctrl-C or SIGTERM. Both are the usual end of a server."""
-    from para_core.cli.ranks import describe_signal, terminable
+    from para_core.cli.signals import describe_signal, terminable
     from para_core.fleet import serving
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from para_core.adapters.components import text_encoders_of
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
+from para_core.fleet.failures import RanksEnded
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, split_request
@@ -21,17 +22,65 @@ from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wra
 _KEY = "encode first"
 
 
+class Encoder(Protocol):
+    """The two phases of many requests: text encoders run for a batch of requests, then denoisers."""
+
+    def encodes_first(self) -> bool:
+        """Whether there are two phases. If not, no other method may be called."""
+
+    def begin_encoding(self) -> None:
+        """Begin the first phase of a batch."""
+
+    def encode(self, line: Line) -> bool:
+        """Encode the prompts of a line. Return whether the outputs of another one may be added to this batch."""
+
+    def end_encoding(self, keep_encoders: bool) -> None:
+        """Begin the second phase. The text encoders run again only with ``keep_encoders``."""
+
+    def restore_encoders(self) -> None:
+        """Prepare requests that run as a whole, without phases."""
+
+
+def encoded_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
+    """Yield batches of ``lines`` whose prompts have been encoded. A collective call.
+
+    The last batch has the lines whose encoding raised. The caller runs the whole pipeline for them, and gets the same
+    exception again.
+    """
+    if not encoder.encodes_first():
+        yield lines
+        return
+    left, failed = list(lines), list[Line]()
+    while left:
+        encoder.begin_encoding()
+        done, has_room = list[Line](), True
+        while left and has_room:
+            line = left.pop(0)
+            try:
+                has_room = encoder.encode(line)
+                done.append(line)
+            except RanksEnded:
+                raise
+            except Exception:
+                failed.append(line)
+        encoder.end_encoding(bool(left or failed))
+        yield done
+    if failed:
+        encoder.restore_encoders()
+        yield failed
+
+
 class EncodeFirst:
-    """Schedule of two phases for many requests: text encoders run for a batch of requests, then denoisers.
+    """Two phases of many requests on this rank, see :class:`Encoder`.
 
     Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of the text
     encoders wait in host memory. :func:`~para_core.fleet.loading.build` attaches an instance to a pipeline whose
-    weights are neither sharded nor offloaded. An instance that is not attached changes nothing: all requests are one
-    batch. A batch ends when the outputs of text encoders exceed ``max_bytes``.
+    weights are neither sharded nor offloaded. An instance that is not attached has no phases. ``call`` calls a pipeline
+    for a list of requests. A batch ends when the outputs of text encoders exceed ``max_bytes``.
     """
 
-    def __init__(self, max_bytes: int = 4 * 2**30) -> None:
-        self.max_bytes = max_bytes
+    def __init__(self, call: Callable[[Any, Sequence[Request]], Any], max_bytes: int = 4 * 2**30) -> None:
+        self._call, self.max_bytes = call, max_bytes
         self._encoded: EncodedPrompts | None = None
 
     @property
@@ -60,57 +109,47 @@ class EncodeFirst:
         self._denoisers.park(self._device, keep=True)
         self._encoded = EncodedPrompts(pipe, max_bytes=sys.maxsize)
 
-    def batches(
-        self,
-        lines: Sequence[Line],
-        run: Callable[[Request], Any],
-        fails_alike: Callable[[Line], bool] = lambda line: True,
-    ) -> Iterator[Sequence[Line]]:
-        """Yield batches of ``lines`` whose prompts are encoded by ``run``, which calls the pipeline for one request.
+    def encodes_first(self) -> bool:
+        return self._encoded is not None
 
-        A collective call. The last batch has the lines whose encoding failed. All weights are then on the device, so
-        that the caller runs the whole pipeline and gets the same exception again.
-        ``fails_alike`` is called on a rank where encoding a line raised, and returns whether all ranks raised. If not,
-        the exception is raised at once, because the other ranks wait for this one.
-        """
-        encoded = self._encoded
-        if encoded is None:
-            yield lines
-            return
-        left, failed = list(lines), list[Line]()
-        while left:
-            self._denoisers.park(self._device, keep=True)
-            self._encoders.restore(self._device)
-            encoded.clear()
-            encoded.complete = False
-            done = list[Line]()
-            with ExitStack() as stack:
-                for name in self._names:
-                    # The component of the pipeline is wrapped, and not the module inside torch.compile's wrapper, so
-                    # that a compiled denoiser stops before its graph is entered.
-                    module = getattr(self._pipe, name)
-                    wrap_method(module, "__call__", _KEY, _stop, order=WrapperPriority.PARALLEL)
-                    stack.callback(unwrap, module, _KEY)
-                while left and encoded.bytes <= self.max_bytes:
-                    line = left.pop(0)
-                    try:
-                        with suppress(_EncodedError):  # A pipeline may also finish without calling a denoiser.
-                            # All parts of a request have the same prompt.
-                            run(split_request(line.request)[0])
-                        done.append(line)
-                    except Exception:
-                        # If all ranks raised, ignore the error for now: the line runs again at the end and raises then.
-                        if not fails_alike(line):
-                            raise
-                        failed.append(line)
-            self._encoders.park(self._device, keep=bool(left or failed))
-            self._denoisers.restore(self._device)
-            encoded.complete = True
-            yield done
-        if failed:
-            encoded.complete = False
-            self._encoders.restore(self._device)
-            yield failed
+    def begin_encoding(self) -> None:
+        """Move the text encoders to the device, and forget the outputs of the previous batch."""
+        encoded = self._require_attached()
+        self._denoisers.park(self._device, keep=True)
+        self._encoders.restore(self._device)
+        encoded.clear()
+        encoded.complete = False
+
+    def encode(self, line: Line) -> bool:
+        """Run the text encoders for ``line``, and return whether less than ``max_bytes`` of outputs wait now."""
+        encoded = self._require_attached()
+        with ExitStack() as stack:
+            for name in self._names:
+                # The component of the pipeline is wrapped, and not the module inside torch.compile's wrapper, so that a
+                # compiled denoiser stops before its graph is entered.
+                module = getattr(self._pipe, name)
+                wrap_method(module, "__call__", _KEY, _stop, order=WrapperPriority.PARALLEL)
+                stack.callback(unwrap, module, _KEY)
+            with suppress(_EncodedError):  # A pipeline may also finish without calling a denoiser.
+                # All parts of a request have the same prompt.
+                self._call(self._pipe, [split_request(line.request)[0]])
+        return encoded.bytes <= self.max_bytes
+
+    def end_encoding(self, keep_encoders: bool) -> None:
+        """Move the denoisers to the device in place of the text encoders."""
+        self._encoders.park(self._device, keep=keep_encoders)
+        self._denoisers.restore(self._device)
+        self._require_attached().complete = True
+
+    def restore_encoders(self) -> None:
+        """Move the text encoders to the device, besides the denoisers."""
+        self._require_attached().complete = False
+        self._encoders.restore(self._device)
+
+    def _require_attached(self) -> EncodedPrompts:
+        if self._encoded is None:
+            raise RuntimeError("the pipeline has no phases: encodes_first() is False.")
+        return self._encoded
 
 
 class _EncodedError(Exception):

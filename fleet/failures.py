@@ -17,6 +17,10 @@ class ReplicaDied(RuntimeError):
         self.rank = rank
 
 
+class RanksEnded(RuntimeError):
+    """Raised if ranks ended, or raised differently, so that all of them have been ended."""
+
+
 class RequestFailed(RuntimeError):
     """Raised if the pipeline raised for a request on every rank. The replica stays usable."""
 

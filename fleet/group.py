@@ -22,7 +22,8 @@ from para_core.fleet.last_words import Notes, describe_death
 from para_core.fleet.log_relay import Position, log_entries
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.prompts import Line, Problem
-from para_core.fleet.rank import CONTROL, Answer, Rank, ReplicaOptions
+from para_core.fleet.rank import ReplicaOptions
+from para_core.fleet.rank_actor import CONTROL, Answer, RankActor
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.foreign_errors import is_slow_start_of_ray
@@ -69,7 +70,7 @@ class Replica:
             raise RuntimeError(
                 f"a replica of {ranks} ranks got no resources within {seconds:g} s: the Ray cluster is busy."
             ) from None
-        actor = ray.remote(concurrency_groups={CONTROL: 4})(Rank)
+        actor = ray.remote(concurrency_groups={CONTROL: 4})(RankActor)
         resources = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "max_restarts": 0}
         for rank in range(ranks):
             strategy = PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=rank)

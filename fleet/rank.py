@@ -1,46 +1,33 @@
-"""One rank of a replica: the class of a Ray actor that runs the pipeline together with the other ranks."""
+"""One rank of a pipeline, which runs requests together with the other ranks, whoever started its process."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
-from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
+from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
-from para_core.fleet.last_words import LastWords
+from para_core.fleet.libraries import quiet
 from para_core.fleet.loading import build, mesh_shape
-from para_core.fleet.log_relay import Entry, LogRelay, Position
 from para_core.fleet.loras import LoadedLoras
-from para_core.fleet.outputs import Output, Result
+from para_core.fleet.outputs import Result
+from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
-from para_core.fleet.work import Watch, generate_batch
-from para_core.progress import handled_by
-
-# Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
-CONTROL = "control"
-# Environment variables by which launchers tell a process its rank. Ray's workers inherit them from the process that
-# started Ray, but have ranks of their own.
-_LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
-_LAUNCHER_NAMES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
-    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-)
+from para_core.fleet.work import Watch, call_pipe, generate, generate_batch
+from para_core.launcher.link import NO_CALLER, Link
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
     """Size and placement of a replica, and its options besides the recipe."""
 
-    ranks: int = 1  # each takes one GPU if the cluster has any, else one CPU core
+    ranks: int = 1  # each takes one GPU if the hosts have any
     spread: bool = False  # whether ranks may be on several nodes instead of one
     room: float | None = None  # bytes that a rank may hold, weights included; None for the memory of its device
     prompt_bytes: int = 0  # of host memory for cached outputs of text encoders; 0 disables the cache
@@ -48,126 +35,91 @@ class ReplicaOptions:
     warmup: tuple[Request, ...] = ()  # requests that a replica of a server generates before it is ready
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Outcome of a request on one rank."""
-
-    outcome: Result | RequestFailed | RequestCancelled | None  # None if another rank has the result
-    steps: int = 0  # number of finished steps
-    previews: tuple[Output, ...] = ()  # all partial images, also those that Rank.progress returned
-
-
 class Rank:
-    """Rank number ``rank`` of the ``options.ranks`` processes that run one pipeline together."""
+    """The pipeline of ``recipe`` on this rank.
 
-    def __init__(self, recipe: Recipe, rank: int, options: ReplicaOptions) -> None:
+    The process group exists before, if there are several ranks. Loading and every method but :meth:`memory` is a
+    collective call. ``encode_first`` prepares the pipeline for the phases of
+    :class:`~para_core.fleet.encode_first.Encoder`, if the recipe fits.
+    """
+
+    def __init__(
+        self, recipe: Recipe, options: ReplicaOptions = ReplicaOptions(), *, encode_first: bool = False
+    ) -> None:
+        self._recipe, self._options = recipe, options
+        self._encoder = EncodeFirst(call_pipe)
+        self._pipe = build(recipe, self._encoder if encode_first else None)
         self._encoded_prompts: EncodedPrompts | None = None
         self._loras: LoadedLoras | None = None
-        self._recipe, self._rank, self._options = recipe, rank, options
-        self._store: Any = None
-        self._pipe: Any = None
-        self._last_words: LastWords | None = None
-        self._log = LogRelay()
-        self._steps_done: dict[str, int] = {}
-        self._cancelled: set[str] = set()
-        self._previews: list[Output] = []
         # Whether to release the GPU memory that a failed request left reserved, before the next request begins.
         self._release_memory = False
-
-    def open_store(self, host: str) -> int:
-        """Open the TCP store of the replica on the first rank, and return its port on ``host``."""
-        timeout = timedelta(seconds=self._recipe.timeout)
-        self._store = TCPStore(host, 0, self._options.ranks, is_master=True, timeout=timeout, wait_for_workers=False)
-        return int(self._store.port)
-
-    def join(self, host: str, port: int) -> None:
-        """Connect to the other ranks at the address of :meth:`open_store`, and load the pipeline. A collective call."""
-        # A Ray actor sees one GPU, with index 0. With a launcher's LOCAL_RANK, init_device_mesh would select another.
-        for name in list(os.environ):
-            if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
-                del os.environ[name]
-        timeout = timedelta(seconds=self._recipe.timeout)
-        if self._options.ranks > 1:
-            store = self._store or TCPStore(host, port, self._options.ranks, is_master=False, timeout=timeout)
-            dist.init_process_group(store=store, rank=self._rank, world_size=self._options.ranks, timeout=timeout)
-        with handled_by(self._log):
-            self._pipe = build(self._recipe)
-        if self._options.prompt_bytes:
-            self._encoded_prompts = EncodedPrompts(self._pipe, self._options.prompt_bytes)
-        if self._options.loras:
-            self._loras = LoadedLoras(self._pipe, self._recipe, self._options.loras, self._encoded_prompts)
-
-    def loading_log(self, position: Position) -> tuple[Position, list[Entry]]:
-        """Return what :meth:`join` has logged after ``position``, and the next position."""
-        return self._log.read(position)
+        if options.prompt_bytes:
+            self._encoded_prompts = EncodedPrompts(self._pipe, options.prompt_bytes)
+        if options.loras:
+            self._loras = LoadedLoras(self._pipe, recipe, options.loras, self._encoded_prompts)
 
     def memory(self) -> Memory | None:
         """Return the predicted memory of a rank, or None if it cannot be predicted."""
         room = bytes_of_device() if self._options.room is None else self._options.room
         return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
-    def generate_batch(self, batch: Sequence[tuple[str, Request]]) -> list[Answer]:
-        """Run requests with the same ``batch_key`` as one call of the pipeline. A collective call.
+    def generate(self, request: Request, link: Link = NO_CALLER) -> Result | None:
+        """Run one request, and return the result on the first rank of the pipeline's mesh, None on others.
 
-        The call ends early only if all requests are cancelled. If it raises, every request has failed.
+        The numbers of finished steps are pushed to ``link``. It cannot be cancelled, so ranks agree on nothing.
         """
-        if torch.cuda.is_available():
-            torch.cuda.set_device(0)  # The device is set per thread, and Ray may call this method in any thread.
-        if self._release_memory:
-            self._release_memory = False
-            torch.cuda.empty_cache()
-        ids, requests = [id_ for id_, _ in batch], [request for _, request in batch]
-        watch = Watch(
-            lambda done: self._steps_done.update(dict.fromkeys(ids, done)),
-            lambda: self._cancelled.issuperset(ids),
-            self._previews.append,
-        )
-        self._previews.clear()
-        try:
+        with self._releasing_memory():
+            return generate(self._pipe, request, self._recipe, Watch(progress=link.push))
+
+    def generate_batch(self, requests: Sequence[Request], link: Link = NO_CALLER) -> list[Result] | None:
+        """Run requests with the same ``batch_key`` as one call of the pipeline.
+
+        Return their results on the first rank of the pipeline's mesh, None on others. Numbers of finished steps and
+        partial images are pushed to ``link``. Raise RequestCancelled if it says so after a step.
+        """
+        with self._releasing_memory():
             lora = requests[0].lora
             if self._loras is not None:
                 self._loras.use(lora)
             elif lora is not None:
                 raise ValueError("this replica takes no LoRA of a request.")
-            results = generate_batch(self._pipe, requests, self._recipe, watch)
-            return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
-        except RequestCancelled as error:
-            return [Answer(error, self._steps_done.get(id_, 0)) for id_ in ids]
-        except Exception as error:
-            # Memory is released before the next request and not here: cudaFree waits for running kernels, among which
-            # may be a collective that waits for a rank that has raised. This rank would then never report the reason.
+            return generate_batch(self._pipe, requests, self._recipe, Watch(link.push, link.cancelled, link.push))
+
+    @contextmanager
+    def _releasing_memory(self) -> Iterator[None]:
+        """Inside this context, run a request. Memory that the previous one left reserved when it failed is released."""
+        # It is not released at once: cudaFree waits for running kernels, among which may be a collective that waits for
+        # a rank that has raised. This rank would then never report the reason.
+        if self._release_memory:
+            self._release_memory = False
+            torch.cuda.empty_cache()
+        try:
+            yield
+        except RequestCancelled:
+            raise
+        except Exception:
             self._release_memory = True
-            return [Answer(RequestFailed(sentence(error)), self._steps_done.get(id_, 0)) for id_ in ids]
-        finally:
-            for id_ in ids:
-                self._steps_done.pop(id_, None)
-                self._cancelled.discard(id_)
+            raise
 
-    def _answer(self, id_: str, result: Result | None, batch: int) -> Answer:
-        steps = self._steps_done.get(id_, 0)
-        if id_ in self._cancelled and batch > 1:
-            return Answer(RequestCancelled(f"cancelled after step {steps}."), steps)
-        return Answer(result, steps, tuple(self._previews))
+    # The phases of an Encoder.
 
-    def progress(self, id_: str, sent: int) -> tuple[int, list[Output]]:
-        """Return the number of finished steps of a running request, and its partial images after the first ``sent``."""
-        return self._steps_done.get(id_, 0), self._previews[sent:]
+    def encodes_first(self) -> bool:
+        return self._encoder.encodes_first()
 
-    def cancel(self, id_: str) -> None:
-        """Cancel the request ``id_`` after its current step. Called on the first rank, whose answer decides for all."""
-        self._cancelled.add(id_)
+    def begin_encoding(self) -> None:
+        self._encoder.begin_encoding()
 
-    def process(self) -> int:
-        """Return the process id. The caller uses only the fact that this rank answers."""
-        return os.getpid()
+    def encode(self, line: Line) -> bool:
+        return self._encoder.encode(line)
 
-    def watch_signals(self) -> tuple[int, str]:
-        """Leave a note if a signal ends this process. Return its id, and the folder of the note."""
-        if self._last_words is None:
-            self._last_words = LastWords()
-        return os.getpid(), self._last_words.folder
+    def end_encoding(self, keep_encoders: bool) -> None:
+        self._encoder.end_encoding(keep_encoders)
 
-    def remove_notes(self) -> None:
-        """Remove the folder of the note, because the process that called :meth:`watch_signals` cannot open it."""
-        if self._last_words is not None:
-            self._last_words.remove_folder()
+    def restore_encoders(self) -> None:
+        self._encoder.restore_encoders()
+
+
+def load_rank(recipe: Recipe, options: ReplicaOptions, *, encode_first: bool = False, debug: bool = False) -> Rank:
+    """Return a new :class:`Rank` in this process, whose libraries are quiet unless ``debug``."""
+    quiet(debug)
+    return Rank(recipe, options, encode_first=encode_first)

@@ -6,18 +6,47 @@ The command line itself is in :mod:`para_core.cli`, which needs the extra ``cli`
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from typing import Any
+
+_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
 
 
 def main() -> None:
     """Run the command line, and exit with its exit code."""
+    _end_at_once_on_signals()
     try:
         from para_core.cli.app import run
     except ModuleNotFoundError as error:
         from para_core.fleet.failures import sentence
 
         sys.exit(f"error: {sentence(error)}")
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if code in [128 + number for number in _SIGNALS]:
+        # Threads of libraries must not hold up the end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _end_at_once_on_signals() -> None:
+    """Let Ctrl-C and SIGTERM end this process with one sentence, until a command has something to end or to keep.
+
+    A library that is being imported may swallow a KeyboardInterrupt, or turn it into another exception.
+    """
+
+    def end(signum: int, frame: Any) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, f"{_SIGNALS[signal.Signals(signum)]}\n".encode())
+        os._exit(128 + signum)
+
+    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        # Another handler is that of the program that called main. A background job of a shell ignores SIGINT.
+        if signal.getsignal(number) is default:
+            signal.signal(number, end)
 
 
 if __name__ == "__main__":

@@ -99,11 +99,11 @@ def run_command(arguments, environment):
     """Run a command line on this rank, as under torchrun. Return its exit code."""
     # typer and rich are slow to import, and few scripts need them.
     from para_core.cli.app import run
-    from para_core.cli.ranks import _LIBRARIES
+    from para_core.fleet.libraries import LIBRARIES
 
     dist.barrier()  # Wait for the other ranks, as in run_script.
     dist.destroy_process_group()
-    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in _LIBRARIES}
+    loggers = {logging.getLogger(name): logging.getLogger(name).level for name in LIBRARIES}
     try:
         with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
             warnings.simplefilter("ignore")

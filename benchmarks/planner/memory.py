@@ -32,7 +32,7 @@ from para_core.adapters import parallelize_pipe
 from para_core.adapters.planner.count import count_calls, weights_of, without_data
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.sizes import GenerationSizes
-from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.encode_first import EncodeFirst, encoded_batches
 from para_core.fleet.loading import build
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
@@ -148,7 +148,7 @@ def held_by(*modules: torch.nn.Module) -> int:
 
 def encoded_first(folder: str, encodes_first: bool, count: int) -> dict[str, int]:
     """Return the largest bytes of weights on this rank's device in each phase, and those of the kept embeddings."""
-    encode_first = EncodeFirst()
+    encode_first = EncodeFirst(call_pipe)
     pipe = build(Recipe(folder, mesh=(("ring", 2),)), encode_first if encodes_first else None)
     parts = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
     held = {"encoding": 0, "denoising": 0, "embeddings": 0}
@@ -161,7 +161,7 @@ def encoded_first(folder: str, encodes_first: bool, count: int) -> dict[str, int
     pipe.transformer.x_embedder.register_forward_pre_hook(partial(record, "denoising"))
     fields = {"height": 48, "width": 64, "num_inference_steps": 1, "max_sequence_length": 64}
     lines = [Line(seed, Request({**fields, "prompt": f"{seed} red circles"}, seed)) for seed in range(count)]
-    for batch in encode_first.batches(lines, lambda request: call_pipe(pipe, [request])):
+    for batch in encoded_batches(lines, encode_first):
         held["embeddings"] = max(held["embeddings"], encode_first.bytes)
         for line in batch:
             call_pipe(pipe, [line.request])

@@ -88,9 +88,7 @@ class State:
         job = Body.of(LoadJob(self.load, group.host, self.options.timeout, random))
         group.send("load", body=job)
         # The ranks import torch at the same time. Results need it here.
-        loading = RunningCall(
-            group, LOADING, display, self.options.silence, finishes_step=self.options.finishes_step
-        )
+        loading = RunningCall(group, LOADING, display, self.options.silence, finishes_step=self.options.finishes_step)
         outcomes = loading.wait(["torch"])
         for module in outcomes[0].modules:
             import_early(module)
@@ -111,8 +109,8 @@ class State:
     ) -> Any:
         """Run a call on all ranks when it is its turn. Return the first rank's result, or those of all ranks.
 
-        With a ``listener``, the function gets the argument ``link`` (see :class:`Link`). The listener is called here with
-        each value that the first rank pushes.
+        With a ``listener``, the function gets the argument ``link`` (see :class:`Link`). The listener is called here
+        with each value that the first rank pushes.
         """
         self.require_no_callback()
         if self.group is not None and self.group.owner != os.getpid():

@@ -18,3 +18,6 @@ class Link:
     push: Callable[[Any], None] = _ignore  # sends a value to the caller's listener; on ranks but the first it does not
     # Returns whether the caller has cancelled the call. Ranks may learn it at different steps: the first one decides.
     cancelled: Callable[[], bool] = lambda: False
+
+
+NO_CALLER = Link()  # of a call that nobody listens to or cancels

@@ -38,6 +38,10 @@ _CLOSING = 5.0
 class Member(Protocol):
     """The process of one rank, which a :class:`Group` ends."""
 
+    @property
+    def pid(self) -> int:
+        """Process id on the rank's host."""
+
     def wait(self, seconds: float) -> bool:
         """Wait until the process has ended, at most ``seconds``. Return whether it has."""
 
@@ -53,6 +57,10 @@ class LocalProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes] | None) -> None:
         self._process, self._output = process, output
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def wait(self, seconds: float) -> bool:
         with suppress(subprocess.TimeoutExpired):

@@ -62,7 +62,8 @@ class RunningCall:
             Cancelled: If :meth:`cancel` was called. The ranks stay usable.
             RankDied: If a rank ended, or made no progress for ``timeout`` seconds. The ranks have been ended.
             Exception: What the ranks raised. Unless all raised the same, they have been ended.
-            BaseException: KeyboardInterrupt, or what a callback raised. The ranks stay usable if they finish their step.
+            BaseException: KeyboardInterrupt, or what a callback raised. The ranks stay usable if they
+                finish their step.
         """
         with self._interruptible():
             try:

@@ -20,11 +20,12 @@ from benchmarks.harness import counted_traffic
 from para_core.adapters import AttentionSchedule, KeptKeys
 from para_core.cli.app import run
 from para_core.cli.comparison import Reference, compare, make_reference, relative_error
-from para_core.cli.measurement import MeasurementJob, _measure, _seconds, count_run, timed_run
+from para_core.cli.measurement import MeasuredRank, MeasurementJob, _seconds, count_run, timed_run
 from para_core.fleet.loading import build
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
+from para_core.launcher.link import NO_CALLER
 
 pytestmark = pytest.mark.slow
 
@@ -223,7 +224,7 @@ def measure_wrong(wrong):
     job = MeasurementJob(Recipe(str(TINY_FLUX), mesh=(("ulysses", 2),)), Request(FIELDS), 0, 1, check=True)
     reference = Reference(np.zeros((1, 32, 48, 3), np.float32), 1.0) if torch.distributed.get_rank() == 0 else None
     with mock.patch("para_core.cli.measurement.build", build_wrong):
-        return _measure(job, reference)
+        return MeasuredRank(job, verifies=True).measure(reference, NO_CALLER)
 
 
 @pytest.mark.filterwarnings("ignore::para_core.ForeignCodeWarning")

@@ -2,14 +2,8 @@
 
 import io
 import logging
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -88,23 +82,3 @@ def test_log_of_replicas_is_printed_until_the_end(capsys):
         logger.debug("hidden")
     logger.info("hidden afterwards")
     assert capsys.readouterr().err == "replica 1: [ready]\n"
-
-
-@pytest.mark.slow
-def test_ctrl_c_while_ranks_start_prints_no_traceback(tmp_path):
-    command = [sys.executable, "-m", "para_core", "generate", *SMALL, "--ranks", "2", "--out", str(tmp_path)]
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-        deadline = time.monotonic() + 120
-        # Two ranks and multiprocessing's tracker: the ranks are then importing torch.
-        while len(psutil.Process(process.pid).children()) < 3:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
-        time.sleep(0.5)
-        # As a terminal sends it: to this process and to all ranks.
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=90) == 130
-    assert "starting 2 ranks" in log.read_text()
-    assert "Traceback" not in log.read_text()

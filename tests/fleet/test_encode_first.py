@@ -7,7 +7,8 @@ import pytest
 from torch import nn
 
 from para_core.cli.app import run
-from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.encode_first import EncodeFirst, encoded_batches
+from para_core.fleet.failures import RanksEnded
 from para_core.fleet.loading import build
 from para_core.fleet.prompts import Line
 from para_core.fleet.recipe import Recipe
@@ -25,10 +26,6 @@ def lines_of(prompts):
     return [Line(number, Request({"prompt": text, **SIZE}, seed=number)) for number, text in enumerate(prompts, 1)]
 
 
-def caller(pipe):
-    return lambda request: call_pipe(pipe, [request])
-
-
 def image(pipe, line):
     return np.asarray(call_pipe(pipe, [line.request]).images[0])
 
@@ -39,13 +36,13 @@ def memory_of(*modules):
 
 
 def generate(recipe, lines, max_bytes=2**32):
-    encode_first = EncodeFirst(max_bytes)
+    encode_first = EncodeFirst(call_pipe, max_bytes)
     pipe = build(recipe, encode_first)
     calls, held, images, sizes = [], [], {}, []
     next(x for x in pipe.text_encoder_2.modules() if isinstance(x, nn.Linear)).register_forward_hook(
         lambda *_: calls.append(1)
     )
-    for batch in encode_first.batches(lines, caller(pipe)):
+    for batch in encoded_batches(lines, encode_first):
         sizes.append(len(batch))
         num_calls = len(calls)
         for line in batch:
@@ -97,27 +94,27 @@ def test_batches_are_bounded_in_bytes_and_weights_come_back():
 def test_a_line_that_cannot_be_encoded_comes_last_and_fails_for_its_reason():
     bad = Line(9, Request({"prompt": "a circle", "height": 48, "width": 64, "prompt_2": 5}, seed=9))
     first, last = lines_of(["a red circle", "a blue circle"])
-    encode_first = EncodeFirst()
+    encode_first = EncodeFirst(call_pipe)
     pipe = build(Recipe(str(TINY_FLUX)), encode_first)
-    batches = list(encode_first.batches([first, bad, last], caller(pipe)))
+    batches = list(encoded_batches([first, bad, last], encode_first))
     assert batches == [[first, last], [bad]]
     with pytest.raises(ValueError, match="prompt_2"):
         call_pipe(pipe, [bad.request])
     assert image(pipe, first).shape == (48, 64, 3)
 
 
-def test_a_line_that_fails_on_this_rank_only_ends_the_batches():
-    bad = Line(9, Request({"prompt": "a circle", "height": 48, "width": 64, "prompt_2": 5}, seed=9))
-    encode_first, numbers = EncodeFirst(), []
-    pipe = build(Recipe(str(TINY_FLUX)), encode_first)
+def test_ranks_that_end_while_they_encode_end_the_batches(monkeypatch):
+    encode_first, numbers = EncodeFirst(call_pipe), []
+    build(Recipe(str(TINY_FLUX)), encode_first)
 
-    def fails_alike(line):
+    def encode(line):
         numbers.append(line.number)
-        return False
+        raise RanksEnded("rank 1 ended.")
 
-    with pytest.raises(ValueError, match="prompt_2"):
-        list(encode_first.batches([*lines_of(["a red circle"]), bad], caller(pipe), fails_alike))
-    assert numbers == [9]
+    monkeypatch.setattr(encode_first, "encode", encode)
+    with pytest.raises(RanksEnded, match="rank 1 ended"):
+        list(encoded_batches(lines_of(["a red circle", "a blue circle"]), encode_first))
+    assert numbers == [1]
 
 
 @pytest.mark.parametrize(
@@ -129,18 +126,18 @@ def test_a_line_that_fails_on_this_rank_only_ends_the_batches():
     ],
 )
 def test_placed_text_encoders_stay_where_they_are(recipe):
-    encode_first = EncodeFirst()
+    encode_first = EncodeFirst(call_pipe)
     pipe = build(recipe, encode_first)
     before = memory_of(pipe.text_encoder_2)
     lines = lines_of(["a red circle", "a blue circle"])
-    assert list(encode_first.batches(lines, caller(pipe))) == [lines]
+    assert list(encoded_batches(lines, encode_first)) == [lines]
     assert memory_of(pipe.text_encoder_2) == before
 
 
 def test_a_prompt_that_was_not_encoded_is_an_error():
-    encode_first = EncodeFirst()
+    encode_first = EncodeFirst(call_pipe)
     pipe = build(Recipe(str(TINY_FLUX)), encode_first)
-    list(encode_first.batches(lines_of(["a red circle"]), caller(pipe)))
+    list(encoded_batches(lines_of(["a red circle"]), encode_first))
     with pytest.raises(RuntimeError, match="text-encoders replicate"):
         pipe("a green circle", **SIZE)
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
 
 from para_core.adapters import cache_report
-from para_core.fleet.encode_first import EncodeFirst
+from para_core.fleet.encode_first import EncodeFirst, encoded_batches
 from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
 from para_core.fleet.loading import build, find_model
@@ -147,10 +147,10 @@ def test_missing_weights_are_named(folders, tmp_path):
 
 
 def test_prompts_are_encoded_before_denoising(folders):
-    recipe, order = Recipe(folders("flux")), EncodeFirst()
+    recipe, order = Recipe(folders("flux")), EncodeFirst(call_pipe)
     pipe = build(recipe, order)
     lines = [Line(1, Request({**SIZE, "guidance_scale": 2.0}, seed=3)), Line(2, Request(SIZE, seed=4))]
-    batches = order.batches(lines, lambda request: call_pipe(pipe, [request]))
+    batches = encoded_batches(lines, order)
     results = []
     for batch in batches:
         assert pipe.text_encoder_2.get_input_embeddings().weight.stride() == (0, 0)  # The weight was freed.

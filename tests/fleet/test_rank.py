@@ -1,4 +1,4 @@
-"""One rank of a replica as a plain object, without Ray: its answers, and the part of the environment that it keeps."""
+"""One rank, and its actor as a plain object without Ray: its errors, and the part of the environment that it keeps."""
 
 import contextlib
 import os
@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from para_core.fleet import rank as rank_module
-from para_core.fleet.failures import RequestCancelled, RequestFailed
+from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.log_relay import Position
 from para_core.fleet.models import find_tiny_flux
 from para_core.fleet.rank import Rank, ReplicaOptions
+from para_core.fleet.rank_actor import RankActor
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.progress import logger
@@ -43,7 +44,17 @@ def make_rank(monkeypatch, outcomes):
         return outcome
 
     monkeypatch.setattr(rank_module, "generate_batch", generate)
-    return Rank(Recipe(""), 0, ReplicaOptions())
+    monkeypatch.setattr(rank_module, "build", lambda recipe, encode_first: None)
+    return Rank(Recipe(""))
+
+
+def outcome(rank):
+    """Run a request, and return the type and the text of what it raises."""
+    try:
+        rank.generate_batch([Request({}, seed=0)])
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
 
 
 def test_failed_request_is_answered_on_busy_device(monkeypatch):
@@ -51,15 +62,13 @@ def test_failed_request_is_answered_on_busy_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", released.wait)
     rank = make_rank(monkeypatch, [torch.OutOfMemoryError("out of 80 GB")])
     answers = []
-    batch = [("a", Request({}, seed=0))]
-    thread = threading.Thread(target=lambda: answers.extend(rank.generate_batch(batch)), daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(outcome(rank)), daemon=True)
     thread.start()
     thread.join(SECONDS)
     in_time = list(answers)
     released.set()
     thread.join()
-    assert [type(answer.outcome) for answer in in_time] == [RequestFailed]
-    assert "out of 80 GB" in str(in_time[0].outcome)
+    assert in_time == [("OutOfMemoryError", "out of 80 GB")]
 
 
 def test_request_after_failure_releases_memory_once(monkeypatch):
@@ -74,9 +83,8 @@ def test_request_after_failure_releases_memory_once(monkeypatch):
         return run(*args, **kwargs)
 
     monkeypatch.setattr(rank_module, "generate_batch", generate)
-    answers = [rank.generate_batch([(str(index), Request({}, seed=0))])[0] for index in range(len(outcomes))]
-    kinds = [None if answer.outcome is None else type(answer.outcome) for answer in answers]
-    assert kinds == [None, RequestFailed, RequestFailed, None, RequestCancelled, None]
+    kinds = [outcome(rank) for _ in outcomes]
+    assert kinds == [None, ("ValueError", "no"), ("RuntimeError", "no"), None, ("RequestCancelled", "no"), None]
     first_three = ["generate", "generate", "release", "generate"]
     assert calls == [*first_three, "release", "generate", "generate", "generate"]
 
@@ -110,10 +118,10 @@ KEPT = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME", "HF_HOM
 @pytest.mark.parametrize("launcher", [TORCHRUN, SLURM])
 def test_rank_is_not_the_launcher_process(monkeypatch, launcher):
     at_build = {}
-    monkeypatch.setattr(rank_module, "build", lambda recipe: at_build.update(os.environ))
+    monkeypatch.setattr(rank_module, "build", lambda recipe, encode_first: at_build.update(os.environ))
     with environment_restored():
         os.environ.update(dict.fromkeys((*launcher, *KEPT), "3"))
-        Rank(Recipe(""), 0, ReplicaOptions()).join("127.0.0.1", 0)
+        RankActor(Recipe(""), 0, ReplicaOptions()).join("127.0.0.1", 0)
     assert [name for name in launcher if name in at_build] == []
     assert [at_build[name] for name in KEPT] == ["3"] * len(KEPT)
 
@@ -126,12 +134,12 @@ def local_rank_at_build():
     # The rank joins its own group, as a fresh actor does.
     index = dist.get_rank()
     ports = [None, None]
-    rank = Rank(Recipe("", timeout=30), index, ReplicaOptions(ranks=2))
+    rank = RankActor(Recipe("", timeout=30), index, ReplicaOptions(ranks=2))
     dist.all_gather_object(ports, rank.open_store("127.0.0.1") if index == 0 else 0)
     dist.destroy_process_group()
     at_build = []
 
-    def build(recipe):
+    def build(recipe, encode_first):
         assert dist.get_world_size() == 2
         at_build.append(os.environ.get("LOCAL_RANK"))
 
@@ -144,7 +152,7 @@ def local_rank_at_build():
 
 def test_loading_is_logged_for_the_process_that_asks():
     handlers = list(logger.handlers)
-    rank = Rank(Recipe(str(find_tiny_flux())), 0, ReplicaOptions())
+    rank = RankActor(Recipe(str(find_tiny_flux())), 0, ReplicaOptions())
     with environment_restored():
         rank.join("127.0.0.1", 0)
     position, entries = rank.loading_log(Position())

@@ -1,0 +1,102 @@
+"""The end of a command by Ctrl-C or SIGTERM: within two seconds, with one sentence, and with the shell's exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from para_core.cli.launcher import in_torchrun
+
+# Seconds in which the main thread can end the command by itself.
+_PATIENCE = 1.0
+
+
+class Terminated(KeyboardInterrupt):
+    """Raised on SIGTERM. Like Ctrl-C it ends the command, and does not count as an error of the current request."""
+
+
+def describe_signal(end: BaseException) -> tuple[str, int]:
+    """Return the message and the exit code for ``end``, a KeyboardInterrupt."""
+    return ("ended by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
+
+
+@contextmanager
+def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iterator[None]:
+    """Inside this context, raise KeyboardInterrupt on Ctrl-C, and :class:`Terminated` on SIGTERM.
+
+    With ``report``: if the context has not ended a second later, as in the middle of a long step or of a library that
+    ignores the exception, ``report`` is called in another thread, and the process ends with the exit code that it
+    returns.
+
+    Python ignores what is raised in a callback of a weak reference or in ``__del__``. If a signal arrives there, it is
+    sent again. Does nothing on torchrun's ranks, and outside the main thread.
+    """
+    if in_torchrun() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(signum: int, frame: Any) -> None:
+        raise Terminated
+
+    def send_again(ignored: Any) -> None:
+        if not issubclass(ignored.exc_type, KeyboardInterrupt):
+            report_ignored(ignored)
+            return
+        signum = signal.SIGTERM if ignored.exc_type is Terminated else signal.SIGINT
+        # By then the callback, in which Python calls this function, has ended.
+        threading.Timer(0.1, os.kill, (os.getpid(), signum)).start()
+
+    previous = signal.signal(signal.SIGTERM, end)
+    interrupts = signal.getsignal(signal.SIGINT)
+    if interrupts is not signal.SIG_IGN:  # as in a background job of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    report_ignored, sys.unraisablehook = sys.unraisablehook, send_again
+    try:
+        with nullcontext() if report is None else _ending_late(report):
+            yield
+    finally:
+        sys.unraisablehook = report_ignored
+        signal.signal(signal.SIGINT, interrupts)
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _ending_late(report: Callable[[KeyboardInterrupt], int]) -> Iterator[None]:
+    """If a signal arrives inside this context, and it lasts a second longer, call ``report``, and end the process."""
+    # Python's own handlers run in the main thread between two instructions. The interpreter's C handler writes each
+    # signal to this socket at once, also while the main thread runs in a library.
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    ended = threading.Event()
+
+    def watch() -> None:
+        number = 0
+        while number not in (signal.SIGINT, signal.SIGTERM):
+            received = reader.recv(1)
+            if not received:
+                return
+            number = received[0]
+        if ended.wait(_PATIENCE):
+            return
+        code = report(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=watch, name="para_core signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        signal.set_wakeup_fd(previous)
+        writer.close()
+        thread.join()
+        reader.close()

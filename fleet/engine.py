@@ -1,0 +1,185 @@
+"""Ranks of one pipeline as this process drives them: processes on this host, or this process itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from para_core import progress
+from para_core.fleet.failures import RanksEnded, sentence
+from para_core.fleet.libraries import quiet
+from para_core.launcher.display import Display
+from para_core.launcher.handle import LaunchOptions, State, Ticket
+from para_core.launcher.link import Link
+from para_core.launcher.processes import start_local_ranks
+from para_core.launcher.wire import Body
+
+# A rank of torchrun that raised waits this long for all others to say that they raised too.
+_AGREEMENT = timedelta(seconds=20)
+# Seconds of silence that are never over: collectives of ranks have a timeout of their own.
+_FOREVER = 365 * 24 * 3600.0
+
+Listener = Callable[[Any], None]
+
+
+class Ranks(Protocol):
+    """Ranks that each hold an object such as :class:`para_core.fleet.rank.Rank`, whose methods run on all of them.
+
+    Attributes:
+        restarts: Whether :meth:`start` starts ranks again that have ended.
+    """
+
+    restarts: bool
+
+    def start(self) -> None:
+        """Load the object on all ranks, unless they hold it. Raise what loading raises, RanksEnded if a rank ends."""
+
+    def call(self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None) -> Any:
+        """Call a method of the object on all ranks, and return the first rank's result.
+
+        With a ``listener`` the method gets a :class:`~para_core.launcher.link.Link` as ``link``: the listener is called
+        with what the first rank pushes, and ``ticket.cancel()`` cancels the call. Raise what all ranks raised, and
+        RanksEnded if a rank ended or ranks raised differently.
+        """
+
+    def close(self) -> None:
+        """End the ranks."""
+
+
+class LaunchedRanks:
+    """Processes on this host, see :class:`Ranks`. ``load`` makes the object on each of them.
+
+    Collectives of the ranks give up after ``timeout`` seconds. ``devices`` are the GPUs of the ranks, by default the
+    first ones. What they report while they load is reported by :mod:`para_core.progress` in this process.
+    """
+
+    restarts = True
+
+    def __init__(
+        self,
+        load: Callable[[], Any],
+        ranks: int,
+        *,
+        timeout: float,
+        devices: Sequence[int] | None = None,
+        debug: bool = False,
+    ) -> None:
+        self._debug = debug
+        options = LaunchOptions(
+            load,
+            ranks,
+            partial(start_local_ranks, ranks, devices, {}),
+            timeout,
+            _FOREVER,
+            _ReportingDisplay,
+            finishes_step=False,
+        )
+        self._state = State(options, None, Body.of(load))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process id of each rank."""
+        group = self._state.group
+        return [] if group is None else [member.pid for member in group.members]
+
+    def running(self) -> bool:
+        """Whether the ranks have loaded, and no process has ended."""
+        group = self._state.group
+        if group is None or group.ended or not self._state.methods:
+            return False
+        return not any(member.wait(0.0) for member in group.members)
+
+    def start(self) -> None:
+        if self._state.group is not None and not self._state.group.ended:
+            return
+        self._call(_load_quietly, (self._debug,), None, None)
+
+    def call(self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None) -> Any:
+        return self._call(method, args, listener, ticket)
+
+    def _call(self, function: Any, args: tuple[Any, ...], listener: Listener | None, ticket: Ticket | None) -> Any:
+        try:
+            return self._state.call(ticket or Ticket(), function, args, {}, listener=listener)
+        except Exception as error:
+            group = self._state.group
+            if group is None or not group.ended:
+                raise
+            raise RanksEnded(sentence(error)) from error
+
+    def close(self) -> None:
+        # No rank has anything to save.
+        if self._state.group is not None:
+            self._state.group.end(idle=False)
+
+
+def _load_quietly(loaded: Any, debug: bool) -> None:
+    # While ranks load, the launcher changes the levels of the same loggers, and restores them afterwards.
+    quiet(debug)
+
+
+class _ReportingDisplay(Display):
+    """Display that reports lines by :mod:`para_core.progress`, and shows no bars."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+
+    def line(self, text: str, done: int | None = None, total: int | None = None) -> None:
+        progress.report(text, done, total)
+
+
+class OwnRank:
+    """This process, see :class:`Ranks`: the only rank, or one of torchrun's, which all make the same calls.
+
+    If ranks of torchrun raise differently, each of them should end, and torchrun ends them all.
+    """
+
+    restarts = False
+
+    def __init__(self, load: Callable[[], Any]) -> None:
+        self._load, self._loaded, self._calls = load, None, 0
+        # A group of its own, because a collective of the default group may be blocked by the rank that raised.
+        self._agreement: Any = None
+
+    def start(self) -> None:
+        if self._loaded is not None:
+            return
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._agreement = dist.new_group(backend="gloo", timeout=_AGREEMENT)
+        self._loaded = self._load()
+
+    def call(self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None) -> Any:
+        self._calls += 1
+        ticket = ticket or Ticket()
+        keywords = {} if listener is None else {"link": Link(listener, lambda: ticket.cancelled)}
+        try:
+            return getattr(self._loaded, method)(*args, **keywords)
+        except Exception as error:
+            if not self._all_raised():
+                raise RanksEnded(sentence(error)) from error
+            raise
+
+    def _all_raised(self) -> bool:
+        """Whether all ranks raised in this call, so that none waits for another. A collective call of those."""
+        if self._agreement is None:
+            return True
+        calls: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(calls, self._calls, group=self._agreement)
+        except RuntimeError:
+            return False
+        return set(calls) == {self._calls}
+
+    def close(self) -> None:
+        self._loaded = None
+
+
+def open_ranks(load: Callable[[], Any], ranks: int, *, timeout: float, debug: bool = False) -> LaunchedRanks | OwnRank:
+    """Return ``ranks`` new processes, or this process if there is one rank, or torchrun started it. Starts nothing."""
+    if ranks == 1 or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
+        return OwnRank(load)
+    return LaunchedRanks(load, ranks, timeout=timeout, debug=debug)

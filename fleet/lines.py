@@ -1,0 +1,118 @@
+"""Lines of a prompt file, which one group of ranks generates one after another."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from para_core.fleet.encode_first import encoded_batches
+from para_core.fleet.engine import Ranks
+from para_core.fleet.failures import RanksEnded, sentence
+from para_core.fleet.outputs import Result
+from para_core.fleet.prompts import Line, Problem
+
+
+class Shown(Protocol):
+    """Display of lines and their steps."""
+
+    def begin(self, number: int, steps: int | None) -> None:
+        """Show that line ``number`` begins, which has this number of steps."""
+
+    def step(self, done: int) -> None:
+        """Show the number of finished steps."""
+
+    def end(self) -> None:
+        """Show that the line has ended."""
+
+
+@dataclass
+class LineRun:
+    """Generation of ``lines`` on ``ranks``, which hold a :class:`para_core.fleet.rank.Rank` each.
+
+    ``write`` is called with each line and its result. Under torchrun the first rank alone has results. ``debug`` prints
+    the traceback of what fails a line.
+    """
+
+    ranks: Ranks
+    lines: Sequence[Line]
+    write: Callable[[Line, Result], None]
+    shown: Shown
+    debug: bool = False
+    _problems: dict[int, str] = field(default_factory=dict)  # reasons by the number of the line
+    _done: set[int] = field(default_factory=set)
+    _current: int | None = None  # the number of the line that ranks encode or generate
+
+    def run(self) -> list[Problem]:
+        """Generate all lines, and return a problem for each line that failed.
+
+        A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate those that are
+        left. Raise RanksEnded if ranks end without a line or cannot start again, and what ``write`` raises.
+        """
+        while left := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
+            try:
+                self.ranks.start()
+                for batch in encoded_batches(left, self):
+                    for line in batch:
+                        self._generate(line)
+            except RanksEnded as error:
+                if self._current is None or not self.ranks.restarts:
+                    raise
+                self._fail(self._current, error)
+                self.shown.end()
+        return [Problem(number, reason) for number, reason in sorted(self._problems.items())]
+
+    def _generate(self, line: Line) -> None:
+        self.shown.begin(line.number, line.request.fields.get("num_inference_steps"))
+        result: Result | None = None
+        try:
+            with self._running(line):
+                result = self.ranks.call("generate", line.request, listener=self.shown.step)
+        except RanksEnded:
+            raise
+        except Exception as error:
+            self._fail(line.number, error)
+        else:
+            if result is not None:
+                self.write(line, result)
+            self._done.add(line.number)
+        self.shown.end()
+
+    @contextmanager
+    def _running(self, line: Line) -> Iterator[None]:
+        """Inside this context, ``line`` is the one that fails if ranks end."""
+        self._current = line.number
+        try:
+            yield
+        except RanksEnded:
+            raise
+        except BaseException:
+            self._current = None
+            raise
+        self._current = None
+
+    def _fail(self, number: int, error: Exception) -> None:
+        if self.debug:
+            traceback.print_exception(error)
+        self._problems[number] = sentence(error)
+        self._current = None
+
+    # The phases of an Encoder, on all ranks.
+
+    def encodes_first(self) -> bool:
+        return bool(self.ranks.call("encodes_first"))
+
+    def begin_encoding(self) -> None:
+        self.ranks.call("begin_encoding")
+
+    def encode(self, line: Line) -> bool:
+        with self._running(line):
+            return bool(self.ranks.call("encode", line))
+
+    def end_encoding(self, keep_encoders: bool) -> None:
+        self.ranks.call("end_encoding", keep_encoders)
+
+    def restore_encoders(self) -> None:
+        self.ranks.call("restore_encoders")

@@ -1,0 +1,146 @@
+"""A rank as a Ray actor: its process group, its log, its answers, and progress that the caller asks for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from para_core import progress
+from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
+from para_core.fleet.foresee import Memory
+from para_core.fleet.last_words import LastWords
+from para_core.fleet.log_relay import Entry, LogRelay, Position
+from para_core.fleet.outputs import Output, Result
+from para_core.fleet.rank import Rank, ReplicaOptions
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import Request
+from para_core.launcher.link import Link
+
+# Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
+CONTROL = "control"
+# Environment variables by which launchers tell a process its rank. Ray's workers inherit them from the process that
+# started Ray, but have ranks of their own.
+_LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "MV2_COMM_WORLD_")
+_LAUNCHER_NAMES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Outcome of a request on one rank."""
+
+    outcome: Result | RequestFailed | RequestCancelled | None  # None if another rank has the result
+    steps: int = 0  # number of finished steps
+    previews: tuple[Output, ...] = ()  # all partial images, also those that RankActor.progress returned
+
+
+class RankActor:
+    """Actor with the :class:`~para_core.fleet.rank.Rank` number ``rank`` of ``options.ranks``."""
+
+    def __init__(self, recipe: Recipe, rank: int, options: ReplicaOptions) -> None:
+        self._recipe, self._number, self._options = recipe, rank, options
+        self._rank: Rank | None = None  # before join
+        self._store: Any = None
+        self._last_words: LastWords | None = None
+        self._log = LogRelay()
+        self._steps_done: dict[str, int] = {}
+        self._cancelled: set[str] = set()
+        self._previews: list[Output] = []
+
+    def open_store(self, host: str) -> int:
+        """Open the TCP store of the replica on the first rank, and return its port on ``host``."""
+        timeout = timedelta(seconds=self._recipe.timeout)
+        self._store = TCPStore(host, 0, self._options.ranks, is_master=True, timeout=timeout, wait_for_workers=False)
+        return int(self._store.port)
+
+    def join(self, host: str, port: int) -> None:
+        """Connect to the other ranks at the address of :meth:`open_store`, and load the pipeline. A collective call."""
+        # A Ray actor sees one GPU, with index 0. With a launcher's LOCAL_RANK, init_device_mesh would select another.
+        for name in list(os.environ):
+            if name in _LAUNCHER_NAMES or name.startswith(_LAUNCHER_PREFIXES):
+                del os.environ[name]
+        timeout = timedelta(seconds=self._recipe.timeout)
+        if self._options.ranks > 1:
+            store = self._store or TCPStore(host, port, self._options.ranks, is_master=False, timeout=timeout)
+            dist.init_process_group(store=store, rank=self._number, world_size=self._options.ranks, timeout=timeout)
+        with progress.handled_by(self._log):
+            self._rank = Rank(self._recipe, self._options)
+
+    def loading_log(self, position: Position) -> tuple[Position, list[Entry]]:
+        """Return what :meth:`join` has logged after ``position``, and the next position."""
+        return self._log.read(position)
+
+    def memory(self) -> Memory | None:
+        """Return the predicted memory of a rank, or None if it cannot be predicted."""
+        return self._joined().memory()
+
+    def _joined(self) -> Rank:
+        if self._rank is None:
+            raise RuntimeError("the rank has not joined the others.")
+        return self._rank
+
+    def generate_batch(self, batch: Sequence[tuple[str, Request]]) -> list[Answer]:
+        """Run requests with the same ``batch_key`` as one call of the pipeline. A collective call.
+
+        The call ends early only if all requests are cancelled. If it raises, every request has failed.
+        """
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)  # The device is set per thread, and Ray may call this method in any thread.
+        ids, requests = [id_ for id_, _ in batch], [request for _, request in batch]
+
+        def note(event: int | Output) -> None:
+            if isinstance(event, Output):
+                self._previews.append(event)
+            else:
+                self._steps_done.update(dict.fromkeys(ids, event))
+
+        self._previews.clear()
+        try:
+            results = self._joined().generate_batch(requests, Link(note, lambda: self._cancelled.issuperset(ids)))
+            return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
+        except RequestCancelled as error:
+            return [Answer(error, self._steps_done.get(id_, 0)) for id_ in ids]
+        except Exception as error:
+            return [Answer(RequestFailed(sentence(error)), self._steps_done.get(id_, 0)) for id_ in ids]
+        finally:
+            for id_ in ids:
+                self._steps_done.pop(id_, None)
+                self._cancelled.discard(id_)
+
+    def _answer(self, id_: str, result: Result | None, batch: int) -> Answer:
+        steps = self._steps_done.get(id_, 0)
+        if id_ in self._cancelled and batch > 1:
+            return Answer(RequestCancelled(f"cancelled after step {steps}."), steps)
+        return Answer(result, steps, tuple(self._previews))
+
+    def progress(self, id_: str, sent: int) -> tuple[int, list[Output]]:
+        """Return the number of finished steps of a running request, and its partial images after the first ``sent``."""
+        return self._steps_done.get(id_, 0), self._previews[sent:]
+
+    def cancel(self, id_: str) -> None:
+        """Cancel the request ``id_`` after its current step. Called on the first rank, whose answer decides for all."""
+        self._cancelled.add(id_)
+
+    def process(self) -> int:
+        """Return the process id. The caller uses only the fact that this rank answers."""
+        return os.getpid()
+
+    def watch_signals(self) -> tuple[int, str]:
+        """Leave a note if a signal ends this process. Return its id, and the folder of the note."""
+        if self._last_words is None:
+            self._last_words = LastWords()
+        return os.getpid(), self._last_words.folder
+
+    def remove_notes(self) -> None:
+        """Remove the folder of the note, because the process that called :meth:`watch_signals` cannot open it."""
+        if self._last_words is not None:
+            self._last_words.remove_folder()
