@@ -216,9 +216,11 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     if task.replicas == 1:
         with ending_on_error(debug=debug), process_group(task.recipe):
             return _generate_on_one_group(task, debug)
-    from para_core.fleet.group import generate_lines
+    from para_core.fleet.replicas import generate_lines, uses_ray
 
-    Console(stderr=True, highlight=False).print(f"starting {task.replicas} replicas of {task.ranks} ranks on Ray")
+    options = ReplicaOptions(task.ranks)
+    where = " on Ray" if uses_ray(options) else ""
+    Console(stderr=True, highlight=False).print(f"starting {task.replicas} replicas of {task.ranks} ranks{where}")
     bars = Bars(len(task.lines), steps=False)
 
     def write(line: Line, result: Result) -> None:
@@ -226,7 +228,6 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
         bars.end()
 
     with bars, showing_log(bars.console):
-        options = ReplicaOptions(task.ranks)
         return generate_lines(task.lines, task.recipe, options, task.replicas, write=write, debug=debug)
 
 

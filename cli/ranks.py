@@ -1,4 +1,4 @@
-"""What the commands know of ranks: their number, and under torchrun the process group and the first rank's part."""
+"""Ranks as the commands see them: their number, and under torchrun the process group and the first rank's part."""
 
 from __future__ import annotations
 

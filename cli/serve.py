@@ -20,6 +20,7 @@ from rich.console import Console
 from para_core.cli import checks, options
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
 from para_core.cli.progress import announce_imports
+from para_core.cli.signals import SignalCode
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.request import Delivery, Request, make_request, read_size
@@ -76,7 +77,7 @@ def serve(
     log_level: Annotated[str, option("debug, info, warning or error.", "LEVEL", INPUT)] = "info",
     debug: options.Debug = False,
 ) -> None:
-    """Serve images or videos over HTTP with OpenAI's images API, on Ray Serve."""
+    """Serve images or videos over HTTP with OpenAI's images API."""
     api_key, level = _read_api_key(api_key_env, host), _read_level(log_level)
     _require_limits(limits)
     groups.require_valid()
@@ -91,11 +92,11 @@ def serve(
 
     announce_imports()
     from para_core.cli.ranks import count_ranks
-    from para_core.fleet import serving
     from para_core.fleet.classical import refuse_ranks
     from para_core.fleet.libraries import quiet
     from para_core.fleet.rank import ReplicaOptions
     from para_core.fleet.reading import ServerOptions
+    from para_core.fleet.replicas import uses_ray
 
     quiet(debug)
     pipeline = checks.describe_model(model, checked)
@@ -125,11 +126,22 @@ def serve(
         warmup=tuple(_warmup_request(pipeline, shape, delivery) for shape in shapes),
     )
 
-    start = partial(serving.start, pipeline, recipe, server_options, replica_options, replicas=groups.replicas)
-    start = partial(start, host=host, port=port, log_level=level, debug=debug)
     address = f"[{host}]" if ":" in host else host
+    message = f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)"
+    everything = (pipeline, recipe, server_options, replica_options)
     with _logged(level):
-        _run_until_interrupted(start, f"{pipeline.pipeline} answers on http://{address}:{port}/", debug=debug)
+        if uses_ray(replica_options):
+            from para_core.fleet import serving
+
+            start = partial(serving.start, *everything, replicas=groups.replicas, host=host, port=port)
+            _serve_on_ray(partial(start, log_level=level, debug=debug), message, debug=debug)
+        else:
+            from para_core.fleet import host_server
+
+            console = Console(stderr=True, soft_wrap=True, highlight=False)
+            ready = partial(console.print, message, markup=False)
+            host_server.serve(*everything, replicas=groups.replicas, host=host, port=port, ready=ready)
+            raise typer.Exit(SignalCode(0))
 
 
 def _read_api_key(variable: str, host: str) -> str | None:
@@ -147,7 +159,7 @@ def _read_level(name: str) -> int:
     return logging.getLevelNamesMapping()[name.upper()]
 
 
-def _run_until_interrupted(start: Callable[[], LogReader], message: str, *, debug: bool) -> None:
+def _serve_on_ray(start: Callable[[], LogReader], message: str, *, debug: bool) -> None:
     """Call ``start``, print ``message``, and serve until Ctrl-C or SIGTERM. Both are the usual end of a server."""
     from para_core.cli.signals import describe_signal, terminable
     from para_core.fleet import serving
@@ -158,7 +170,7 @@ def _run_until_interrupted(start: Callable[[], LogReader], message: str, *, debu
         log = None
         try:
             log = start()
-            console.print(f"{message} (stop with Ctrl-C)", markup=False)
+            console.print(message, markup=False)
             while True:
                 time.sleep(1)
         except KeyboardInterrupt as end:

@@ -17,13 +17,22 @@ from para_core.cli.launcher import in_torchrun
 _PATIENCE = 1.0
 
 
+class SignalCode(int):
+    """Exit code of a command that a signal has ended.
+
+    The process then ends at once: all is done, and the interpreter's own end takes seconds once torch is imported.
+    """
+
+
 class Terminated(KeyboardInterrupt):
     """Raised on SIGTERM. Like Ctrl-C it ends the command, and does not count as an error of the current request."""
 
 
-def describe_signal(end: BaseException) -> tuple[str, int]:
+def describe_signal(end: BaseException) -> tuple[str, SignalCode]:
     """Return the message and the exit code for ``end``, a KeyboardInterrupt."""
-    return ("ended by SIGTERM", 143) if isinstance(end, Terminated) else ("interrupted", 130)
+    if isinstance(end, Terminated):
+        return "ended by SIGTERM", SignalCode(143)
+    return "interrupted", SignalCode(130)
 
 
 @contextmanager

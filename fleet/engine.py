@@ -55,7 +55,8 @@ class LaunchedRanks:
     """Processes on this host, see :class:`Ranks`. ``load`` makes the object on each of them.
 
     Collectives of the ranks give up after ``timeout`` seconds. ``devices`` are the GPUs of the ranks, by default the
-    first ones. What they report while they load is reported by :mod:`para_core.progress` in this process.
+    first ones. ``display`` makes the display of what they report while they load; by default it is reported by
+    :mod:`para_core.progress` in this process.
     """
 
     restarts = True
@@ -67,6 +68,7 @@ class LaunchedRanks:
         *,
         timeout: float,
         devices: Sequence[int] | None = None,
+        display: Callable[[], Display] | None = None,
         debug: bool = False,
     ) -> None:
         self._debug = debug
@@ -76,7 +78,7 @@ class LaunchedRanks:
             partial(start_local_ranks, ranks, devices, {}),
             timeout,
             _FOREVER,
-            _ReportingDisplay,
+            display or _ReportingDisplay,
             finishes_step=False,
         )
         self._state = State(options, None, Body.of(load))
@@ -87,12 +89,12 @@ class LaunchedRanks:
         group = self._state.group
         return [] if group is None else [member.pid for member in group.members]
 
-    def running(self) -> bool:
-        """Whether the ranks have loaded, and no process has ended."""
+    def death(self) -> str | None:
+        """Return which rank's process has ended and how, as a sentence; None if none has."""
         group = self._state.group
-        if group is None or group.ended or not self._state.methods:
-            return False
-        return not any(member.wait(0.0) for member in group.members)
+        members = [] if group is None or group.ended else group.members
+        ended = [f"rank {rank} {member.describe_end()}" for rank, member in enumerate(members) if member.wait(0.0)]
+        return " ".join(ended[0].split()) if ended else None
 
     def start(self) -> None:
         if self._state.group is not None and not self._state.group.ended:
@@ -112,7 +114,7 @@ class LaunchedRanks:
             raise RanksEnded(sentence(error)) from error
 
     def close(self) -> None:
-        # No rank has anything to save.
+        # No rank has anything to save, so ranks are not asked to end, but killed.
         if self._state.group is not None:
             self._state.group.end(idle=False)
 

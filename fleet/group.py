@@ -1,4 +1,4 @@
-"""Replicas on Ray: ranks as actors in one placement group, which run one pipeline; and lines on several replicas."""
+"""Replicas on Ray: ranks as actors in one placement group, which run one pipeline."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.foresee import Memory
 from para_core.fleet.last_words import Notes, describe_death
 from para_core.fleet.log_relay import Position, log_entries
 from para_core.fleet.outputs import Output, Result
-from para_core.fleet.prompts import Line, Problem
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import CONTROL, Answer, RankActor
 from para_core.fleet.recipe import Recipe
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Replica:
-    """A group of ranks that runs one pipeline, one request at a time. ``name`` is its name in the log."""
+    """A :class:`~para_core.fleet.replicas.Replica` of Ray actors. ``name`` is its name in the log."""
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:
         self._recipe, self._options, self._name = recipe, options, name
@@ -216,8 +216,19 @@ class Replica:
             progress(preview)
         return answers
 
+    @property
+    def running(self) -> bool:
+        return bool(self.actors)
+
+    def cancel(self, id_: str) -> None:
+        if self.actors:
+            cancel(self.actors[0], id_)
+
+    async def memory(self) -> Memory | None:
+        memory: Memory | None = await self.actors[0].memory.remote()
+        return memory
+
     async def alive(self) -> bool:
-        """Whether the replica has loaded and none of its ranks has ended."""
         if not self._loaded:
             return False
         actors = list(self.actors)
@@ -228,52 +239,6 @@ class Replica:
             for rank, error in errors.items():
                 self._describe_end(rank, error)
         return len(answers) > 0 and not errors
-
-
-def generate_lines(
-    lines: Sequence[Line],
-    recipe: Recipe,
-    options: ReplicaOptions,
-    replicas: int,
-    *,
-    write: Callable[[Line, Result], None],
-    debug: bool = False,
-) -> list[Problem]:
-    """Generate ``lines`` on ``replicas`` replicas on Ray, and return a :class:`Problem` for each line without a result.
-
-    ``write`` is called in this process with each line and its result. A replica that dies is restarted, and tries its
-    current line once more.
-    """
-    queue, problems = iter(lines), list[Problem]()
-
-    async def generate_queued(number: int) -> None:
-        replica = Replica(recipe, options, f"replica {number}")
-        await replica.start()
-        for line in queue:
-            try:
-                try:
-                    result = await replica.generate(line.request)
-                except ReplicaDied:
-                    await replica.start()
-                    result = await replica.generate(line.request)
-                write(line, result)
-            except (RequestFailed, ReplicaDied) as error:
-                problems.append(Problem(line.number, str(error)))
-                if not replica.actors:
-                    await replica.start()
-        await replica.stop()
-
-    async def generate_all() -> None:
-        await asyncio.gather(*[generate_queued(number) for number in range(min(replicas, len(lines)))])
-
-    connected = connect(options.ranks * replicas, debug=debug)
-    try:
-        require_cluster(options, replicas)
-        asyncio.run(generate_all())
-    finally:
-        if connected:
-            ray.shutdown()
-    return sorted(problems, key=lambda problem: problem.number)
 
 
 def cancel(first_rank: Any, id_: str) -> Any:

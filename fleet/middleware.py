@@ -7,6 +7,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -52,10 +53,18 @@ class RequestLog:
         app: The application.
         path: File of JSON lines. None writes none.
         send_id: Whether to add the header ``X-Request-Id`` to responses. Ray Serve adds it by itself.
+        ending: Function that returns whether the server is ending, which cuts requests: that is no error of theirs.
     """
 
-    def __init__(self, app: ASGIApp, path: Path | None = None, *, send_id: bool = True) -> None:
-        self._app, self._path, self._send_id = app, path, send_id
+    def __init__(
+        self,
+        app: ASGIApp,
+        path: Path | None = None,
+        *,
+        send_id: bool = True,
+        ending: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._app, self._path, self._send_id, self._ending = app, path, send_id, ending
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application, and log the request when its response has ended or failed."""
@@ -88,7 +97,9 @@ class RequestLog:
             await JSONResponse(failure.body(), failure.status)(scope, receive, counted)
         finally:
             seconds = time.monotonic() - start
-            _log(scope, record, status, seconds)
+            if self._ending() and not record.reason:
+                record.reason = "the server ended."
+            _log(scope, record, status, seconds, debug=self._ending() or _is_probed(scope))
             if self._path is not None:
                 line: dict[str, Any] = {
                     "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -104,15 +115,22 @@ class RequestLog:
                     file.write(json.dumps(line) + "\n")
 
 
-def _log(scope: Scope, record: HttpRecord, status: int, seconds: float) -> None:
-    """Log one line: id, route, status, seconds, and the reason if the request was refused or failed."""
+def _is_probed(scope: Scope) -> bool:
+    return scope["path"].removeprefix(scope.get("root_path", "")) in _PROBED
+
+
+def _log(scope: Scope, record: HttpRecord, status: int, seconds: float, *, debug: bool) -> None:
+    """Log one line: id, route, status, seconds, and the reason if the request was refused or failed.
+
+    With ``debug`` the level is that, whatever the status.
+    """
     refused, failed = 400 <= status < 500, status >= 500 or status == 0
     level = logging.INFO
     if refused or record.reason:
         level = logging.WARNING
     if failed:
         level = logging.ERROR
-    if scope["path"].removeprefix(scope.get("root_path", "")) in _PROBED:
+    if debug:
         level = logging.DEBUG
     word = "failed" if failed or not refused else "refused"
     reason = f", {word}: {record.reason or 'no reason was given'}" if refused or failed or record.reason else ""

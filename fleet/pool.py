@@ -1,17 +1,19 @@
-"""Replicas that one process holds itself, to mount a :class:`~para_core.fleet.server.Server` in an application."""
+"""Replicas that one process holds itself, below a :class:`~para_core.fleet.server.Server` or without one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
-from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
+from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import Job
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
+from para_core.fleet.replicas import Replica, connect, make_replicas
 from para_core.fleet.request import Request
 
 # Seconds between two checks that the ranks of all replicas live.
@@ -20,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 
 class Pool:
-    """Replicas on Ray that one event loop uses, each for one batch at a time. A replica that died starts again.
+    """Replicas that one event loop uses, each for one batch at a time. A replica that died starts again.
+
+    They are on this host, or on the Ray cluster that ``RAY_ADDRESS`` names.
 
     It is the first argument of :class:`~para_core.fleet.server.Server`, and can generate without one. The methods are
     called in the same event loop.
@@ -33,20 +37,33 @@ class Pool:
         if replicas < 1:
             raise ValueError(f"replicas is {replicas}; expected at least 1.")
         self._options, self.count = options, replicas
-        self._replicas = [group.Replica(recipe, options, f"replica {number}") for number in range(replicas)]
-        self._free: asyncio.Queue[group.Replica] = asyncio.Queue()
-        self._running: dict[str, group.Replica] = {}
+        self._replicas = make_replicas(recipe, options, replicas)
+        self._free: asyncio.Queue[Replica] = asyncio.Queue()
+        self._running: dict[str, Replica] = {}
         self._watching: asyncio.Task[None] | None = None  # None before start and after stop
         self._restarts: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Connect to Ray, and load the pipeline on all replicas. For the exceptions see :meth:`group.Replica.start`."""
-        group.connect(self._options.ranks * self.count, debug=False)
-        group.require_cluster(self._options, self.count)
-        await asyncio.gather(*[replica.start() for replica in self._replicas])
+        """Load the pipeline on all replicas, and generate the requests of ``options.warmup`` on each.
+
+        For the exceptions see :meth:`Replica.start` and :meth:`Replica.generate`.
+        """
+        connect(self._options, self.count)
+        await asyncio.gather(*[self._start(replica) for replica in self._replicas])
         for replica in self._replicas:
             self._free.put_nowait(replica)
         self._watching = asyncio.ensure_future(self._watch())
+
+    async def _start(self, replica: Replica) -> None:
+        await replica.start()
+        for request in self._options.warmup:
+            start = time.monotonic()
+            await replica.generate(request)
+            logger.info("warmed up for %s after %.1f s", request.size, time.monotonic() - start)
+
+    async def memory(self) -> Memory | None:
+        """Return the predicted memory of a rank, or None if it cannot be predicted."""
+        return await self._replicas[0].memory()
 
     async def stop(self) -> None:
         """End all replicas."""
@@ -93,11 +110,11 @@ class Pool:
                 self._running.pop(job.id_, None)
             await self._give_back(replica)
 
-    async def _give_back(self, replica: group.Replica) -> None:
+    async def _give_back(self, replica: Replica) -> None:
         """Let the next batch use the replica, after it has started again if it died."""
         try:
             # After stop, a batch whose replica was stopped must not start it again.
-            if not replica.actors and self._watching is not None:
+            if not replica.running and self._watching is not None:
                 await replica.start()
         except RuntimeError as error:
             logger.warning("a replica cannot start again: %s The next attempt follows.", error)
@@ -120,13 +137,13 @@ class Pool:
                 self._restarts.add(restart)
                 restart.add_done_callback(self._restarts.discard)
 
-    async def _restart(self, replica: group.Replica) -> None:
+    async def _restart(self, replica: Replica) -> None:
         # It may have ended a restart since it was checked.
         if not await replica.alive():
             await replica.stop()
         await self._give_back(replica)
 
-    def _take_free(self) -> list[group.Replica]:
+    def _take_free(self) -> list[Replica]:
         return [self._free.get_nowait() for _ in range(self._free.qsize())]
 
     def cancel(self, job: Job) -> None:
@@ -134,8 +151,8 @@ class Pool:
         replica = self._running.get(job.id_)
         if replica is None:
             job.finish(_cancelled())
-        elif replica.actors:
-            group.cancel(replica.actors[0], job.id_)
+        else:
+            replica.cancel(job.id_)
 
     async def ready(self) -> int:
         """Return the number of replicas that can answer."""

@@ -49,6 +49,7 @@ class Server:
     Attributes:
         app: The ASGI application, which a web server such as uvicorn runs.
         loading: Whether requests are refused because no replica has loaded yet. Set by the creator of the server.
+        ending: Whether requests are being cut because the process ends. Set by the creator of the server.
     """
 
     def __init__(self, replicas: Replicas, model: Model, options: ServerOptions, *, send_id: bool = True) -> None:
@@ -57,7 +58,7 @@ class Server:
         # The latest results whose requests asked for a URL instead of the data.
         self._stored: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
         self._card = model_card(model)
-        self.loading = False
+        self.loading = self.ending = False
         self._loras = None if options.loras is None else LoraFolder(options.loras)
         self._body_schema = body_schema(model, options)
         self._paths = generation_paths(model)
@@ -82,11 +83,16 @@ class Server:
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         self.app.add_middleware(HeadAsGet)
-        self.app.add_middleware(RequestLog, path=options.request_log, send_id=send_id)
+        self.app.add_middleware(RequestLog, path=options.request_log, send_id=send_id, ending=lambda: self.ending)
 
     def set_memory(self, memory: Memory | None) -> None:
         """Limit the pixels of results by the predicted memory of a rank. None sets no such limit."""
         self._options = replace(self._options, memory=memory)
+
+    @property
+    def unfinished(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._jobs)
 
     def _fits(self, requests: Sequence[Request]) -> bool:
         return sum(estimated_pixels(request, self._model.kind) for request in requests) <= self._options.most_pixels

@@ -17,6 +17,7 @@ from ray import serve
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
+from para_core.fleet.host_server import bound_socket
 from para_core.fleet.jobs import Job
 from para_core.fleet.log_relay import Entry, LogReader, LogRelay, Position
 from para_core.fleet.models import Model
@@ -51,7 +52,7 @@ class ReplicaDeployment:
         name = f"replica {self._id[:4]}"
         self._replica = group.Replica(recipe, options, name)
         await self._replica.start()
-        self._memory = await self._replica.actors[0].memory.remote()
+        self._memory = await self._replica.memory()
         for request in options.warmup:
             start = time.monotonic()
             logger.info("%s: warming up for %s", name, request.size)
@@ -209,7 +210,8 @@ def start(
     begun = time.monotonic()
     logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
     reader: LogReader | None = None
-    _require_free(host, port)
+    with bound_socket(host, port):
+        pass  # Serve itself would notice a used port only after loading the replicas.
     logger.info("starting Ray, or connecting to its cluster")
     group.connect(replica_options.ranks * replicas, debug=debug)
     group.require_cluster(replica_options, replicas)
@@ -266,19 +268,6 @@ def _constructor_error() -> str:
     deployments = application.deployments.values() if application is not None else ()
     lines = [deployment.message.strip().splitlines()[-1] for deployment in deployments if deployment.message.strip()]
     return lines[0].partition("Error: ")[2] if lines else ""
-
-
-def _require_free(host: str, port: int) -> None:
-    """Raise OSError if the port cannot be used. Serve itself would notice only after loading the replicas."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise OSError(
-                f"port {port} of {host} cannot be used ({error.strerror}): choose another with --port."
-            ) from error
 
 
 def _require_answer(host: str, port: int) -> None:

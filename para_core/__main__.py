@@ -19,13 +19,13 @@ def main() -> None:
     _end_at_once_on_signals()
     try:
         from para_core.cli.app import run
+        from para_core.cli.signals import SignalCode
     except ModuleNotFoundError as error:
         from para_core.fleet.failures import sentence
 
         sys.exit(f"error: {sentence(error)}")
     code = run(sys.argv[1:])
-    if code in [128 + number for number in _SIGNALS]:
-        # Threads of libraries must not hold up the end.
+    if isinstance(code, SignalCode):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -20,13 +20,16 @@ DIFFUSERS = "diffusers.pipelines.pipeline_utils"
 
 @contextmanager
 def handled_by(handler: logging.Handler, source: logging.Logger = logger) -> Iterator[None]:
-    """Inside this context, pass the records of ``source`` at INFO or above to ``handler``."""
-    level = source.level
+    """Inside this context, pass the records of ``source`` at INFO or above to ``handler``, and to no logger above."""
+    level, propagate = source.level, source.propagate
     source.addHandler(handler)
     source.setLevel(logging.INFO)
+    # Their level hid them before from the handlers of other loggers.
+    source.propagate = False
     try:
         yield
     finally:
+        source.propagate = propagate
         source.setLevel(level)
         source.removeHandler(handler)
 
@@ -114,11 +117,5 @@ def reporting_components(name: str, components: Sequence[str]) -> Iterator[None]
     report(f"loading {name}: {len(components)} components, {readable_bytes(size) if folder else 'to be downloaded'}")
     source = logging.getLogger(DIFFUSERS)
     counter = _ComponentCounter(name, len(components))
-    propagate = source.propagate
-    # The messages are not to be printed; their level hid them before.
-    source.propagate = False
-    try:
-        with handled_by(counter, source):
-            yield
-    finally:
-        source.propagate = propagate
+    with handled_by(counter, source):
+        yield

@@ -91,8 +91,8 @@ def try_first() -> dict[str, Any]:
 
 def try_prompts() -> dict[str, Any]:
     """Generate a file of prompts on replicas, and kill a rank when half of them are written."""
-    from para_core.fleet.group import generate_lines
     from para_core.fleet.rank import ReplicaOptions
+    from para_core.fleet.replicas import generate_lines
 
     model = find_model(None)
     written: dict[int, float] = {}

@@ -62,15 +62,8 @@ def reporting_to(connection: CallerConnection) -> Iterator[None]:
         yield
         return
     lines = _Lines(connection)
-    source = logging.getLogger(DIFFUSERS)
-    propagate = source.propagate
-    # The messages are not to be printed; their level hid them before.
-    source.propagate = False
-    try:
-        with handled_by(lines, source), handled_by(lines):
-            yield
-    finally:
-        source.propagate = propagate
+    with handled_by(lines, logging.getLogger(DIFFUSERS)), handled_by(lines):
+        yield
 
 
 @contextmanager

@@ -29,7 +29,7 @@ STEPS = 9
 
 
 class Events:
-    """What happens to lines, in order."""
+    """Recorder of the events of lines, in order."""
 
     def __init__(self):
         self.events = []

@@ -1,12 +1,17 @@
 """Ctrl-C and SIGTERM end a command in any state with one sentence, and leave no process."""
 
+import http.client
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -15,6 +20,16 @@ import pytest
 from para_core.cli.signals import Terminated, terminable
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def free_port():
+    """Return a port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 ROOT = Path(__file__).parents[2]
 LONG = ["--prompt", "a red circle", "--size", "32x32", "--steps", "1000000"]
 # Much more than a command needs, also on a busy machine.
@@ -101,6 +116,59 @@ def test_generate(tmp_path, ranks, text, number, code, sentence):
     said, results = sentences(lines)
     assert said == f"{sentence}: run the same command again to continue."
     assert results.startswith("0 generated in ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (1, "loaded component 2"),
+        pytest.param(1, "answers on", marks=pytest.mark.long),
+        pytest.param(2, "starting 2 ranks", marks=pytest.mark.long),
+        pytest.param(2, "loaded component 2", marks=pytest.mark.long),
+        (2, "answers on"),
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+def test_serve(ranks, text, number, free_port):
+    words = ["-m", "para_core", "serve", "--ranks", str(ranks), "--port", str(free_port)]
+    code, lines = run_until(text, 0.5, words, number)
+    assert code == 0
+    (said,) = [line for line in lines if ": replica 0: " not in line]
+    assert ("interrupted" if number == signal.SIGINT else "ended by SIGTERM") in said
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_serve_with_a_request_that_runs(ranks, free_port):
+    url = f"http://127.0.0.1:{free_port}/v1/images/generations"
+    body = json.dumps({"prompt": "a", "size": "64x48", "steps": 200}).encode()
+    answers = []
+
+    def ask():
+        while not answers:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            try:
+                answers.append(urllib.request.urlopen(request, timeout=100).status)
+            except urllib.error.HTTPError as error:
+                assert error.code == 503  # while it loads
+                time.sleep(0.1)
+            except (OSError, http.client.HTTPException):
+                if process.poll() is not None:
+                    return
+                time.sleep(0.1)
+
+    words = ["-m", "para_core", "serve", "--ranks", str(ranks), "--port", str(free_port)]
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        code, lines = run_until("is the first", 0.5, words, signal.SIGINT)
+    finally:
+        process.kill()
+        process.wait()
+    thread.join()
+    assert (code, answers) == (0, [])
+    (said,) = lines
+    assert "interrupted" in said and "1 requests were not finished" in said
 
 
 @pytest.mark.long

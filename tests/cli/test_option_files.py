@@ -5,7 +5,7 @@ import typer
 
 import para_core.cli.generate
 from para_core.cli.app import app, run
-from para_core.fleet import serving
+from para_core.fleet import host_server
 
 FILES = {
     "o.yaml": "steps: 3\nranks: 2\nsize: 64x48\nlora: [a/b, c/d:0.5]\nvae: true\ncompile: no\nnegative_prompt: none\n",
@@ -148,6 +148,8 @@ def test_a_command_without_a_model_takes_only_files_of_options(capsys):
 def test_each_option_is_a_key(write, capsys, monkeypatch):
     """Check that a file may name every option of ``serve``, with the values of the command line."""
     calls = []
-    monkeypatch.setattr(serving, "start", lambda *_, **rest: calls.append(rest) or (_ for _ in ()).throw(typer.Exit))
+    monkeypatch.setattr(
+        host_server, "serve", lambda *_, **rest: calls.append(rest) or (_ for _ in ()).throw(typer.Exit)
+    )
     assert run(["serve", "--config", write("port: 8123\nout: videos\nkeep-hours: 2\n")]) == 0
     assert calls[0]["port"] == 8123

@@ -9,7 +9,7 @@ import pytest
 
 from para_core.adapters import AttentionSchedule
 from para_core.cli.app import run
-from para_core.fleet import serving
+from para_core.fleet import host_server, serving
 
 
 @pytest.fixture
@@ -18,10 +18,12 @@ def started(monkeypatch):
     calls = []
 
     def start(model, recipe, options, replica_options, **rest):
-        calls.append({"model": model, "recipe": recipe, "options": options, "replica": replica_options, **rest})
+        arguments = {"model": model, "recipe": recipe, "options": options, "replica": replica_options}
+        calls.append({**arguments, "level": logging.getLogger("para_core").level, **rest})
         raise RuntimeError("stop here")
 
-    monkeypatch.setattr(serving, "start", start)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(host_server, "serve", start)
     return calls
 
 
@@ -54,7 +56,7 @@ def test_seed_and_level_of_the_log(started, arguments, seed, level):
     before = (package.level, list(package.handlers))
     assert run(["serve", *arguments]) == 1
     (call,) = started
-    assert (call["options"].seed, call["log_level"]) == (seed, level)
+    assert (call["options"].seed, call["level"]) == (seed, level)
     assert (package.level, package.handlers) == before
 
 
@@ -132,9 +134,25 @@ def test_size_with_frames_is_warmed_up_with_them(started, capsys):
     assert "--warmup 64x64x9" in message and "frames" in message
 
 
+@pytest.mark.parametrize(("arguments", "address"), [(["--spread"], None), ([], "192.0.2.1:6379")])
+def test_ray_is_chosen_by_its_address_or_by_spread(started, monkeypatch, arguments, address):
+    on_ray = []
+
+    def start(*args, **rest):
+        on_ray.append(rest)
+        raise RuntimeError("stop here")
+
+    monkeypatch.setattr(serving, "start", start)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert run(["serve", "--replicas", "3", "--log-level", "error", *arguments]) == 1
+    assert (on_ray[0]["replicas"], on_ray[0]["log_level"]) == (3, logging.ERROR)
+    assert not started
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("when", ["loading", "serving"])
-def test_server_that_is_stopped_has_succeeded(monkeypatch, number, when):
+def test_server_on_ray_that_is_stopped_has_succeeded(monkeypatch, number, when):
     closed = []
 
     class Log:
@@ -148,5 +166,6 @@ def test_server_that_is_stopped_has_succeeded(monkeypatch, number, when):
         return Log()
 
     monkeypatch.setattr(serving, "start", start)
-    assert run(["serve"]) == 0
+    monkeypatch.setattr(serving, "stop", lambda: None)
+    assert run(["serve", "--spread"]) == 0
     assert closed == [True] * (when == "serving")

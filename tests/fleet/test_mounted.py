@@ -10,16 +10,12 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import uvicorn
 from PIL import Image
 
-pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
-
-import ray
-
 from para_core.fleet.models import find_tiny_flux
-from tests.fleet.test_on_ray import rank_processes
 from tests.fleet.test_server import ask
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -27,6 +23,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 PATH = "/flux/v1/images/generations"
 KEY = {"Authorization": "Bearer secret"}
 FIELDS = {"prompt": "a large red circle", "size": "64x48", "steps": 2, "max_sequence_length": 64}
+
+
+def rank_processes():
+    """Return the process ids of the ranks that this process started."""
+    return [child.pid for child in psutil.Process().children() if "RANK" in child.environ()]
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def port():
     yield web.servers[0].sockets[0].getsockname()[1]
     web.should_exit = True
     thread.join()
-    ray.shutdown()
+    assert rank_processes() == []
 
 
 def image(data):

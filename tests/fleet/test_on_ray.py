@@ -19,15 +19,16 @@ pytest.importorskip("ray", reason="the extra fleet is not installed: make test-f
 import ray
 import ray.serve
 
-from para_core.fleet import group, serving
+from para_core.fleet import serving
 from para_core.fleet.loading import build, find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
+from para_core.fleet.replicas import generate_lines
 from para_core.fleet.request import make_request
 from para_core.fleet.work import generate
-from tests.fleet.commands import messages, serve
+from tests.fleet.commands import serve
 
 # Ray keeps sockets and threads open until the cluster ends, which raises warnings.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -85,7 +86,8 @@ def rank_processes():
 
 
 # This test runs before the server, which takes all of the cluster.
-def test_prompts_finish_although_a_replica_is_killed(model, recipe):
+def test_prompts_finish_although_a_replica_is_killed(model, recipe, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     lines = [Line(i + 1, make_request({"prompt": PROMPTS[i % 4], **SMALL}, model, seed=i)) for i in range(8)]
     written = {}
 
@@ -94,7 +96,7 @@ def test_prompts_finish_although_a_replica_is_killed(model, recipe):
         if len(written) == 3:
             os.kill(rank_processes()[0], signal.SIGKILL)
 
-    problems = group.generate_lines(lines, recipe, ReplicaOptions(2), 2, write=write)
+    problems = generate_lines(lines, recipe, ReplicaOptions(2), 2, write=write)
     assert problems == []
     assert sorted(written) == list(range(1, 9))
 
@@ -109,52 +111,9 @@ def test_impossible_replica_ends_server_with_reason(model, tmp_path):
     end_cluster()
 
 
-# This test starts its own cluster.
-def test_the_command_logs_what_happens_until_it_is_told_to_end():
-    with serve("--ranks", 2, "--port", PORT + 10, "--queue", 0) as command:
-        command.read_until(f"http://127.0.0.1:{PORT + 10}/")
-        fields = {"prompt": PROMPTS[0], **SMALL}
-        assert ask(fields, port=PORT + 10, X_Request_Id="good")[0] == 200
-        assert ask({**fields, "steps": 0}, port=PORT + 10, X_Request_Id="bad")[0] == 400
-        ask(None, method="GET", path="/health", port=PORT + 10)
-        (pid, *_) = rank_processes()
-        with ThreadPoolExecutor(1) as threads:
-            long = threads.submit(ask, {**fields, "steps": 200}, port=PORT + 10, X_Request_Id="long")
-            time.sleep(2)
-            os.kill(pid, signal.SIGKILL)
-            status, body = long.result()
-        assert (status, b"SIGKILL" in body) == (500, True)
-        command.read_until("ready again")
-        (pid, *_) = rank_processes()
-        os.kill(pid, signal.SIGSEGV)  # while no request runs
-        command.read_until("ready again")
-        logged = messages(command.end())
-
-    def index_of(level, *words):
-        return next(i for i, (at, text) in enumerate(logged) if at == level and all(word in text for word in words))
-
-    order = [
-        index_of("INFO", "starting", "FluxPipeline"),
-        index_of("INFO", "loaded component 7 of 7"),
-        index_of("INFO", "ready after"),
-        index_of("INFO", "good", "first"),
-        index_of("INFO", "good", f"POST {PATH}", "200", " s"),
-        index_of("WARNING", "bad", "400", "refused", "'steps'"),
-        index_of("ERROR", "rank", "died", "SIGKILL"),
-        index_of("INFO", "restarting"),
-        index_of("INFO", "ready again after"),
-        index_of("ERROR", "rank", "SIGSEGV", str(pid)),
-        index_of("INFO", "stopping"),
-        index_of("INFO", "stopped"),
-    ]
-    assert order == sorted(order)
-    assert index_of("ERROR", "long", "500", "SIGKILL")
-    assert not any("/health" in text for _, text in logged)
-
-
 def test_the_command_ends_while_a_replica_loads():
     before = set(rank_processes())
-    with serve("--ranks", 1, "--port", PORT + 13, "--log-level", "warning") as command:
+    with serve("--ranks", 1, "--port", PORT + 13, "--log-level", "warning", RAY_ADDRESS="local") as command:
         while not set(rank_processes()) - before and command.process.poll() is None:
             time.sleep(0.05)
         assert command.end() == []

@@ -5,9 +5,7 @@ import asyncio
 import pytest
 from diffusers import FluxKontextPipeline
 
-pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
-
-from para_core.fleet import group, pool
+from para_core.fleet import pool
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
 from para_core.fleet.jobs import Job, Jobs, Metrics
 from para_core.fleet.models import describe
@@ -25,8 +23,8 @@ class StandIn:
 
     made = ()  # of each test, set by the fixture
 
-    def __init__(self, recipe, options, name):
-        self.actors, self.starts, self.ran, self.open, self.failing = [], 0, [], asyncio.Event(), 0
+    def __init__(self):
+        self.running, self.starts, self.ran, self.open, self.failing = False, 0, [], asyncio.Event(), 0
         self.made.append(self)
 
     async def start(self):
@@ -34,13 +32,16 @@ class StandIn:
         if self.failing:
             self.failing -= 1
             raise RuntimeError("the cluster is busy.")
-        self.actors, self.dead = [self], False
+        self.running, self.dead = True, False
+
+    def cancel(self, id_):
+        """Ignore it, as a rank that dies before it sees a cancellation."""
 
     async def stop(self):
-        self.actors = []
+        self.running = False
 
     async def alive(self):
-        return bool(self.actors) and not self.dead
+        return self.running and not self.dead
 
     async def generate(self, request):
         (outcome,) = await self.generate_batch([("own", request)])
@@ -49,7 +50,7 @@ class StandIn:
     async def generate_batch(self, batch, progress=None):
         self.ran.append([id_ for id_, _ in batch])
         await self.open.wait()
-        if not self.actors or self.dead:
+        if not self.running or self.dead:
             await self.stop()
             raise ReplicaDied("rank 0 died.")
         return [Result((), {"id": id_}) for id_, _ in batch]
@@ -59,9 +60,8 @@ class StandIn:
 def made(monkeypatch):
     """Return the stand-ins of the pools that a test makes, in their order."""
     monkeypatch.setattr(StandIn, "made", [])
-    monkeypatch.setattr(group, "Replica", StandIn)
-    monkeypatch.setattr(group, "connect", lambda ranks, debug: None)
-    monkeypatch.setattr(group, "require_cluster", lambda options, replicas: None)
+    monkeypatch.setattr(pool, "make_replicas", lambda recipe, options, count: [StandIn() for _ in range(count)])
+    monkeypatch.setattr(pool, "connect", lambda options, count: None)
     return StandIn.made
 
 
@@ -159,7 +159,7 @@ def test_replica_of_a_stopped_pool_does_not_start_again(made):
         made[0].open.set()
         with pytest.raises(ReplicaDied):
             await answer
-        assert (made[0].starts, made[0].actors) == (1, [])
+        assert (made[0].starts, made[0].running) == (1, False)
 
     asyncio.run(run())
 
@@ -208,12 +208,11 @@ def test_cancelled_request_of_a_batch_that_waits_is_left_out(made):
     asyncio.run(run())
 
 
-def test_cancelled_request_is_not_retried_after_its_replica_died(made, monkeypatch):
+def test_cancelled_request_is_not_retried_after_its_replica_died(made):
     async def run():
         replicas = make_pool(1)
         await replicas.start()
         jobs = Jobs(replicas, ServerOptions(retries=1))
-        monkeypatch.setattr(group, "cancel", lambda actor, id_: None)  # the rank dies before it sees the cancellation
         job = ask(jobs, "a")
         await until(lambda: made[0].ran)
         jobs.cancel("a")

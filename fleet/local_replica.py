@@ -1,0 +1,255 @@
+"""A replica on this host: a thread of this process if it has one rank and is the only one, else processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from para_core import progress
+from para_core.fleet.engine import LaunchedRanks, OwnRank
+from para_core.fleet.failures import RanksEnded, ReplicaDied, RequestCancelled, RequestFailed, sentence
+from para_core.fleet.foresee import Memory
+from para_core.fleet.outputs import Output, Result
+from para_core.fleet.rank import ReplicaOptions, load_rank
+from para_core.fleet.recipe import Recipe
+from para_core.fleet.request import Request
+from para_core.launcher.display import Display
+from para_core.launcher.errors import Cancelled
+from para_core.launcher.handle import Ticket
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Batch:
+    """Requests that run, by their ids."""
+
+    ids: set[str]
+    ticket: Ticket = field(default_factory=Ticket)
+    cancelled: set[str] = field(default_factory=set)
+    steps: int = 0  # number of finished steps
+
+
+class LocalReplica:
+    """A :class:`~para_core.fleet.replicas.Replica` on this host.
+
+    Its ranks use the GPUs ``devices``, by default the first ones. With ``own_process`` its one rank is a thread of this
+    process: no second process takes memory, but what ends the rank ends this process.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        options: ReplicaOptions,
+        name: str = "replica",
+        *,
+        devices: Sequence[int] | None = None,
+        own_process: bool = False,
+    ) -> None:
+        load = partial(load_rank, recipe, options)
+        self._name, self._options = name, options
+        self._ranks: LaunchedRanks | OwnRank
+        if own_process:
+            self._ranks = OwnRank(load)
+        else:
+            display = partial(_LoggedDisplay, name)
+            self._ranks = LaunchedRanks(load, options.ranks, timeout=recipe.timeout, devices=devices, display=display)
+        self._thread: _WorkThread | None = None
+        self._turn = asyncio.Lock()
+        self._started = False  # whether start has ever ended
+        self._batch: _Batch | None = None
+        self.running = False
+
+    async def start(self) -> None:
+        await self.stop()
+        begun = time.monotonic()
+        if self._started:
+            logger.info("%s: restarting", self._name)
+        thread = self._thread = _WorkThread(self._name)
+        try:
+            await thread.run(self._load)
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+        except Exception as error:
+            await self.stop()
+            logger.error("%s: cannot start: %s", self._name, sentence(error))
+            raise RuntimeError(sentence(error)) from error
+        seconds, ready = time.monotonic() - begun, "ready again" if self._started else "ready"
+        self._started = self.running = True
+        ids = ", ".join(map(str, self.process_ids))
+        logger.info("%s: %s after %.1f s, process ids of its ranks: %s", self._name, ready, seconds, ids)
+
+    def _load(self) -> None:
+        if isinstance(self._ranks, LaunchedRanks):
+            self._ranks.start()
+            return
+        with progress.handled_by(_NamedLog(self._name)):
+            self._ranks.start()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Process id of each rank."""
+        return self._ranks.process_ids if isinstance(self._ranks, LaunchedRanks) else [os.getpid()]
+
+    async def stop(self) -> None:
+        self.running = False
+        if self._batch is not None:
+            self._batch.ticket.cancel()
+        if self._thread is not None:
+            self._thread.end()
+            self._thread = None
+        self._ranks.close()
+
+    async def memory(self) -> Memory | None:
+        memory: Memory | None = await self._call("memory")
+        return memory
+
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        if self._thread is None or not self.running:
+            raise ReplicaDied("the replica is not running.")
+        return await self._thread.run(partial(self._ranks.call, method, *args, **options))
+
+    async def generate(self, request: Request) -> Result:
+        (outcome,) = await self.generate_batch([(uuid.uuid4().hex, request)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def generate_batch(
+        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] = lambda event: None
+    ) -> list[Result | RequestFailed | RequestCancelled]:
+        async with self._turn:
+            outcomes = await self._run(batch, progress)
+            if len(batch) > 1 and all(isinstance(outcome, RequestFailed) for outcome in outcomes):
+                outcomes = [(await self._run([entry], progress))[0] for entry in batch]
+        return outcomes
+
+    async def _run(
+        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
+    ) -> list[Result | RequestFailed | RequestCancelled]:
+        """Run the batch on all ranks, and return the outcome of each request."""
+        loop, running = asyncio.get_running_loop(), _Batch({id_ for id_, _ in batch})
+
+        def note(event: int | Output) -> None:
+            if isinstance(event, int):
+                running.steps = event
+            progress(event)
+
+        self._batch = running
+        requests = [request for _, request in batch]
+        try:
+            results: list[Result] = await self._call(
+                "generate_batch",
+                requests,
+                listener=lambda event: loop.call_soon_threadsafe(note, event),
+                ticket=running.ticket,
+            )
+        except (RequestCancelled, Cancelled) as error:
+            return [RequestCancelled(str(error)) for _ in batch]
+        except RanksEnded as error:
+            if not self.running:
+                raise ReplicaDied("the replica was stopped.") from error
+            logger.error("%s: %s Process ids of its ranks: %s.", self._name, error, self.process_ids)
+            await self.stop()
+            raise ReplicaDied(str(error)) from error
+        except ReplicaDied:
+            raise
+        except asyncio.CancelledError:
+            running.ticket.cancel()
+            raise
+        except Exception as error:
+            return [RequestFailed(sentence(error)) for _ in batch]
+        finally:
+            self._batch = None
+        ended = RequestCancelled(f"cancelled after step {running.steps}.")
+        return [ended if id_ in running.cancelled else result for (id_, _), result in zip(batch, results, strict=True)]
+
+    def cancel(self, id_: str) -> None:
+        batch = self._batch
+        if batch is None or id_ not in batch.ids:
+            return
+        batch.cancelled.add(id_)
+        if batch.cancelled == batch.ids:
+            batch.ticket.cancel()
+
+    async def alive(self) -> bool:
+        if not self.running:
+            return False
+        death = self._ranks.death() if isinstance(self._ranks, LaunchedRanks) else None
+        if death is None:
+            return True
+        if self._batch is None:  # else the end of the batch tells it
+            logger.error("%s: %s Process ids of its ranks: %s.", self._name, death, self.process_ids)
+            await self.stop()
+        return False
+
+
+class _NamedLog(logging.Handler):
+    """Handler of the records of :mod:`para_core.progress`, which logs them with the name of a replica."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.INFO)
+        self._replica = name
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger.info("%s: %s", self._replica, record.getMessage())
+
+
+class _LoggedDisplay(Display):
+    """Display that logs lines with the name of a replica, and shows no bars."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(False)
+        self._replica = name
+
+    def line(self, text: str, done: int | None = None, total: int | None = None) -> None:
+        logger.info("%s: %s", self._replica, text)
+
+
+class _WorkThread:
+    """Thread that calls one function after another. It does not hold up the end of the process."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs = queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None]()
+        threading.Thread(target=self._work, name=f"para_core {name}", daemon=True).start()
+
+    async def run(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` in the thread after the earlier ones, and return its result."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._jobs.put((function, future))
+        return await future
+
+    def end(self) -> None:
+        """End the thread after the functions that wait."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, future = job
+            result, error = None, None
+            try:
+                result = function()
+            except BaseException as raised:
+                error = raised
+            with suppress(RuntimeError):  # The loop has been closed.
+                future.get_loop().call_soon_threadsafe(_finish, future, result, error)
+
+
+def _finish(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        return  # The task that waited was cancelled.
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
