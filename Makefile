@@ -122,6 +122,6 @@ $(STAMP): setup.py constraints.txt
 	  echo "==> creating $(VENV)" && $(PYTHON) -m venv $(VENV); }
 	@echo "==> installing para_core, PyTorch, diffusers, Ray and the test tools into $(VENV) (once; minutes if nothing is cached)"
 	$(PIP) install --quiet --no-compile -c constraints.txt setuptools wheel
-	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[diffusers,fleet,test]'
+	$(PIP) install --quiet --no-compile -c constraints.txt --no-build-isolation -e '.[diffusers,ray,test]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@

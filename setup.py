@@ -45,14 +45,15 @@ EXTRAS = {
     "fleet": (
         [
             "para_core[cli]",
-            "ray[serve]>=2.60",
             "fastapi",
             "fastapi-offline>=1.7",
             "prometheus-client",
             "python-multipart",
+            "uvicorn",
         ],
-        "`para_core serve`, `generate --replicas`",
+        "`para_core serve`",
     ),
+    "ray": (["para_core[fleet]", "ray[serve]>=2.60"], "`serve` and `generate --replicas` on several hosts"),
     "launch": (["cloudpickle>=3"], "`launch` with functions of a script or notebook"),
     "quantize": (["torchao>=0.18", "gguf>=0.10"], "`--quantize`, and GGUF files as `--model`"),
     "calibrate": (["matplotlib", "scikit-image", "tqdm"], "`calibrate --metric ssim`, plots of a calibration"),

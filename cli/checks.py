@@ -133,8 +133,14 @@ def _require_packages(recipe: Recipe) -> None:
         "gguf": ("a GGUF file", recipe.model.endswith(".gguf")),
     }
     for package, (user, is_needed) in needed.items():
-        if is_needed and find_spec(package) is None:
-            raise ModuleNotFoundError(f"{user} needs {package}", name=package)
+        if is_needed:
+            require_package(package, user)
+
+
+def require_package(package: str, user: str) -> None:
+    """Raise ModuleNotFoundError if ``package``, which ``user`` needs, is not installed."""
+    if find_spec(package) is None:
+        raise ModuleNotFoundError(f"{user} needs {package}", name=package)
 
 
 def describe_model(model: str | None, checked: Checked) -> Model:

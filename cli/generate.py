@@ -9,6 +9,7 @@ import typer
 from para_core.cli import checks, options
 from para_core.cli.options import INPUT, RANKS, flag, option
 from para_core.cli.progress import announce_imports
+from para_core.fleet.choice_of_ray import uses_ray
 from para_core.fleet.outputs import require_name
 from para_core.fleet.prompts import require_contents
 
@@ -36,6 +37,8 @@ def generate(
     checked.require_ranks(group.ranks, group.replicas)
     checked.require_format(files.format_)
     checked.require_request(common, call.seed, several=files.prompts is not None)
+    if group.replicas > 1 and uses_ray(spread=False):
+        checks.require_package("ray", "RAY_ADDRESS")
 
     announce_imports()
     from para_core.cli.generation import make_task, run_task, show_plan

@@ -216,10 +216,11 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     if task.replicas == 1:
         with ending_on_error(debug=debug), process_group(task.recipe):
             return _generate_on_one_group(task, debug)
-    from para_core.fleet.replicas import generate_lines, uses_ray
+    from para_core.fleet.choice_of_ray import uses_ray
+    from para_core.fleet.replicas import generate_lines
 
     options = ReplicaOptions(task.ranks)
-    where = " on Ray" if uses_ray(options) else ""
+    where = " on Ray" if uses_ray(spread=options.spread) else ""
     Console(stderr=True, highlight=False).print(f"starting {task.replicas} replicas of {task.ranks} ranks{where}")
     bars = Bars(len(task.lines), steps=False)
 
@@ -240,7 +241,8 @@ def _generate_on_one_group(task: GenerationTask, debug: bool) -> list[Problem]:
     with closing(open_ranks(load, task.ranks, timeout=task.recipe.timeout, debug=debug)) as ranks:
         with showing_phases(shown=first):
             ranks.start()
-        with bars:
+        # If a rank dies, all of them load again.
+        with bars, showing_log(bars.console) if first else nullcontext():
             return LineRun(ranks, lines, partial(write_result, task.folder), bars, debug).run()
 
 

@@ -88,8 +88,9 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def showing_log(console: Console) -> Iterator[None]:
-    """Print on ``console`` what :mod:`para_core.fleet` logs at INFO or above, until the end of this context."""
-    with handled_by(_Lines(console), logging.getLogger("para_core.fleet")):
+    """Print on ``console`` reported phases, and what :mod:`para_core.fleet` logs, until the end of this context."""
+    lines = _Lines(console)
+    with handled_by(lines, logging.getLogger("para_core.fleet")), handled_by(lines):
         yield
 
 

@@ -21,6 +21,7 @@ from para_core.cli import checks, options
 from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.cli.signals import SignalCode
+from para_core.fleet.choice_of_ray import uses_ray
 from para_core.fleet.models import Model
 from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.request import Delivery, Request, make_request, read_size
@@ -87,6 +88,11 @@ def serve(
     recipe = checked.recipe
     _require_fit(recipe, limits.max_batch, loras)
     require_file(request_log)
+    on_ray = uses_ray(spread=spread)
+    checks.require_package("uvicorn", "serve")
+    checks.require_package("fastapi", "serve")
+    if on_ray:
+        checks.require_package("ray", "--spread, or RAY_ADDRESS,")
     largest = None if max_size is None else _Shape.read("--max-size", max_size)
     shapes = [_Shape.read("--warmup", size) for size in warmup or ()]
 
@@ -96,7 +102,6 @@ def serve(
     from para_core.fleet.libraries import quiet
     from para_core.fleet.rank import ReplicaOptions
     from para_core.fleet.reading import ServerOptions
-    from para_core.fleet.replicas import uses_ray
 
     quiet(debug)
     pipeline = checks.describe_model(model, checked)
@@ -130,7 +135,7 @@ def serve(
     message = f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)"
     everything = (pipeline, recipe, server_options, replica_options)
     with _logged(level):
-        if uses_ray(replica_options):
+        if on_ray:
             from para_core.fleet import serving
 
             start = partial(serving.start, *everything, replicas=groups.replicas, host=host, port=port)

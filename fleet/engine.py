@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from para_core import progress
 from para_core.fleet.failures import RanksEnded, sentence
 from para_core.fleet.libraries import quiet
 from para_core.launcher.display import Display
+from para_core.launcher.errors import RankDied
 from para_core.launcher.handle import LaunchOptions, State, Ticket
 from para_core.launcher.link import Link
-from para_core.launcher.processes import start_local_ranks
+from para_core.launcher.processes import LocalProcess, start_local_ranks
 from para_core.launcher.wire import Body
+from para_core.progress import report
 
 # A rank of torchrun that raised waits this long for all others to say that they raised too.
 _AGREEMENT = timedelta(seconds=20)
@@ -55,8 +56,8 @@ class LaunchedRanks:
     """Processes on this host, see :class:`Ranks`. ``load`` makes the object on each of them.
 
     Collectives of the ranks give up after ``timeout`` seconds. ``devices`` are the GPUs of the ranks, by default the
-    first ones. ``display`` makes the display of what they report while they load; by default it is reported by
-    :mod:`para_core.progress` in this process.
+    first ones, and ``env`` are their further environment variables. ``display`` makes the display of what they report
+    while they load; by default it is reported by :mod:`para_core.progress` in this process.
     """
 
     restarts = True
@@ -69,13 +70,14 @@ class LaunchedRanks:
         timeout: float,
         devices: Sequence[int] | None = None,
         display: Callable[[], Display] | None = None,
+        env: Mapping[str, str] | None = None,
         debug: bool = False,
     ) -> None:
         self._debug = debug
         options = LaunchOptions(
             load,
             ranks,
-            partial(start_local_ranks, ranks, devices, {}),
+            partial(start_local_ranks, ranks, devices, env or {}),
             timeout,
             _FOREVER,
             display or _ReportingDisplay,
@@ -86,15 +88,17 @@ class LaunchedRanks:
     @property
     def process_ids(self) -> list[int]:
         """Process id of each rank."""
-        group = self._state.group
-        return [] if group is None else [member.pid for member in group.members]
+        members = [] if self._state.group is None else self._state.group.members
+        return [member.pid for member in members if isinstance(member, LocalProcess)]
 
-    def death(self) -> str | None:
-        """Return which rank's process has ended and how, as a sentence; None if none has."""
+    def death(self) -> RankDied | None:
+        """Return the error of a rank whose process has ended, None if none has."""
         group = self._state.group
         members = [] if group is None or group.ended else group.members
-        ended = [f"rank {rank} {member.describe_end()}" for rank, member in enumerate(members) if member.wait(0.0)]
-        return " ".join(ended[0].split()) if ended else None
+        for rank, member in enumerate(members):
+            if member.wait(0.0):
+                return RankDied(f"rank {rank} {member.describe_end()}", rank)
+        return None
 
     def start(self) -> None:
         if self._state.group is not None and not self._state.group.ended:
@@ -131,7 +135,10 @@ class _ReportingDisplay(Display):
         super().__init__(False)
 
     def line(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        progress.report(text, done, total)
+        report(text, done, total)
+
+    def notice(self, text: str) -> None:
+        report(text)
 
 
 class OwnRank:

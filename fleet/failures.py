@@ -47,7 +47,8 @@ class RequestError(Exception):
 _EXTRAS = {
     **dict.fromkeys(("typer", "rich", "pydantic", "diffusers", "transformers", "accelerate", "peft"), "cli"),
     **dict.fromkeys(("PIL", "matplotlib", "imageio", "yaml"), "cli"),
-    **dict.fromkeys(("ray", "fastapi", "fastapi_offline", "starlette", "prometheus_client"), "fleet"),
+    **dict.fromkeys(("fastapi", "fastapi_offline", "starlette", "prometheus_client", "uvicorn"), "fleet"),
+    "ray": "ray",
     **dict.fromkeys(("torchao", "gguf"), "quantize"),
     "skimage": "calibrate",
 }

@@ -9,13 +9,12 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from para_core import progress
 from para_core.fleet.engine import LaunchedRanks, OwnRank
 from para_core.fleet.failures import RanksEnded, ReplicaDied, RequestCancelled, RequestFailed, sentence
 from para_core.fleet.foresee import Memory
@@ -24,8 +23,9 @@ from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.launcher.display import Display
-from para_core.launcher.errors import Cancelled
+from para_core.launcher.errors import Cancelled, RankDied
 from para_core.launcher.handle import Ticket
+from para_core.progress import handled_by
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,9 @@ class _Batch:
 class LocalReplica:
     """A :class:`~para_core.fleet.replicas.Replica` on this host.
 
-    Its ranks use the GPUs ``devices``, by default the first ones. With ``own_process`` its one rank is a thread of this
-    process: no second process takes memory, but what ends the rank ends this process.
+    Its ranks use the GPUs ``devices``, by default the first ones, and ``env`` are their further environment variables.
+    With ``own_process`` its one rank is a thread of this process: no second process takes memory, but what ends the
+    rank ends this process.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LocalReplica:
         name: str = "replica",
         *,
         devices: Sequence[int] | None = None,
+        env: Mapping[str, str] | None = None,
         own_process: bool = False,
     ) -> None:
         load = partial(load_rank, recipe, options)
@@ -63,7 +65,9 @@ class LocalReplica:
             self._ranks = OwnRank(load)
         else:
             display = partial(_LoggedDisplay, name)
-            self._ranks = LaunchedRanks(load, options.ranks, timeout=recipe.timeout, devices=devices, display=display)
+            self._ranks = LaunchedRanks(
+                load, options.ranks, timeout=recipe.timeout, devices=devices, display=display, env=env
+            )
         self._thread: _WorkThread | None = None
         self._turn = asyncio.Lock()
         self._started = False  # whether start has ever ended
@@ -94,7 +98,7 @@ class LocalReplica:
         if isinstance(self._ranks, LaunchedRanks):
             self._ranks.start()
             return
-        with progress.handled_by(_NamedLog(self._name)):
+        with handled_by(_NamedLog(self._name)):
             self._ranks.start()
 
     @property
@@ -160,7 +164,7 @@ class LocalReplica:
         except RanksEnded as error:
             if not self.running:
                 raise ReplicaDied("the replica was stopped.") from error
-            logger.error("%s: %s Process ids of its ranks: %s.", self._name, error, self.process_ids)
+            self._log_death(error.__cause__ or error)
             await self.stop()
             raise ReplicaDied(str(error)) from error
         except ReplicaDied:
@@ -190,9 +194,14 @@ class LocalReplica:
         if death is None:
             return True
         if self._batch is None:  # else the end of the batch tells it
-            logger.error("%s: %s Process ids of its ranks: %s.", self._name, death, self.process_ids)
+            self._log_death(death)
             await self.stop()
         return False
+
+    def _log_death(self, error: BaseException) -> None:
+        rank = error.rank if isinstance(error, RankDied) else None
+        which = "" if rank is None else f" Its process id was {self.process_ids[rank]}."
+        logger.error("%s: %s%s", self._name, sentence(error), which)
 
 
 class _NamedLog(logging.Handler):
@@ -215,6 +224,9 @@ class _LoggedDisplay(Display):
 
     def line(self, text: str, done: int | None = None, total: int | None = None) -> None:
         logger.info("%s: %s", self._replica, text)
+
+    def notice(self, text: str) -> None:
+        logger.warning("%s: %s", self._replica, text)
 
 
 class _WorkThread:

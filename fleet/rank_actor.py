@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from para_core import progress
 from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
 from para_core.fleet.foresee import Memory
 from para_core.fleet.last_words import LastWords
@@ -22,6 +21,7 @@ from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.launcher.link import Link
+from para_core.progress import handled_by
 
 # Ray concurrency group of the actor's methods that are called while a request runs, such as cancel.
 CONTROL = "control"
@@ -72,7 +72,7 @@ class RankActor:
         if self._options.ranks > 1:
             store = self._store or TCPStore(host, port, self._options.ranks, is_master=False, timeout=timeout)
             dist.init_process_group(store=store, rank=self._number, world_size=self._options.ranks, timeout=timeout)
-        with progress.handled_by(self._log):
+        with handled_by(self._log):
             self._rank = Rank(self._recipe, self._options)
 
     def loading_log(self, position: Position) -> tuple[Position, list[Entry]]:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from para_core.fleet.choice_of_ray import uses_ray
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.foresee import Memory
 from para_core.fleet.local_replica import LocalReplica
@@ -63,19 +64,16 @@ class Replica(Protocol):
         """Cancel a running request after its current step. A batch ends early only if all of it is cancelled."""
 
 
-def uses_ray(options: ReplicaOptions) -> bool:
-    """Whether replicas run on Ray: if ``RAY_ADDRESS`` names a cluster, or ranks may be on several nodes."""
-    return options.spread or bool(os.environ.get("RAY_ADDRESS"))
-
-
 def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequence[Replica]:
     """Return ``count`` replicas, which are not started. On Ray, they start inside :func:`connected`."""
     names = [f"replica {number}" for number in range(count)]
-    if uses_ray(options):
+    if uses_ray(spread=options.spread):
         from para_core.fleet import group
 
         return [group.Replica(recipe, options, name) for name in names]
     own_process, ranks = count * options.ranks == 1, options.ranks
+    # Replicas share the CPU cores, as ranks do.
+    env = {"OMP_NUM_THREADS": "1"} if count > 1 and "OMP_NUM_THREADS" not in os.environ else {}
     has_gpus = torch.cuda.device_count() > 0  # without initializing CUDA
     return [
         LocalReplica(
@@ -83,6 +81,7 @@ def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequen
             options,
             name,
             devices=range(number * ranks, (number + 1) * ranks) if has_gpus else None,
+            env=env,
             own_process=own_process,
         )
         for number, name in enumerate(names)
@@ -94,7 +93,7 @@ def connect(options: ReplicaOptions, count: int, *, debug: bool = False) -> bool
 
     Raise ValueError if there are too few GPUs, or on Ray, the cluster is too small.
     """
-    if uses_ray(options):
+    if uses_ray(spread=options.spread):
         from para_core.fleet import group
 
         connected = group.connect(options.ranks * count, debug=debug)

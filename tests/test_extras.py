@@ -140,13 +140,12 @@ def test_diffusers_alone_brings_pipelines_and_loras(environment):
 @pytest.mark.long
 def test_cli_alone_brings_all_that_its_commands_need(environment):
     python = environment("cli")
-    version, generated, planned, quantized, packed, *missing = python.commands(
+    version, generated, planned, quantized, packed, served = python.commands(
         ["--version"],
         GENERATE,
         ["plan", "--ranks", "1", "--out", "plan.png"],
         [*GENERATE, "--quantize", "int8"],
         [*GENERATE, "--model", "absent.gguf"],
-        [*GENERATE, "--replicas", "2", "--seed", "1"],
         ["serve", "--model", TINY_FLUX],
     )
     assert [result[0] for result in (version, generated, planned)] == [0, 0, 0], (generated, planned)
@@ -155,8 +154,8 @@ def test_cli_alone_brings_all_that_its_commands_need(environment):
     assert (python.folder / "plan.png").is_file()
     require_misses(quantized, "torchao", "quantize")
     require_misses(packed, "gguf", "quantize")
-    for result in missing:
-        require_misses(result, "ray", "fleet")
+    require_misses(served, "(fastapi|uvicorn|starlette|prometheus_client)", "fleet")
+    python.runs("-m", "para_core", *GENERATE, "--replicas", "2", "--seed", "1")
     assert "peft" in python.distributions
 
 
@@ -175,8 +174,16 @@ def test_commands_without_diffusers_say_so(environment, tmp_path):
 @pytest.mark.long
 def test_fleet_alone_brings_all_that_the_server_needs(environment):
     python = environment("fleet")
+    python.runs("-c", "import para_core.fleet.host_server, para_core.fleet.pool")
+    assert "ray" not in python.distributions
+    (on_ray,) = python.commands(["serve", "--model", TINY_FLUX, "--spread"])
+    require_misses(on_ray, "ray", "ray")
+
+
+@pytest.mark.long
+def test_ray_alone_brings_all_that_several_hosts_need(environment):
+    python = environment("ray")
     python.runs("-c", "import para_core.fleet.serving, para_core.fleet.group, para_core.fleet.server")
-    python.runs("-m", "para_core", *GENERATE, "--replicas", "2")
 
 
 @pytest.mark.long

@@ -38,10 +38,6 @@ _CLOSING = 5.0
 class Member(Protocol):
     """The process of one rank, which a :class:`Group` ends."""
 
-    @property
-    def pid(self) -> int:
-        """Process id on the rank's host."""
-
     def wait(self, seconds: float) -> bool:
         """Wait until the process has ended, at most ``seconds``. Return whether it has."""
 
@@ -88,7 +84,7 @@ class LocalProcess:
         return f"{how}. Its last output:\n{tail}\n" if tail else f"{how}."
 
     def _tail(self) -> str:
-        if self._output is None:
+        if self._output is None or self._output.closed:
             return ""
         self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL))
         return self._output.read().decode(errors="replace").strip()

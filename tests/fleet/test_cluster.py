@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-pytest.importorskip("ray", reason="the extra fleet is not installed")
+pytest.importorskip("ray", reason="the extra ray is not installed")
 
 import ray
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-pytest.importorskip("ray", reason="the extra fleet is not installed")
+pytest.importorskip("ray", reason="the extra ray is not installed")
 
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
+pytest.importorskip("ray", reason="the extra ray is not installed: make test-fleet")
 
 import ray
 from ray.cluster_utils import Cluster

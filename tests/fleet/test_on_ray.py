@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
+pytest.importorskip("ray", reason="the extra ray is not installed: make test-fleet")
 
 import ray
 import ray.serve

@@ -13,7 +13,7 @@ from diffusers import FluxImg2ImgPipeline
 from openai.types import ImagesResponse, VideoDeleteResponse
 from PIL import Image, ImageDraw
 
-pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
+pytest.importorskip("ray", reason="the extra ray is not installed: make test-fleet")
 
 from para_core.fleet.models import find_tiny_flux
 from tests.fleet.commands import messages, serve

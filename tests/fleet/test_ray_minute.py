@@ -25,7 +25,7 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
-pytest.importorskip("ray", reason="the extra fleet is not installed")
+pytest.importorskip("ray", reason="the extra ray is not installed")
 
 import ray
 import ray.serve

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-pytest.importorskip("ray", reason="the extra fleet is not installed: make test-fleet")
+pytest.importorskip("ray", reason="the extra ray is not installed: make test-fleet")
 
 from para_core.fleet import serving
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-pytest.importorskip("ray", reason="the extra fleet is not installed")
+pytest.importorskip("ray", reason="the extra ray is not installed")
 
 import ray
 from ray.cluster_utils import Cluster
