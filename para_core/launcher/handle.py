@@ -62,6 +62,7 @@ class State:
     turn: threading.Lock = field(default_factory=threading.Lock)
     seeds: CallerSeeds = field(default_factory=CallerSeeds)
     group: Group | None = None
+    finalizer: weakref.finalize[Any, Any] | None = None  # ends the group with this object, and with this process
     closed: bool = False
     changed: bool = False  # whether run or a method may have changed the pipelines since they were loaded
     calls: int = LOADING  # the number of the last call
@@ -84,7 +85,9 @@ class State:
         display.line(f"starting {self.options.ranks} ranks" if self.options.ranks > 1 else "starting 1 rank")
         random = self.seeds.before_call()
         self.group = group = self.options.start()
-        weakref.finalize(self, group.end, idle=False)
+        if self.finalizer is not None:
+            self.finalizer.detach()
+        self.finalizer = weakref.finalize(self, group.end, idle=False)
         job = Body.of(LoadJob(self.load, group.host, self.options.timeout, random))
         group.send("load", body=job)
         # The ranks import torch at the same time. Results need it here.

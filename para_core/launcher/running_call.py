@@ -13,7 +13,7 @@ from para_core.launcher.callbacks import run_callback
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled, RankDied, RankTraceback
 from para_core.launcher.interrupts import first_interrupt_calls
-from para_core.launcher.messages import CallbackReply, Outcome
+from para_core.launcher.messages import CallbackReply, Outcome, RandomState
 from para_core.launcher.processes import Group
 from para_core.launcher.wire import Body
 
@@ -46,7 +46,7 @@ class RunningCall:
         self._open_bars = set[int]()
         # What ends the call in the caller: KeyboardInterrupt, or what a callback or the function ``progress`` raised.
         self._raised: BaseException | None = None
-        self._cancelled = False
+        self._cancelled = self._signalled = False
         self._last_progress = time.monotonic()
         self._first_error = 0.0
 
@@ -81,7 +81,12 @@ class RunningCall:
     def _interruptible(self) -> AbstractContextManager[None]:
         if not self._finishes_step:
             return nullcontext()
-        return first_interrupt_calls(lambda: self._group.inbox.put((("interrupt",), Body(b""))))
+
+        def note() -> None:
+            self._signalled = True
+            self._group.inbox.put((("interrupt", self.number), Body(b"")))
+
+        return first_interrupt_calls(note)
 
     def _collect(self) -> None:
         while len(self._outcomes) + len(self._errors) < len(self._group.members):
@@ -97,8 +102,9 @@ class RunningCall:
                 # The program has a handler of SIGINT of its own, which raised.
                 self._interrupt(error)
                 continue
-            self._last_progress = time.monotonic()
             self._handle(head, body)
+            # A callback may have taken any time.
+            self._last_progress = time.monotonic()
 
     def _seconds_left(self) -> float:
         deadline = self._last_progress + self._timeout
@@ -109,7 +115,7 @@ class RunningCall:
     def _handle(self, head: tuple[Any, ...], body: Body) -> None:
         kind = head[0]
         if kind in ("result", "ready"):
-            self._outcomes[head[1]] = _load(body, head[1])
+            self._outcomes[head[1]] = _load_outcome(body, head[1])
         elif kind == "error":
             self._first_error = self._first_error or time.monotonic()
             self._errors[head[1]] = _load(body, head[1])
@@ -118,7 +124,9 @@ class RunningCall:
         elif kind == "died":
             raise RankDied(f"rank {head[1]} {self._group.members[head[1]].describe_end()}", head[1])
         elif kind == "interrupt":
-            self._interrupt(KeyboardInterrupt())
+            # The message of an earlier call came when that call had ended, which raised KeyboardInterrupt.
+            if head[1] == self.number:
+                self._interrupt(KeyboardInterrupt())
         elif kind == "callback":
             self._answer_callback(head[2], body)
         elif kind == "pushed":
@@ -164,19 +172,22 @@ class RunningCall:
             self._display.notice(f"interrupted: the ranks {doing}, and finish that first. Ctrl-C again ends them.")
 
     def _answer_callback(self, name: str, body: Body) -> None:
-        reply = CallbackReply(raised=True)
+        reply = Body.of(CallbackReply(raised=True))
         if self._raised is None:
             try:
-                reply = run_callback(self._callbacks[name], body)
+                reply = Body.of(run_callback(self._callbacks[name], body))
             except BaseException as error:
                 self._interrupt(error)
-        self._group.send("reply", body=Body.of(reply))
+        self._group.send("reply", body=reply)
 
     def _conclude(self) -> list[Outcome]:
         alike = len({_identity(error) for error, _ in self._errors.values()}) <= 1
         if self._errors and (self._outcomes or not alike or self.number == LOADING or self._stuck()):
             # Ranks disagree, so their connections may be broken: a rank may still wait for another.
             self._group.end(idle=False)
+        if self._signalled and self._raised is None:
+            # Ctrl-C came after the last answer.
+            self._raised = KeyboardInterrupt()
         if self._raised is not None:
             if self.number == LOADING:
                 self._group.end(idle=False)
@@ -245,6 +256,15 @@ def _load(body: Body, rank: int) -> Any:
         return body.load()
     except Exception as error:
         raise RuntimeError(f"the answer of rank {rank} cannot be loaded in this process: {error}") from error
+
+
+def _load_outcome(body: Body, rank: int) -> Outcome:
+    """Return the outcome of a rank; one with an error if this process cannot load its value."""
+    try:
+        outcome: Outcome = _load(body, rank)
+    except RuntimeError as error:
+        return Outcome(None, RandomState(), error=error)
+    return outcome
 
 
 def import_early(name: str) -> None:

@@ -65,3 +65,19 @@ def all_reduce_or_raise(pipe, failing, error):
     if failing in (None, dist.get_rank()):
         raise error
     dist.all_reduce(torch.ones(1))
+
+
+class NotInProcess:
+    """An object that only a rank can load."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return _load_on_a_rank, (self.mark,)
+
+
+def _load_on_a_rank(mark):
+    if os.environ.get("PARA_CORE_LAUNCHED_RANK") != mark:
+        raise OSError("not on a rank")
+    return NotInProcess(mark)

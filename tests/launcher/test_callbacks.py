@@ -161,3 +161,10 @@ def test_callback_without_a_dict_fails_as_in_one_process(flux, alone):
     for pipe in (alone, flux):
         with pytest.raises(AttributeError, match="pop"):
             images(pipe, callback_on_step_end=lambda *args: None)
+
+
+def test_callback_that_returns_what_cannot_be_sent_ends_its_call_alone(steps):
+    pids = steps.run(lambda pipe: __import__("os").getpid(), all_ranks=True)
+    with pytest.raises(TypeError, match="cannot be sent"):
+        steps(3, callback_on_step_end=lambda *args: {"x": (x for x in range(3))})
+    assert steps.run(lambda pipe: __import__("os").getpid(), all_ranks=True) == pids

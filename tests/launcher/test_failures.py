@@ -159,6 +159,28 @@ def test_long_call_that_makes_progress_is_not_ended(impatient):
     assert impatient(10, seconds=0.5) == {}
 
 
+def test_callback_may_take_longer_than_the_timeout(impatient):
+    def callback(pipe, step, timestep, tensors):
+        time.sleep(4)
+        return tensors
+
+    assert impatient(1, seconds=0.2, after=0.2, callback_on_step_end=callback) == {}
+
+
+def test_result_that_cannot_be_loaded_here_leaves_the_ranks(pair):
+    def refuse_here(pipe):
+        import os
+
+        from tests.launcher.loads import NotInProcess
+
+        return NotInProcess(os.environ["PARA_CORE_LAUNCHED_RANK"])
+
+    before = pids(pair)
+    with pytest.raises(RuntimeError, match="answer of rank 0 cannot be loaded"):
+        pair.run(refuse_here)
+    assert pids(pair) == before
+
+
 def test_exception_while_loading_arrives():
     def load():
         raise OSError("no such model")
