@@ -237,10 +237,10 @@ def _generate_on_one_group(task: GenerationTask, debug: bool) -> list[Problem]:
     lines, first = from_first_rank(task.lines), is_first_rank()
     options = ReplicaOptions(task.ranks)
     load = partial(load_rank, task.recipe, options, encode_first=len(lines) > 1, debug=debug)
-    bars = Bars(len(lines), shown=first)
     with closing(open_ranks(load, task.ranks, timeout=task.recipe.timeout, debug=debug)) as ranks:
         with showing_phases(shown=first):
             ranks.start()
+        bars = Bars(len(lines), shown=first)
         # If a rank dies, all of them load again.
         with bars, showing_log(bars.console) if first else nullcontext():
             return LineRun(ranks, lines, partial(write_result, task.folder), bars, debug).run()

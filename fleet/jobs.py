@@ -70,7 +70,7 @@ class Job:
 
 
 class Replicas(Protocol):
-    """Interface of replicas that each run one batch at a time. :class:`para_core.fleet.serving.Front` implements it."""
+    """Interface of replicas that each run one batch at a time: a ``Pool``, or on Ray Serve the ``Front``."""
 
     @property
     def count(self) -> int:
