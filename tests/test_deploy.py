@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from para_core.cli.app import run
-from para_core.fleet import serving
+from para_core.fleet import host_server
 from tests.fleet import test_server
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ def test_server_runs_without_root():
 @pytest.mark.parametrize("arguments", [SERVICE["command"], CONTAINER["args"]], ids=["compose", "kubernetes"])
 def test_command_of_the_container_starts_a_server(monkeypatch, arguments):
     started = []
-    monkeypatch.setattr(serving, "start", lambda *args, **rest: started.append((args, rest)) or 1 / 0)
+    monkeypatch.setattr(host_server, "serve", lambda *args, **rest: started.append((args, rest)) or 1 / 0)
     monkeypatch.setenv("PARA_CORE_API_KEY", "secret")
     command = json.loads(instructions("ENTRYPOINT")[0])
     options = dict(zip(arguments[::2], arguments[1::2], strict=True))

@@ -37,6 +37,7 @@ from para_core.fleet.prompts import Line, read_prompts
 from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
+from para_core.launcher.processes import IN_RANK
 
 PORT = 8127
 CAPTIONS = ("a large red circle", "a blue square", "a green triangle", "a small yellow star")
@@ -48,11 +49,12 @@ CLIENTS, LEAVING, LONG = 20, 5, 200
 
 
 def rank_processes() -> list[int]:
-    """Return the process ids of the ranks on this machine, found by the name that Ray gives them."""
+    """Return the process ids of the ranks on this machine: those that this process started, or those of Ray."""
     import psutil
 
+    own = [child.pid for child in psutil.Process().children() if IN_RANK in child.environ()]
     named = [(process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
-    return sorted(pid for pid, words in named if words and words[0].startswith("ray::Rank"))
+    return sorted(own or [pid for pid, words in named if words and words[0].startswith("ray::Rank")])
 
 
 def compare(pairs: list[tuple[bytes, bytes]]) -> dict[str, Any]:

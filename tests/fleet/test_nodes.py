@@ -19,6 +19,7 @@ from para_core.fleet.loading import build, find_model
 from para_core.fleet.prompts import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
+from para_core.fleet.replicas import generate_lines
 from para_core.fleet.request import make_request
 from para_core.fleet.work import generate
 
@@ -43,7 +44,7 @@ def test_spread_ranks_equal_plain_pipeline(two_nodes):
     written = []
 
     def on(options):
-        return group.generate_lines(
+        return generate_lines(
             [Line(1, request)],
             recipe,
             options,
