@@ -8,6 +8,7 @@ from typing import Any
 from para_core.launcher.connection import CallerConnection
 from para_core.launcher.errors import Cancelled
 from para_core.launcher.messages import CallbackArguments, CallbackReply, PipeArgument, SentTensor
+from para_core.launcher.randomness import CallerSeeds, begin_with, state_of_rank
 from para_core.launcher.wire import Body
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -19,7 +20,11 @@ def runs_in_caller(name: str, value: Any) -> bool:
     diffusers' own callback objects, such as ``SDCFGCutoffCallback``, run on the ranks: they call methods of the
     pipeline.
     """
-    if not name.startswith("callback") or not callable(value):
+    if not name.startswith("callback"):
+        return False
+    if isinstance(value, (list, tuple)) and any(map(callable, value)):
+        raise TypeError(f"{name} has several functions; expected one function, which calls them.")
+    if not callable(value):
         return False
     callbacks = getattr(value, "callbacks", None) or [value]
     return not all(type(callback).__module__.startswith("diffusers.") for callback in callbacks)
@@ -58,8 +63,8 @@ def replace_callbacks(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
 class Relay:
     """Callback on a rank that lets the caller run callback ``name``, and repeats its effect here."""
 
-    def __init__(self, connection: CallerConnection, pipe: Any, name: str) -> None:
-        self._connection, self._pipe, self._name = connection, pipe, name
+    def __init__(self, connection: CallerConnection, pipe: Any, name: str, generators: Sequence[Any]) -> None:
+        self._connection, self._pipe, self._name, self._generators = connection, pipe, name, generators
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         pipe, tensors = self._pipe, list[Any]()
@@ -71,13 +76,18 @@ class Relay:
                 tensors.append(value)
             return value
 
-        arguments = CallbackArguments(_convert(args, send), _convert(kwargs, send), readable_attributes(pipe))
+        arguments = CallbackArguments(
+            _convert(args, send), _convert(kwargs, send), readable_attributes(pipe), state_of_rank(self._generators)
+        )
         if self._connection.rank == 0:
             self._connection.report("callback", self._name, body=Body.of(arguments))
         # The caller answers to all ranks.
         reply: CallbackReply = self._connection.replies.get().load()
         if reply.raised:
             raise Cancelled("the callback raised in the caller.")
+        begin_with(reply.random)
+        for generator, state in zip(self._generators, reply.random.generators, strict=False):
+            generator.set_state(state)
         for index, changed in reply.edits.items():
             _assign(tensors[index], changed)
         for name, value in reply.attributes.items():
@@ -121,7 +131,7 @@ class CallbackPipe:
     """Pipeline argument of a callback in the caller. The pipeline's plain attributes can be read and set."""
 
     def __init__(self, attributes: Mapping[str, Any]) -> None:
-        vars(self)["_attributes"], vars(self)["_changes"] = dict(attributes), {}
+        vars(self)["_attributes"], vars(self)["_changes"], vars(self)["_ended"] = dict(attributes), {}, False
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -131,6 +141,8 @@ class CallbackPipe:
 
     def __setattr__(self, name: str, value: Any) -> None:
         attributes = vars(self)["_attributes"]
+        if vars(self)["_ended"]:
+            raise AttributeError(f"{name!r}: the callback that got this pipeline has ended. Use run of the handle.")
         if name not in attributes or not isinstance(value, _PLAIN):
             raise AttributeError(_not_here(name))
         public = name.removeprefix("_")
@@ -147,8 +159,13 @@ def _not_here(name: str) -> str:
     )
 
 
-def run_callback(callback: Callable[..., Any], body: Body) -> CallbackReply:
-    """Run a callback with the arguments that a rank sent, and return its effect."""
+def run_callback(
+    callback: Callable[..., Any], body: Body, seeds: CallerSeeds, generators: Sequence[Any]
+) -> CallbackReply:
+    """Run a callback with the arguments that a rank sent, and return its effect.
+
+    ``generators`` are those among the call's arguments. They, and the default generator, continue from the rank's.
+    """
     arguments: CallbackArguments = body.load()
     unchanged: CallbackArguments = body.load()
     pipe, sent = CallbackPipe(arguments.attributes), list[Any]()
@@ -163,11 +180,15 @@ def run_callback(callback: Callable[..., Any], body: Body) -> CallbackReply:
     args, kwargs = _convert(arguments.args, receive), _convert(arguments.kwargs, receive)
     originals = list[Any]()
     _convert((unchanged.args, unchanged.kwargs), lambda x: originals.append(x) if _is_tensor(x) else x)
-    returned = callback(*args, **kwargs)
+    seeds.after_call(arguments.random, generators)
+    try:
+        returned = callback(*args, **kwargs)
+    finally:
+        vars(pipe)["_ended"] = True
     numbers = {id(tensor): SentTensor(index) for index, tensor in enumerate(sent)}
     edits = {i: now for i, (now, before) in enumerate(zip(sent, originals, strict=True)) if not _same_bits(now, before)}
     reply = _convert(returned, lambda value: numbers.get(id(value), value))
-    return CallbackReply(reply, edits, vars(pipe)["_changes"])
+    return CallbackReply(reply, edits, vars(pipe)["_changes"], seeds.before_call(generators))
 
 
 def _same_bits(a: Any, b: Any) -> bool:

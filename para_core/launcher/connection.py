@@ -9,9 +9,12 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from para_core.launcher.errors import Cancelled
+from para_core.launcher.messages import RandomState, RankError
+from para_core.launcher.pickling import portable_exception
 from para_core.launcher.wire import Body, Channel
 
 
@@ -104,19 +107,20 @@ class CallerConnection:
         dist.broadcast(flag, src=0, group=self.side_group)
         return bool(flag)
 
-    def send_error(self, error: BaseException, number: int) -> None:
-        """Send an exception and its traceback to the caller."""
+    def send_error(self, error: BaseException, number: int, random: RandomState) -> None:
+        """Send an exception, its traceback, and the random state after it to the caller."""
         text = "".join(traceback.format_exception(error))
         if isinstance(error, SystemExit):
             error = RuntimeError(f"the rank called sys.exit({error.code!r}).")
         # Frames and causes may refer to what cannot be pickled; the text has them.
         error.__traceback__ = error.__cause__ = error.__context__ = None
-        try:
-            body = Body.of((error, text))
-            body.load()
-        except Exception:
-            # An exception whose __init__ takes other arguments than its args cannot be loaded.
-            body = Body.of((RuntimeError(f"{type(error).__name__}: {error}"), text))
+        # An exception whose constructor takes other arguments than its args cannot be loaded as it is.
+        for portable in (error, portable_exception(error), RuntimeError(f"{type(error).__name__}: {error}")):
+            # Pickling and loading call the exception's own methods.
+            with suppress(Exception):
+                body = Body.of(RankError(portable, text, random))
+                body.load()
+                break
         self.channel.send(("error", self.rank, number), body)
 
 

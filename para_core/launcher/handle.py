@@ -6,7 +6,6 @@ import asyncio
 import contextvars
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -75,13 +74,11 @@ class State:
         """Return the running ranks. Start them first if they have ended."""
         if self.group is not None and not self.group.ended:
             return self.group
-        if self.changed:
-            warnings.warn(
-                "the ranks start again: changes that run() and methods made since the pipeline was loaded are lost.",
-                stacklevel=5,
-            )
-            self.changed = False
         display = self.options.display()
+        if self.changed:
+            # A warning would be shown once per program only.
+            display.notice("the ranks start again: changes that run() and methods made to the pipeline are lost.")
+            self.changed = False
         display.line(f"starting {self.options.ranks} ranks" if self.options.ranks > 1 else "starting 1 rank")
         random = self.seeds.before_call()
         self.group = group = self.options.start()
@@ -140,10 +137,9 @@ class State:
         listener: Callable[[Any], None] | None,
     ) -> Any:
         group = self.ready()
-        callbacks: dict[str, Callable[..., Any]] = {}
         if function is None:
             args, kwargs = name_callbacks(args, kwargs, self.pipe.parameters)
-            kwargs, callbacks = replace_callbacks(kwargs)
+        kwargs, callbacks = replace_callbacks(kwargs)
         generators = generators_in((args, kwargs))
         random = self.seeds.before_call()
         call = Call(function, args, kwargs, random, current_state(), generators, tuple(callbacks), listener is not None)
@@ -162,15 +158,18 @@ class State:
             callbacks,
             listener,
             finishes_step=self.options.finishes_step,
+            randomness=(self.seeds, generators),
         )
         group.send("call", self.calls, everywhere, body=body)
         if ticket.cancelled:
             ticket.cancel()
+        running = ticket.running
         try:
-            outcomes = ticket.running.wait()
+            outcomes = running.wait()
         finally:
             display.close()
-        self.seeds.after_call(outcomes[0].random, generators)
+            if running.random is not None:
+                self.seeds.after_call(running.random, generators)
         for outcome in outcomes:
             if outcome.error is not None:
                 raise outcome.error

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from para_core.launcher.display import Display
 from para_core.launcher.handle import Launched, LaunchOptions
 from para_core.launcher.processes import IN_RANK, Group, start_local_ranks
+
+# Longest timeout in seconds. Operating systems and torch take no infinite one.
+_LONGEST = 365 * 24 * 3600.0
 
 
 def launch(
@@ -59,16 +63,23 @@ def launch(
     if isinstance(devices, (str, int)):
         raise TypeError(f"devices={devices!r}; expected a list, such as [0, 1].")
     count = _count_ranks(ranks, devices, hosts)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout={timeout!r}; expected a number of seconds, float('inf') for none.")
     if not timeout > 0:
         raise ValueError(f"timeout={timeout}; expected a positive number of seconds.")
+    timeout = min(timeout, _LONGEST)
     environment = dict(env or {})
     for name, value in environment.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"env has {name!r}: {value!r}; expected strings.")
+        if name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            raise ValueError(f"env has {name}, which launch sets for each rank.")
+    # Ranks that start again read the same relative paths.
+    folder = Path.cwd()
 
     def start() -> Group:
         if hosts is None:
-            return start_local_ranks(count, devices, environment)
+            return start_local_ranks(count, devices, environment, folder)
         from para_core.launcher.hosts import start_ranks_on_hosts
 
         return start_ranks_on_hosts(count, hosts, timeout, environment)

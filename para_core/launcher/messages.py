@@ -64,12 +64,22 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class RankError:
+    """An exception that ended a call or loading on one rank."""
+
+    error: BaseException
+    traceback: str
+    random: RandomState  # after the exception
+
+
+@dataclass(frozen=True)
 class CallbackArguments:
     """Arguments of a callback, which runs in the caller. :class:`PipeArgument` stands for the pipeline."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     attributes: dict[str, Any]  # plain attributes of the pipeline
+    random: RandomState
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class CallbackReply:
     returned: Any = None  # SentTensor stands for a tensor that was an argument
     edits: dict[int, Any] = field(default_factory=dict)  # tensors that were changed in place, by number
     attributes: dict[str, Any] = field(default_factory=dict)  # attributes that were set on the pipeline
+    random: RandomState = RandomState()
     raised: bool = False
 
 

@@ -7,6 +7,7 @@ import pickle
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -36,7 +37,67 @@ class _Pickler(_Base):  # type: ignore[misc]
             return _load_generator, (value.device.type, value.get_state())
         if pil is not None and isinstance(value, pil.Image) and value.mode in _IMAGE_MODES:
             return _load_image, (value.mode, value.size, pickle.PickleBuffer(value.tobytes()), value.info)
-        return NotImplemented if cloudpickle is None else super().reducer_override(value)
+        reduced = NotImplemented if cloudpickle is None else super().reducer_override(value)
+        if isinstance(value, type) and isinstance(reduced, tuple) and len(reduced) == 6:
+            return _reduce_class(value, reduced)
+        return reduced
+
+
+# Classes of this process that were sent or received by value. cloudpickle gives such a class the same identity each
+# time that it is loaded, but would set its attributes again.
+_known_classes: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def _reduce_class(cls: type, reduced: Any) -> Any:
+    """Return cloudpickle's reduction of a class by value, with attributes that are set in a process only once.
+
+    Otherwise a call that merely mentions the class would undo what the process has changed in it since.
+    """
+    _known_classes.add(cls)
+    make, arguments, state, *_ = reduced
+    setter = reduced[5]
+    return make, arguments, (setter, state), None, None, _set_once
+
+
+def _set_once(cls: type, state: tuple[Callable[[type, Any], Any], Any]) -> None:
+    if cls not in _known_classes:
+        setter, attributes = state
+        setter(cls, attributes)
+        _known_classes.add(cls)
+
+
+def portable_exception(error: BaseException) -> Any:
+    """Return a value that is loaded as ``error``, whatever arguments the constructor of its class takes.
+
+    Attributes that cannot be pickled are left out.
+    """
+    return _PortableException(error)
+
+
+class _PortableException:
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        attributes = {name: value for name, value in vars(self._error).items() if _can_be_pickled(value)}
+        args = tuple(value if _can_be_pickled(value) else str(value) for value in self._error.args)
+        return _load_exception, (type(self._error), args, attributes)
+
+
+def _load_exception(cls: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    vars(error).update(attributes)
+    return error
+
+
+def _can_be_pickled(value: Any) -> bool:
+    try:
+        pickle.loads(dump(value, lambda buffer: True))
+    # Pickling and loading call the value's own methods.
+    except Exception:
+        return False
+    return True
 
 
 def _reduce_tensor(torch: Any, value: Any) -> Any:
@@ -44,7 +105,7 @@ def _reduce_tensor(torch: Any, value: Any) -> Any:
     if type(value) is torch.nn.Parameter:
         return _load_parameter, (value.data, value.requires_grad)
     plain = type(value) is torch.Tensor and value.layout is torch.strided
-    if not plain or value.is_meta or value.is_quantized:
+    if not plain or value.is_meta or value.is_quantized or value.is_nested:
         return NotImplemented
     value = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     raw = value.reshape(-1).view(torch.uint8).numpy()
@@ -93,7 +154,8 @@ def dump(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any], by_v
     try:
         with _pickled_by_value(by_value):
             _Pickler(stream, protocol=5, buffer_callback=buffer_callback).dump(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    # Pickling calls methods of the value, which may raise anything.
+    except Exception as error:
         advice = (
             ""
             if cloudpickle is not None
@@ -102,7 +164,9 @@ def dump(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any], by_v
                 "'para_core[launch]' brings it."
             )
         )
-        raise TypeError(f"a value cannot be sent between this process and the ranks: {error}.{advice}") from error
+        raise TypeError(
+            f"a value cannot be sent between this process and the ranks: {type(error).__name__}: {error}.{advice}"
+        ) from error
     return stream.getvalue()
 
 

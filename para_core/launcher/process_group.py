@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,9 +58,8 @@ def taking_init_as_done(timeout: timedelta) -> Iterator[None]:
         if not dist.is_initialized():
             original(backend, init_method, *args, **kwargs)
             return
-        names = ("timeout", "world_size", "rank", "store", "group_name", "pg_options", "device_id")
-        arguments = {"backend": backend, "init_method": init_method, **dict(zip(names, args, strict=False)), **kwargs}
-        _require_same(arguments, timeout)
+        bound = inspect.signature(original).bind(backend, init_method, *args, **kwargs)
+        _require_same(bound.arguments, timeout)
 
     dist.init_process_group = init_process_group
     try:

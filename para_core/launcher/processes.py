@@ -53,6 +53,7 @@ class LocalProcess:
 
     def __init__(self, process: subprocess.Popen[bytes], output: IO[bytes] | None) -> None:
         self._process, self._output = process, output
+        self._killed = False
 
     @property
     def pid(self) -> int:
@@ -64,9 +65,12 @@ class LocalProcess:
         return self._process.returncode is not None
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            # The rank leads a session, in which are the processes that it started, such as compile workers.
-            os.killpg(self._process.pid, signal.SIGKILL)
+        if not self._killed:
+            with suppress(ProcessLookupError):
+                # The rank leads a session, in which are the processes that it started, such as compile workers.
+                os.killpg(self._process.pid, signal.SIGKILL)
+            # Its number may belong to another process once it was waited for.
+            self._killed = True
         self._process.wait()
         if self._output is not None:
             self._output.close()
@@ -116,17 +120,31 @@ class Group:
         if self.ended or os.getpid() != self.owner:
             return
         self.ended = True
-        if idle:
-            self.send("close")
-            deadline = time.monotonic() + _CLOSING
-            for member in self.members:
-                member.wait(deadline - time.monotonic())
-        for member in self.members:
-            member.kill()
+        try:
+            if idle:
+                self.send("close")
+                deadline = time.monotonic() + _CLOSING
+                for member in self.members:
+                    member.wait(deadline - time.monotonic())
+        finally:
+            self._kill()
         for channel in self.channels:
             channel.end()
         # Wake a call that waits for these ranks in another thread.
         self.inbox.put((("ended",), Body(b"")))
+
+    def _kill(self) -> None:
+        """End all processes, also if Ctrl-C is pressed meanwhile, which is raised afterwards."""
+        interrupted: KeyboardInterrupt | None = None
+        while True:
+            try:
+                for member in self.members:
+                    member.kill()
+                break
+            except KeyboardInterrupt as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
 
 def _receive(rank: int, channel: Channel, inbox: queue.SimpleQueue[tuple[tuple[Any, ...], Body]]) -> None:
@@ -157,8 +175,13 @@ def rank_environment(
     return {**inherited, **own, **env}
 
 
-def start_local_ranks(ranks: int, devices: Sequence[int | str] | None, env: Mapping[str, str]) -> Group:
-    """Start ``ranks`` processes on this host. They see ``devices``, by default all that this process sees."""
+def start_local_ranks(
+    ranks: int, devices: Sequence[int | str] | None, env: Mapping[str, str], folder: Path | None = None
+) -> Group:
+    """Start ``ranks`` processes on this host, in ``folder`` or in this process's.
+
+    They see ``devices``, by default all that this process sees.
+    """
     if not hasattr(socket, "send_fds"):
         raise RuntimeError("launch needs Unix sockets: Linux or macOS.")
     if not sys.executable:
@@ -175,7 +198,9 @@ def start_local_ranks(ranks: int, devices: Sequence[int | str] | None, env: Mapp
             with theirs:
                 arguments = [str(theirs.fileno()), str(rank), str(ranks)]
                 members.append(
-                    start_process(_MAIN, arguments, environment, shown=rank == 0, pass_fds=[theirs.fileno()])
+                    start_process(
+                        _MAIN, arguments, environment, shown=rank == 0, pass_fds=[theirs.fileno()], folder=folder
+                    )
                 )
     except BaseException:
         for member in members:
@@ -187,19 +212,26 @@ def start_local_ranks(ranks: int, devices: Sequence[int | str] | None, env: Mapp
 
 
 def start_process(
-    program: str, arguments: Sequence[str], environment: Mapping[str, str], *, shown: bool, pass_fds: Sequence[int] = ()
+    program: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    shown: bool,
+    pass_fds: Sequence[int] = (),
+    folder: Path | None = None,
 ) -> LocalProcess:
-    """Start a Python process that runs ``program`` with the search path of this one.
+    """Start a Python process that runs ``program`` with the search path of this one, in ``folder`` or here.
 
     ``shown`` is whether it writes to this process's output. The first rank does; what all ranks print would come
     several times.
     """
     output = None if shown else tempfile.TemporaryFile()  # noqa: SIM115 (closed by LocalProcess.kill)
     options = [f"-W{option}" for option in sys.warnoptions]
-    search_path = json.dumps([path or str(Path.cwd()) for path in sys.path])
+    search_path = json.dumps([path or str(folder or Path.cwd()) for path in sys.path])
     process = subprocess.Popen(
         [sys.executable, *options, "-c", _PATH + program, *arguments, search_path],
         env=environment,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

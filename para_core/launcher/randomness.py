@@ -20,20 +20,24 @@ class CallerSeeds:
     def __init__(self) -> None:
         self._seeding: Any = None  # the last seeding of CUDA that the ranks know
 
-    def before_call(self) -> RandomState:
-        """Return the state with which the ranks begin. It has no value if torch is not imported here."""
+    def before_call(self, generators: Sequence[Any] = ()) -> RandomState:
+        """Return the state with which the ranks begin, with those of ``generators``.
+
+        It has no value if torch is not imported here.
+        """
         torch = sys.modules.get("torch")
         if torch is None or not hasattr(torch, "get_rng_state"):
             return RandomState()
         from para_core.torch_internals import queued_cuda_seed
 
+        states = [generator.get_state() for generator in generators]
         if torch.cuda.is_initialized():
-            return RandomState(torch.get_rng_state(), torch.cuda.get_rng_state())
+            return RandomState(torch.get_rng_state(), torch.cuda.get_rng_state(), generators=states)
         queued = queued_cuda_seed()
         if queued is None or queued[0] is self._seeding:
-            return RandomState(torch.get_rng_state())
+            return RandomState(torch.get_rng_state(), generators=states)
         self._seeding, seed = queued
-        return RandomState(torch.get_rng_state(), cuda_seed=seed)
+        return RandomState(torch.get_rng_state(), cuda_seed=seed, generators=states)
 
     def after_call(self, state: RandomState, generators: Sequence[Any] = ()) -> None:
         """Continue with the state of the first rank. ``generators`` are those among the call's arguments."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from para_core.launcher.connection import CallerConnection, end_process
 from para_core.launcher.link import Link
-from para_core.launcher.messages import Call, LoadJob, Outcome, PipeDescription, PipeOfRank
+from para_core.launcher.messages import Call, LoadJob, Outcome, PipeDescription, PipeOfRank, RandomState
 from para_core.launcher.wire import Body, Channel
 
 
@@ -31,7 +31,7 @@ def main(channel: Channel, rank: int, ranks: int) -> None:
         try:
             pipe = _load(connection)
         except BaseException as error:
-            connection.send_error(error, 0)
+            connection.send_error(error, 0, RandomState())
             # The caller ends this process when it has heard of all ranks.
             time.sleep(60)
             end_process()
@@ -100,6 +100,9 @@ def _describe(pipe: Any) -> PipeDescription:
 
 def _serve(connection: CallerConnection, pipe: Any) -> None:
     """Run calls until the caller closes this rank."""
+    from para_core.launcher.randomness import state_of_rank
+
+    call: Call | None
     body: Body | None
     outcome: Outcome | None
     while True:
@@ -108,15 +111,17 @@ def _serve(connection: CallerConnection, pipe: Any) -> None:
             return
         number, everywhere = head
         connection.begin_call(number)
+        call = None
         try:
-            outcome = _run(connection, pipe, body.load(), everywhere)
+            call = body.load()
+            outcome = _run(connection, pipe, call, everywhere)
         except BaseException as error:
-            connection.send_error(error, number)
+            connection.send_error(error, number, state_of_rank(() if call is None else call.generators))
         else:
             connection.channel.send(("result", connection.rank, number), _body_of(outcome))
         connection.end_call()
         # The memory of arguments and results is released before the next call, not after it.
-        body = outcome = None
+        body = outcome = call = None
 
 
 def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) -> Outcome:
@@ -126,7 +131,7 @@ def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) 
     from para_core.launcher.thread_state import applied
 
     begin_with(call.random)
-    kwargs = {**call.kwargs, **{name: Relay(connection, pipe, name) for name in call.callbacks}}
+    kwargs = {**call.kwargs, **{name: Relay(connection, pipe, name, call.generators) for name in call.callbacks}}
     if call.linked:
         kwargs["link"] = Link(connection.push, connection.is_cancelled)
     with applied(call.thread):
@@ -143,7 +148,7 @@ def _run(connection: CallerConnection, pipe: Any, call: Call, everywhere: bool) 
 
 
 def _body_of(outcome: Outcome) -> Body:
-    """Return the pickled outcome, or if its value cannot be pickled, one that says why."""
+    """Return the pickled outcome, or one that says why its value cannot be pickled."""
     try:
         return Body.of(outcome)
     except TypeError as error:

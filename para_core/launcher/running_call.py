@@ -13,8 +13,9 @@ from para_core.launcher.callbacks import run_callback
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled, RankDied, RankTraceback
 from para_core.launcher.interrupts import first_interrupt_calls
-from para_core.launcher.messages import CallbackReply, Outcome, RandomState
+from para_core.launcher.messages import CallbackReply, Outcome, RandomState, RankError
 from para_core.launcher.processes import Group
+from para_core.launcher.randomness import CallerSeeds
 from para_core.launcher.wire import Body
 
 # After one rank has failed, the others have this many seconds to answer. They may wait for it in a collective.
@@ -38,11 +39,14 @@ class RunningCall:
         listener: Callable[[Any], None] | None = None,
         *,
         finishes_step: bool = True,
+        randomness: tuple[CallerSeeds, Sequence[Any]] | None = None,
     ) -> None:
         self._group, self.number, self._display, self._timeout = group, number, display, timeout
         self._callbacks, self._listener, self._finishes_step = callbacks or {}, listener, finishes_step
+        # Random state of this process, and the generators among the arguments, with which callbacks run.
+        self._seeds, self._generators = randomness or (CallerSeeds(), [])
         self._outcomes: dict[int, Outcome] = {}
-        self._errors: dict[int, tuple[BaseException, str]] = {}
+        self._errors: dict[int, RankError] = {}
         self._open_bars = set[int]()
         # What ends the call in the caller: KeyboardInterrupt, or what a callback or the function ``progress`` raised.
         self._raised: BaseException | None = None
@@ -54,6 +58,12 @@ class RunningCall:
         """Let the ranks end the call after their current step. Any thread may call this."""
         self._cancelled = True
         self._group.channels[0].send(("cancel", self.number))
+
+    @property
+    def random(self) -> RandomState | None:
+        """Random state of the first rank after the call, None if it did not answer."""
+        answer = self._outcomes.get(0) or self._errors.get(0)
+        return None if answer is None else answer.random
 
     def wait(self, modules: Sequence[str] = ()) -> list[Outcome]:
         """Return the outcomes of all ranks, in rank order. Import ``modules`` while the ranks work.
@@ -175,13 +185,13 @@ class RunningCall:
         reply = Body.of(CallbackReply(raised=True))
         if self._raised is None:
             try:
-                reply = Body.of(run_callback(self._callbacks[name], body))
+                reply = Body.of(run_callback(self._callbacks[name], body, self._seeds, self._generators))
             except BaseException as error:
                 self._interrupt(error)
         self._group.send("reply", body=reply)
 
     def _conclude(self) -> list[Outcome]:
-        alike = len({_identity(error) for error, _ in self._errors.values()}) <= 1
+        alike = len({_identity(failed.error) for failed in self._errors.values()}) <= 1
         if self._errors and (self._outcomes or not alike or self.number == LOADING or self._stuck()):
             # Ranks disagree, so their connections may be broken: a rank may still wait for another.
             self._group.end(idle=False)
@@ -203,12 +213,13 @@ class RunningCall:
 
     def _raise_error(self) -> NoReturn:
         # An error about another rank comes after that rank's own.
-        rank, (error, text) = next(iter(self._errors.items()))
+        rank, failed = next(iter(self._errors.items()))
+        error = failed.error
         if isinstance(error, Cancelled):
             raise error
         if len(self._errors) < len(self._group.members):
             error.add_note(f"Only rank {rank} raised this. The ranks were ended, and the next call starts them again.")
-        raise error from RankTraceback(text)
+        raise error from RankTraceback(failed.traceback)
 
     def _raise_stuck(self) -> NoReturn:
         """Raise RankDied, with the ranks for which the others wait."""

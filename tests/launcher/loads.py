@@ -38,6 +38,10 @@ class Steps:
         time.sleep(after)
         return tensors
 
+    def again(self, count, callback_on_step_end=None):
+        """Return what a call returns."""
+        return self(count, callback_on_step_end=callback_on_step_end)
+
     def note(self, text):
         """Keep a note on this rank, and return all notes."""
         self.notes.append(text)

@@ -71,6 +71,51 @@ def test_callback_changes_what_it_would_change_in_one_process(flux, alone, callb
     assert abs(own - images(alone)).max() > 1e-3
 
 
+def add_noise(pipe, step, timestep, tensors):
+    return {"latents": tensors["latents"] + 0.1 * torch.randn(1)}
+
+
+def test_random_numbers_of_a_callback_are_those_of_one_process(flux, alone):
+    results = []
+    for pipe in (flux, alone):
+        torch.manual_seed(9)
+        generator = torch.Generator().manual_seed(5)
+
+        def add_both(pipe, step, timestep, tensors, generator=generator):
+            noise = torch.randn(1, generator=generator) + torch.randn(1)
+            return {"latents": tensors["latents"] + 0.1 * noise}
+
+        first = images(pipe, generator=None, callback_on_step_end=add_noise)
+        second = images(pipe, generator=generator, callback_on_step_end=add_both)
+        results.append((first, second, torch.rand(1), torch.rand(1, generator=generator)))
+    for own, expected in zip(*results, strict=True):
+        assert abs(own - expected).max() < 1e-5
+
+
+def test_callbacks_of_methods_and_run_run_here(steps):
+    seen = []
+
+    def callback(pipe, step, timestep, tensors):
+        seen.append(step)
+        return tensors
+
+    assert steps.again(2, callback_on_step_end=callback) == {}
+    assert steps.run(lambda pipe, **options: pipe(1, **options), callback_on_step_end=callback) == {}
+    assert seen == [0, 1, 0]
+
+
+def test_several_callbacks_in_a_list_are_refused(steps):
+    with pytest.raises(TypeError, match="expected one function"):
+        steps(1, callbacks=[print, id])
+
+
+def test_pipeline_of_an_ended_callback_cannot_be_set(steps):
+    kept = []
+    steps(1, callback_on_step_end=lambda pipe, step, timestep, tensors: kept.append(pipe) or tensors)
+    with pytest.raises(AttributeError, match="has ended"):
+        kept[0]._guidance_scale = 3.0
+
+
 def test_callback_runs_here(flux):
     seen = []
     images(flux, callback_on_step_end=lambda pipe, *rest: seen.append(rest) or rest[-1])

@@ -206,8 +206,67 @@ def test_other_process_group_in_load_is_refused():
 
 
 def test_callable_objects_and_partials_load():
-    with launch(functools.partial(load_flux.__globals__["Steps"]), ranks=1, progress=False) as pipe:
+    load = functools.partial(load_flux.__globals__["Steps"])
+    with launch(load, ranks=1, progress=False, timeout=float("inf")) as pipe:
         assert pipe(1) == {}
+
+
+CLASSES = """
+import dataclasses
+from para_core import launch
+
+class Model:
+    mode = "slow"
+    hits = 0
+
+    def __call__(self):
+        type(self).hits += 1
+        return type(self).mode
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+class Out:
+    made = 0
+
+    def __init__(self):
+        Out.made += 1
+
+def load():
+    Model.mode = "fast"
+    return Model()
+
+def make(pipe):
+    return Out(), Point(3)
+
+pipe = launch(load, ranks=1, progress=False)
+Out.made = 100
+print(pipe(), pipe.run(lambda p: isinstance(p, Model)), pipe(), pipe.run(lambda p: Model.hits))
+print([type(x).__name__ for x in pipe.run(make)], isinstance(pipe.run(make)[0], Out), Out.made, pipe.run(make)[1].x)
+"""
+
+
+def test_classes_of_a_script_keep_their_state_in_each_process(tmp_path):
+    (tmp_path / "program.py").write_text(CLASSES)
+    run = subprocess.run([sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=True)
+    assert run.stdout == "fast True fast 2\n['Out', 'Point'] True 100 3\n"
+
+
+def test_ranks_start_again_in_the_folder_of_the_launch(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("here")
+
+    def load():
+        from pathlib import Path
+
+        text = Path("file").read_text()
+        return lambda: text
+
+    with launch(load, ranks=1, progress=False) as pipe:
+        monkeypatch.chdir("/")
+        pipe.restart()
+        assert pipe() == "here"
 
 
 def test_closed_pipeline_raises_until_it_restarts():
@@ -245,6 +304,9 @@ def test_launch_on_a_rank_of_torchrun_raises(monkeypatch):
         ({"ranks": 2, "devices": [0]}, ValueError, "one device for each rank"),
         ({"devices": "0,1"}, TypeError, "expected a list"),
         ({"timeout": 0}, ValueError, "positive"),
+        ({"timeout": "3"}, TypeError, "a number of seconds"),
+        ({"timeout": None}, TypeError, "a number of seconds"),
+        ({"env": {"RANK": "5"}}, ValueError, "env has RANK"),
         ({"env": {"A": 1}}, TypeError, "expected strings"),
     ],
 )

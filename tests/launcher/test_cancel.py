@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from para_core import Cancelled
@@ -17,6 +18,11 @@ from tests.launcher.loads import Steps
 
 def pids(pipe):
     return pipe.run(Steps.process, all_ranks=True)
+
+
+def alive(processes):
+    """Return the process ids of processes that run."""
+    return [pid for pid in processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 def when_called(function, seconds=0.3):
@@ -158,9 +164,47 @@ def test_second_ctrl_c_ends_the_ranks(steps):
     with pytest.raises(KeyboardInterrupt):
         steps(1, before=60.0)
     assert time.monotonic() - begun < 30
-    with pytest.warns(UserWarning, match="start again"):
-        assert steps(1) == {}
+    assert steps(1) == {}
     assert set(pids(steps)).isdisjoint(before)
+
+
+MANY = """
+import os, signal, sys, threading, time
+from para_core import launch
+from tests.launcher.loads import Steps, load_steps
+
+pipe = launch(load_steps, ranks=2, progress=False)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+ranks = {*pipe.run(Steps.process, all_ranks=True)}
+for index in range(5):
+    threading.Timer(0.3 + float(sys.argv[1]) * index, os.kill, (os.getpid(), signal.SIGINT)).start()
+end = time.monotonic() + 3
+while time.monotonic() < end:
+    try:
+        pipe(1, before=2.0)
+    except KeyboardInterrupt:
+        pass
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+pipe(1)
+ranks.update(pipe.run(Steps.process, all_ranks=True))
+pipe.close()
+print(*ranks)
+"""
+
+
+@pytest.mark.parametrize("gap", ["0.003", "0.03"])
+def test_many_ctrl_c_leave_no_rank(tmp_path, gap):
+    (tmp_path / "program.py").write_text(MANY)
+    run = subprocess.run(
+        [sys.executable, tmp_path / "program.py", gap],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    ranks = [int(pid) for pid in run.stdout.split()]
+    assert len(ranks) >= 2
+    assert alive(ranks) == []
 
 
 PROGRAM = """

@@ -6,12 +6,12 @@ import threading
 import time
 from dataclasses import replace
 
-import psutil
 import pytest
+import torch
 
 from para_core import RankDied, launch
 from tests.launcher.loads import all_reduce_or_raise, load_steps
-from tests.launcher.test_cancel import pids
+from tests.launcher.test_cancel import alive, pids
 
 
 @pytest.fixture
@@ -25,12 +25,8 @@ def pair():
 def impatient():
     """Return a ``Steps`` on two ranks whose calls may be without progress for 3 s. Loading takes longer."""
     with launch(load_steps, ranks=2, progress=False) as pipe:
-        pipe._state.options = replace(pipe._state.options, timeout=3.0)
+        pipe._state.options = replace(pipe._state.options, silence=3.0)
         yield pipe
-
-
-def alive(processes):
-    return [pid for pid in processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
 class OwnError(Exception):
@@ -42,9 +38,10 @@ class OwnError(Exception):
         return OwnError, (self.args[0], self.code)
 
 
-class UnpicklableError(Exception):
-    def __init__(self, first, second):
+class TwoArgumentsError(Exception):
+    def __init__(self, first, *, second, lock=None):
         super().__init__(f"{first} and {second}")
+        self.second, self.lock = second, lock
 
 
 @pytest.mark.parametrize(
@@ -65,24 +62,46 @@ def test_exception_of_all_ranks_arrives_with_its_type_and_traceback(steps, error
     assert pids(steps) == before
 
 
-def test_exception_that_cannot_be_loaded_arrives_as_runtime_error(steps):
+def test_exception_with_other_arguments_arrives_with_its_type(steps):
     def fail(pipe):
-        raise UnpicklableError("one", "two")
+        import threading
 
-    with pytest.raises(RuntimeError, match="UnpicklableError: one and two"):
+        raise TwoArgumentsError("one", second=2, lock=threading.Lock())
+
+    with pytest.raises(TwoArgumentsError, match="one and 2") as caught:
         steps.run(fail)
+    assert vars(caught.value) == {"second": 2}
+
+
+def test_seeds_continue_after_an_exception(steps):
+    def draw_and_fail(pipe, generator):
+        import torch
+
+        torch.rand(3)
+        torch.rand(2, generator=generator)
+        raise ValueError("after draws")
+
+    results = []
+    for run in (steps.run, lambda function, *args: function(None, *args)):
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(4)
+        with pytest.raises(ValueError, match="after draws"):
+            run(draw_and_fail, generator)
+        results.append((torch.rand(1), torch.rand(1, generator=generator)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_exception_of_one_rank_frees_the_others(pair, failing):
+def test_exception_of_one_rank_frees_the_others(pair, failing, capsys):
     before = pids(pair)
     pair.note("kept?")
     with pytest.raises(ValueError, match="alone") as caught:
         pair.run(all_reduce_or_raise, failing, ValueError("alone"))
     assert f"Only rank {failing}" in str(caught.value.__notes__)
     assert alive(before) == []
-    with pytest.warns(UserWarning, match="changes that run"):
-        assert pair.run(lambda pipe: pipe.notes) == []
+    capsys.readouterr()
+    assert pair.run(lambda pipe: pipe.notes) == []
+    assert "changes that run() and methods made to the pipeline are lost" in capsys.readouterr().err
     assert set(pids(pair)).isdisjoint(before)
 
 
@@ -101,8 +120,7 @@ def test_killed_rank_is_named_within_a_second(pair, victim):
     assert time.monotonic() - killed[0] < 5
     assert caught.value.rank == victim
     assert alive(before) == []
-    with pytest.warns(UserWarning):
-        assert pair(1) == {}
+    assert pair(1) == {}
 
 
 def test_rank_that_dies_between_calls_is_replaced(pair):
@@ -111,8 +129,7 @@ def test_rank_that_dies_between_calls_is_replaced(pair):
     time.sleep(0.5)
     with pytest.raises(RankDied, match="rank 1 was ended by SIGKILL"):
         pair(1)
-    with pytest.warns(UserWarning):
-        assert pair(1) == {}
+    assert pair(1) == {}
 
 
 def test_last_output_of_a_rank_is_shown():
@@ -157,6 +174,18 @@ def test_stopped_rank_is_named(impatient):
 
 def test_long_call_that_makes_progress_is_not_ended(impatient):
     assert impatient(10, seconds=0.5) == {}
+
+
+class Unsendable:
+    def __getstate__(self):
+        raise ValueError("its own")
+
+
+def test_result_whose_pickling_raises_leaves_the_ranks(steps):
+    before = pids(steps)
+    with pytest.raises(TypeError, match="ValueError: its own"):
+        steps.run(lambda pipe: Unsendable())
+    assert pids(steps) == before
 
 
 def test_callback_may_take_longer_than_the_timeout(impatient):

@@ -58,8 +58,7 @@ def test_handle_on_two_hosts_is_the_same(cluster):
         time.sleep(0.5)
         with pytest.raises(RankDied, match="rank 1 was ended by SIGKILL"):
             pipe(1)
-        with pytest.warns(UserWarning):
-            assert pipe(1) == {}
+        assert pipe(1) == {}
         processes = pids(pipe)
     assert alive(processes) == []
     with launch(load_steps, ranks=1, hosts=1, progress=False) as pipe:
