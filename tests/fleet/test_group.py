@@ -9,7 +9,7 @@ pytest.importorskip("ray", reason="the extra ray is not installed")
 
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
-from para_core.fleet.rank import Answer
+from para_core.fleet.rank_actor import Answer
 
 GRACE = 0.2
 
