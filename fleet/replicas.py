@@ -156,8 +156,8 @@ def generate_lines(
             await replica.stop()
 
     async def generate_all() -> None:
-        made = make_replicas(recipe, options, min(replicas, len(lines)))
-        await asyncio.gather(*[generate_waiting(replica) for replica in made])
+        all_replicas = make_replicas(recipe, options, min(replicas, len(lines)))
+        await asyncio.gather(*[generate_waiting(replica) for replica in all_replicas])
 
     with connected(options, replicas, debug=debug):
         asyncio.run(generate_all())

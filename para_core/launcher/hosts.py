@@ -34,7 +34,7 @@ class HostAgent:
     def start(
         self, first: int, count: int, ranks: int, caller: tuple[str, int], secret: bytes, env: Mapping[str, str]
     ) -> None:
-        """Start ``count`` ranks, of which the first has the number ``first``. They connect to the caller."""
+        """Start the ranks ``first`` to ``first + count - 1``. They connect to the caller."""
         for local_rank in range(count):
             rank = first + local_rank
             arguments = [caller[0], str(caller[1]), secret.hex(), str(rank), str(ranks)]

@@ -54,8 +54,7 @@ def _reduce_class(cls: type, reduced: Any) -> Any:
     Otherwise a call that merely mentions the class would undo what the process has changed in it since.
     """
     _known_classes.add(cls)
-    make, arguments, state, *_ = reduced
-    setter = reduced[5]
+    make, arguments, state, _, _, setter = reduced
     return make, arguments, (setter, state), None, None, _set_once
 
 
@@ -218,5 +217,5 @@ def generators_in(value: Any) -> list[Any]:
         items = value.values()
     elif isinstance(value, (list, tuple)):
         items = value
-    found = {id(generator): generator for item in items for generator in generators_in(item)}
-    return list(found.values())
+    by_identity = {id(generator): generator for item in items for generator in generators_in(item)}
+    return list(by_identity.values())

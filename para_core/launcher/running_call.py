@@ -191,8 +191,8 @@ class RunningCall:
         self._group.send("reply", body=reply)
 
     def _conclude(self) -> list[Outcome]:
-        alike = len({_identity(failed.error) for failed in self._errors.values()}) <= 1
-        if self._errors and (self._outcomes or not alike or self.number == LOADING or self._stuck()):
+        same_errors = len({_identity(failed.error) for failed in self._errors.values()}) <= 1
+        if self._errors and (self._outcomes or not same_errors or self.number == LOADING or self._stuck()):
             # Ranks disagree, so their connections may be broken: a rank may still wait for another.
             self._group.end(idle=False)
         if self._signalled and self._raised is None:
