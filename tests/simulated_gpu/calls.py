@@ -167,12 +167,13 @@ def call_transformer(name: str, ring: int, ulysses: int, dtype: torch.dtype = to
 
 # -- Pipelines.
 
-STEPS = 2
+# The steps of a generation, and those that a longer one has in addition.
+STEPS = MORE_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation of ``STEPS`` steps, and one step as the difference of two generations of different lengths."""
+    """A generation, and one step as the difference of two generations of different lengths."""
 
     whole: Call
     step: Call
@@ -209,19 +210,19 @@ class _Generations:
     long: _Counted
 
 
-def _generations(pipe: Any, call: dict[str, Any]) -> _Generations:
+def _generations(pipe: Any, call: dict[str, Any], steps: int) -> _Generations:
     latents = {**call, "output_type": "latent"}
     return _Generations(
-        _counted(lambda: _generate(pipe, call, STEPS)),
-        _counted(lambda: _generate(pipe, latents, STEPS)),
-        _counted(lambda: _generate(pipe, latents, 2 * STEPS)),
+        _counted(lambda: _generate(pipe, call, steps)),
+        _counted(lambda: _generate(pipe, latents, steps)),
+        _counted(lambda: _generate(pipe, latents, steps + MORE_STEPS)),
     )
 
 
 @cache
-def _generated_alone(name: str, dtype: torch.dtype, quantize: bool) -> _Generations:
+def _generated_alone(name: str, dtype: torch.dtype, quantize: bool, steps: int) -> _Generations:
     """Return the generations of the unmodified pipeline. A rank runs several cases, so they are kept."""
-    return _generations(*_on_gpu(name, dtype, quantize))
+    return _generations(*_on_gpu(name, dtype, quantize), steps)
 
 
 def generate(
@@ -230,6 +231,7 @@ def generate(
     threshold: float | None = None,
     dtype: torch.dtype = torch.float32,
     quantize: bool = False,
+    steps: int = STEPS,
     **options: Any,
 ) -> Generation:
     """Generate with a tiny pipeline, alone and with ``options`` of ``parallelize_pipe``.
@@ -237,10 +239,11 @@ def generate(
     Args:
         threshold: that of First Block Cache, which the pipeline alone does not get.
         quantize: whether the transformer has torchao's int8 weights, each way.
+        steps: of the generation.
     """
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        alone = _generated_alone(name, dtype, quantize)
+        alone = _generated_alone(name, dtype, quantize, steps)
         pipe, call = _on_gpu(name, dtype, quantize)
         if mesh is not None:
             options["mesh"] = mesh_of(**mesh)
@@ -248,9 +251,9 @@ def generate(
         if threshold is not None:
             apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
         _generate(pipe, call, 1)
-        parallel = _generations(pipe, call)
+        parallel = _generations(pipe, call, steps)
         unparallelize_pipe(pipe)
     long = _compared(parallel.long, alone.long)
     short = _compared(parallel.short, alone.short)
-    step = {kind: (long.added[kind] - short.added[kind]) / STEPS for kind in KINDS}
+    step = {kind: (long.added[kind] - short.added[kind]) / MORE_STEPS for kind in KINDS}
     return Generation(_compared(parallel.whole, alone.whole), Call(long.error, step, {}))

@@ -55,10 +55,11 @@ PIPELINES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp": (2, "flux", {"mesh": ULYSSES, "weights": "fsdp"}),
     "tensor": (2, "flux", {"mesh": {"ring": 1, "ulysses": 1, "tensor": 2}, "weights": "tensor"}),
     "stages": (2, "flux", {"mesh": {"pipe": 2, "ring": 1, "ulysses": 1}}),
-    "PipeFusion": (
+    # With fewer steps no step is computed by patches.
+    "PipeFusion, 8 steps": (
         2,
         "flux",
-        {"mesh": {"pipe": 2, "ring": 1, "ulysses": 1}, "pipefusion": PipeFusion(num_patches=2, warmup_steps=1)},
+        {"mesh": {"pipe": 2, "ring": 1, "ulysses": 1}, "pipefusion": PipeFusion(num_patches=2), "steps": 8},
     ),
     "offload of blocks": (2, "flux", {"mesh": ULYSSES, "offload": "blocks"}),
     "offload of text encoders": (2, "flux", {"mesh": ULYSSES, "text_encoders": "offload"}),

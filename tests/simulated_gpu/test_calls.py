@@ -37,7 +37,7 @@ STRUCTURES = (
     "sana",
     "stable audio",
 )
-APPROXIMATE = {"8-bit exchange": 1e-2, "ring 2, 8 bits": 2e-2, "cache, hits": 1.0, "PipeFusion": 0.1}
+APPROXIMATE = {"8-bit exchange": 1e-2, "ring 2, 8 bits": 2e-2, "cache, hits": 1.0, "PipeFusion, 8 steps": 0.5}
 
 
 def within(added: dict[str, float], budget: dict[str, float]) -> bool:
