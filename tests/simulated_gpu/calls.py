@@ -27,6 +27,7 @@ from para_core.adapters import (
 from tests.simulated_gpu.ranks import on_gpu
 from tests.tiny import flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
 # Budgets limit these. Each is counted per rank.
@@ -183,7 +184,8 @@ def _tiny(name: str) -> tuple[Any, dict[str, Any]]:
     if name == "flux":
         call = {"prompt": "a red circle", "height": 48, "width": 32, "output_type": "pt"}
         return flux_pipe(shared_parts=False), call
-    return PIPELINES[name].build(), PIPELINES[name].call(num_inference_steps=STEPS)
+    pipeline = UNET_PIPELINES[name] if name in UNET_PIPELINES else PIPELINES[name]
+    return pipeline.build(), pipeline.call(num_inference_steps=STEPS)
 
 
 def _on_gpu(name: str, dtype: torch.dtype, quantize: bool) -> tuple[Any, dict[str, Any]]:

@@ -16,6 +16,7 @@ from tests.simulated_gpu.calls import KINDS, attend, call_transformer, generate,
 from tests.simulated_gpu.cases import ATTENTION, PIPELINES
 from tests.tiny import flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES as TINY_PIPELINES
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
 BUDGETS = read_results("simulated_gpu")
@@ -97,7 +98,7 @@ def test_a_step_adds_no_wait_and_no_copy_and_a_cached_one_adds_one_wait():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", TINY_PIPELINES)
+@pytest.mark.parametrize("name", [*TINY_PIPELINES, *UNET_PIPELINES])
 def test_pipeline(gpu_ranks, name):
     for call in gpu_ranks.run(generate, 2, name):
         assert call.whole.error < 1e-4
