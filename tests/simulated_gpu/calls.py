@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from para_core import UnifiedAttnMode
+from para_core import BlockSparseAttnMode, SparseKVAttnMode, UnifiedAttnMode
 from para_core.adapters import (
     apply_cache_on_pipe,
     parallelize_pipe,
@@ -95,7 +95,7 @@ class Attention:
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     grad: bool = False
-    joint: bool = False
+    mode: str = "unified"
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -108,7 +108,7 @@ def attend(case: Attention) -> Call:
     options: dict[str, Any] = {"is_causal": case.mask == "causal", "enable_gqa": case.key_heads != case.heads}
     same_dtype = mask.to(case.dtype) if mask is not None and mask.is_floating_point() else mask
     local = _counted(lambda: F.scaled_dot_product_attention(*qkv, same_dtype, **options))
-    with UnifiedAttnMode(mesh_of(ring=case.ring, ulysses=case.ulysses), **dict(case.options)) as cp:
+    with _mode(case) as cp:
         with torch.no_grad():
             parts = [cp.shard(x, dim=2) for x in qkv]
         for x in parts:
@@ -130,6 +130,17 @@ def attend(case: Attention) -> Call:
     return Call(error, {kind: counted.counts[kind] for kind in KINDS}, lines)
 
 
+def _mode(case: Attention) -> UnifiedAttnMode:
+    mesh, options = mesh_of(ring=case.ring, ulysses=case.ulysses), dict(case.options)
+    if case.mode == "block-sparse":
+        blocks = -(-case.tokens // 16)
+        # All blocks are seen, so the result is exact.
+        return BlockSparseAttnMode(mesh, torch.ones(blocks, blocks, dtype=torch.bool), block_size=16, **options)
+    if case.mode == "half of the keys":
+        return SparseKVAttnMode(mesh, share=0.5, **options)
+    return UnifiedAttnMode(mesh, **options)
+
+
 def _mask(case: Attention) -> Tensor | None:
     if case.mask == "keys":
         return (torch.arange(case.tokens) < case.tokens - 7)[None, None, None].expand(2, 1, 1, -1)
@@ -137,6 +148,9 @@ def _mask(case: Attention) -> Tensor | None:
         return torch.rand(2, 1, case.tokens, case.tokens) > 0.3
     if case.mask == "float":
         return torch.randn(2, 1, case.tokens, case.tokens).to(case.dtype)
+    if case.mask == "finite":
+        hidden = torch.rand(2, 1, case.tokens, case.tokens) > 0.7
+        return torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(case.dtype).min).to(case.dtype)
     if case.mask == "float32":
         return torch.randn(2, 1, case.tokens, case.tokens)
     return None
