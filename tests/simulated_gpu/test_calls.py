@@ -57,7 +57,9 @@ def test_attention(gpu_ranks, name):
     for call in gpu_ranks.run(attend, ranks, case, nccl_alone=True):
         # The reference has the same dtype, and rounds in other places.
         assert call.error < APPROXIMATE.get(name, 1e-2 if case.dtype == torch.bfloat16 else 1e-5)
-        assert call.added["waits"] == call.added["copies to the device"] == 0, call.lines
+        # Choosing keys reads how many each head keeps.
+        once = int(case.mode == "half of the keys")
+        assert call.added["waits"] <= once and call.added["copies to the device"] <= once, call.lines
         assert within(call.added, BUDGETS["attention"][name]), call
 
 
@@ -141,7 +143,7 @@ def change_offloaded_weights() -> list[torch.Tensor]:
         for _ in range(2):
             images.append(pipe(**call, generator=torch.Generator().manual_seed(7)).images)
             # The weights are in pinned host memory, from which nothing may be on its way any more.
-            for parameter in pipe.transformer.transformer_blocks.parameters():
+            for parameter in pipe.transformer.parameters():
                 parameter.mul_(0.5)
     return images
 
