@@ -1,8 +1,16 @@
 """Check on a CUDA device what the tests on CPUs cannot:  make gpu-check  or  python -m benchmarks.gpu
 
-Sections run one after the other. Each one writes benchmarks/results/gpu_check/<section>.json as it ends, and stops no
-other. Exit code 0: all sections ended well or were skipped with a reason; 1: a number is wrong; 2: there is no GPU; 3:
-something failed or was killed, and no number is wrong. See docs/install.md.
+Sections run one after the other, the most important first, each in its own process with a time limit:
+
+  round 1  blocks, kernels, vae    Does it run, and is it exact?
+           speed                   How long do an attention call and a step take, next to PyTorch's own kernels?
+           host                    Does the GPU wait for the host? How many launches and waits are there?
+  round 2  flux, attention         FLUX.1 at its real size, and the attention kernel at two sizes.
+  round 3  all others              Each attention backend, pipelines on several ranks, NCCL, and more.
+
+Each section writes benchmarks/results/gpu_check/<section>.json row by row, and stops no other. Exit code 0: all
+sections ended well or were skipped with a reason; 1: a number is wrong; 2: there is no GPU; 3: something failed or was
+killed, and no number is wrong. See docs/install.md.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sections", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--minutes", type=float, default=ALL / 60, help="for all sections together")
     parser.add_argument("--resume", action="store_true", help="keep what is finished in --output, run the rest")
+    parser.add_argument("--compile-backend", help="of torch.compile; defaults to inductor, and with --tiny to eager")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu_check", help="folder for the JSON files")
     args = parser.parse_args(arguments)
     if args.device != "cpu" and not torch.cuda.is_available():
@@ -44,7 +53,13 @@ def main(arguments: list[str] | None = None) -> int:
     # End the processes that this one started with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     results = run_all(
-        sections, args.output, device=args.device, tiny=args.tiny, seconds=60 * args.minutes, resume=args.resume
+        sections,
+        args.output,
+        device=args.device,
+        tiny=args.tiny,
+        compile_backend=args.compile_backend or ("eager" if args.tiny else "inductor"),
+        seconds=60 * args.minutes,
+        resume=args.resume,
     )
     print(f"written to {args.output}")
     return exit_code(results)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.gpu.exact import Results, compare, exact, make_inputs
-from benchmarks.gpu.flux import flux_inputs, flux_transformer
+from benchmarks.gpu.flux import TINY, flux_inputs, flux_transformer
 from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.processes import group_of_one, run_ranks
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
@@ -97,7 +97,7 @@ def _transformer(device: torch.device) -> dict[str, Any]:
     """Run a small FLUX. The section ``flux`` has the large one."""
     from para_core.adapters import parallelize_transformer
 
-    transformer, kwargs = flux_transformer(device, tiny=True), flux_inputs(device, tiny=True)
+    transformer, kwargs = flux_transformer(device, TINY), flux_inputs(device, TINY)
     with torch.no_grad():
         before = transformer(**kwargs, return_dict=False)[0]
         parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type))

@@ -1,7 +1,5 @@
-"""The kernels around attention: their errors, and their bandwidth relative to a copy of as many bytes on the same
+"""The kernels around attention: the error of each, and its bandwidth relative to a copy of as many bytes on the same
 device.
-
-A CPU runs the operators' plain PyTorch, so its figures say nothing about the kernels.
 """
 
 from __future__ import annotations
@@ -15,25 +13,21 @@ from torch import Tensor
 
 # These modules register operators.
 import para_core.attention.merge
-import para_core.cache.forecasts  # noqa: F401
-from benchmarks.gpu.job import OK, WRONG, SectionJob, SectionSkipped
+import para_core.cache.forecasts
+import para_core.spatial.norm  # noqa: F401
+from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.harness import relative_error
 from para_core.attention.pack_ops import as_numbers
 from para_core.distributed.layout import Segment
-from para_core.kernels import exchange_reference, merge_reference, residual_reference
+from para_core.kernels import exchange_reference, merge_reference, norm_reference, residual_reference
 from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegion
-from para_core.triton_support import load_kernel
 
 RANKS = 8
 # These are tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with one head more, and HunyuanVideo at
 # 1280 × 720 × 129.
 REAL = ((576, 24, 128), (576, 25, 128), (14882, 24, 128))
 TINY = ((9, 8, 16), (9, 9, 16))
-# These are the seconds of a case, and of all cases. Most of them go to Triton's compilation of a kernel at its first
-# size.
-SECONDS = 3.0
-NEEDS = {"cases": 3 * 11 * SECONDS}  # There are sizes × kernels.
 
 
 @dataclass(frozen=True)
@@ -54,21 +48,7 @@ class TimedKernel:
     bound: float
 
 
-def run(job: SectionJob) -> None:
-    on_gpu = job.device.type != "cpu"
-    if on_gpu and load_kernel("merge", job.device) is None:
-        raise SectionSkipped("needs Triton, a C compiler, and a GPU of compute capability 8.0 or later")
-    form = "Triton" if on_gpu else "plain PyTorch"
-    for tokens, heads, head_dim in TINY if job.tiny else REAL:
-        size = {"tokens": tokens, "heads": heads, "D": head_dim}
-        for case in cases(job.device, tokens, heads, head_dim):
-            if not job.tiny and job.seconds_left < SECONDS:
-                job.run_out(f"{case.kernel}, {size}")
-                continue
-            job.measure(_measure, job, case, kernel=case.kernel, form=form, **size)
-
-
-def _measure(job: SectionJob, case: TimedKernel) -> dict[str, Any]:
+def measured(job: SectionJob, case: TimedKernel) -> dict[str, Any]:
     error, repeats = case.error(), 3 if job.tiny else 30
     source = torch.empty(case.num_bytes // 2, dtype=torch.uint8, device=job.device)
     target = torch.empty_like(source)
@@ -80,9 +60,8 @@ def _measure(job: SectionJob, case: TimedKernel) -> dict[str, Any]:
         "error": error,
         "bytes": case.num_bytes,
         **taken,
-        "GB/s": float(
-            f"{case.num_bytes / max(taken['ms'], 1e-6) / 1e6:.4g}"
-        ),  # Tiny times on a loaded CPU are below 0.05.
+        # Tiny times on a loaded CPU are below 0.05.
+        "GB/s": float(f"{case.num_bytes / max(taken['ms'], 1e-6) / 1e6:.4g}"),
         "ms of a copy": copied,
         "of a copy's bandwidth": round(copied / max(taken["ms"], 1e-6), 3),
     }
@@ -120,6 +99,31 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
         ),
         bfloat16,
     )
+    yield from _group_norm(device, (1, 4 * heads, tokens, head_dim))
+
+
+def _group_norm(device: torch.device, shape: tuple[int, ...]) -> Iterator[TimedKernel]:
+    """Yield the statistics of one rank's rows, and the norm of one rank of two by the statistics of both."""
+    groups, bound = shape[1] // 4, 2 * torch.finfo(torch.bfloat16).eps
+    x, weight, bias = (_normal(size, device, seed=seed) for seed, size in enumerate((shape, shape[1:2], shape[1:2])))
+    shares = torch.full((2,), 0.5, device=device)
+    exactly = norm_reference.moments(x.double(), groups)
+    of_ranks = torch.stack([exactly, exactly]).float()
+
+    def moments() -> Any:
+        return torch.ops.para_core.group_moments(x, groups)
+
+    def normalized() -> Any:
+        return torch.ops.para_core.group_normalized(x, of_ranks, shares, groups, weight, bias, 1e-6)
+
+    def error_of_norm() -> float:
+        exact = norm_reference.normalized(
+            *[tensor.double() for tensor in (x, of_ranks, shares)], groups, weight.double(), bias.double(), 1e-6
+        )
+        return relative_error(normalized(), exact)
+
+    yield TimedKernel("group moments", moments, x.nbytes, lambda: relative_error(moments(), exactly), 1e-3)
+    yield TimedKernel("group norm", normalized, 2 * x.nbytes, error_of_norm, bound)
 
 
 def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, bound: float) -> TimedKernel:
