@@ -277,6 +277,17 @@ def test_error_of_sdpa_excuses_no_larger_one():
     assert exact.judge({"lse": 0.001}, {}, torch.bfloat16) == "wrong"
 
 
+@pytest.mark.parametrize(
+    ("mask", "rounds"), [("none", False), ("bool full", False), ("float", False), ("float32", True)]
+)
+def test_only_a_mask_that_may_be_rounded_excuses_lse(mask, rounds):
+    def bound(dtype):
+        return exact.make_inputs((1, 2, 7, 8), dtype, CPU, mask=mask).lse_bound
+
+    assert bound(torch.float32) == exact.LSE_BOUND
+    assert (bound(torch.bfloat16) > 4 * exact.LSE_BOUND) == rounds
+
+
 def test_kernels_are_told_apart_by_name_and_place():
     names = ["direct_copy_kernel", "cudnn_generated_fort_native_sdpa", "direct_copy_kernel", "logaddexp_kernel"]
     names += ["flash_fwd_kernel", "mul_kernel", "CatArrayBatchedCopy"]

@@ -86,7 +86,9 @@ def test_blocks_on_one_rank_and_on_two_are_as_exact_as_the_model(tmp_path):
     rows = {(row["ranks"], row["way"]): row for row in job.rows if "way" in row}
     assert [*rows] == [(1, "parallel"), (2, "Ulysses"), (2, "ring"), (2, "negative control: no exchange")]
     assert {row["verdict"] for row in rows.values()} == {"ok"}
-    assert 0 < rows[2, "ring"]["error"] < 0.05
+    # A ring adds up in another order, and Ulysses in the order of one rank.
+    assert rows[2, "ring"]["error"] != rows[2, "Ulysses"]["error"] == rows[1, "parallel"]["error"]
+    assert max(row["error"] for (_, way), row in rows.items() if "no exchange" not in way) < 0.05
 
 
 def test_blocks_that_attend_to_their_own_part_are_called_wrong(monkeypatch):

@@ -32,8 +32,7 @@ def run(job: SectionJob) -> None:
     job.add(**_facts(job.device))
     size = TINY_STACK if job.tiny else STACK
     if job.has_time("one GPU", NEEDS["one GPU"]):
-        backend = "gloo" if job.device.type == "cpu" else "nccl"
-        with group_of_one(backend, job.device), torch.no_grad():
+        with group_of_one(job.device), torch.no_grad():
             stack = _Stack(job.device, size)
             for name, way in _ways(job.device).items():
                 job.measure(stack.compared, way, model=size.layers, ranks=1, way=name)

@@ -21,8 +21,10 @@ from benchmarks.gpu.flux import STACK, TINY_STACK, Generation, cached, flux_inpu
 from benchmarks.harness import fake_group
 from para_core import UnifiedAttnMode
 
+WARM_UP = 2  # The first calls compute what later calls look up.
+RANKS = 4
 # The shape is ring × ulysses.
-MESHES = {"Ulysses 8": (1, 8), "ring 8": (8, 1), "ring 2 × Ulysses 4": (2, 4)}
+MESHES = {"Ulysses 4": (1, 4), "ring 4": (4, 1), "ring 2 × Ulysses 2": (2, 2)}
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Case:
 
     name: str
     tokens: int
-    heads: int = 8
+    heads: int
     key_heads: int | None = None
     mask: str = "none"
     dtype: torch.dtype = torch.bfloat16
@@ -39,16 +41,16 @@ class Case:
 
 
 def cases(tokens: int) -> list[Case]:
-    """Return the cases. ``tokens`` is a multiple of 8."""
+    """Return the cases. ``tokens`` is a multiple of 4."""
     return [
-        Case("even", tokens),
-        Case("uneven tokens and heads", tokens - 1, heads=6),
-        Case("causal", tokens - 1, mask="causal"),
-        Case("bool mask", tokens - 1, mask="bool full"),
-        Case("key padding", tokens, mask="bool key padding"),
-        Case("float32 mask", tokens, mask="float32"),
-        Case("GQA", tokens, key_heads=2),
-        Case("8 bits", tokens, comm_dtype=torch.int8),
+        Case("even", tokens, RANKS),
+        Case("uneven tokens and heads", tokens - 1, RANKS - 1),
+        Case("causal", tokens - 1, RANKS, mask="causal"),
+        Case("bool mask", tokens - 1, RANKS, mask="bool full"),
+        Case("key padding", tokens, RANKS, mask="bool key padding"),
+        Case("float32 mask", tokens, RANKS, mask="float32"),
+        Case("GQA", tokens, RANKS, key_heads=2),
+        Case("8 bits", tokens, RANKS, comm_dtype=torch.int8),
     ]
 
 
@@ -66,9 +68,9 @@ class CountedCall:
 
 
 def attention_calls(device: torch.device, *, tiny: bool) -> Iterator[CountedCall]:
-    """Yield the attention calls of a rank of 8. The counts do not depend on ``tiny`` sizes."""
-    tokens, head_dim = (32, 16) if tiny else (1024, 64)
-    with fake_group(8), torch.no_grad():
+    """Yield the attention calls of a rank of 4. The counts do not depend on ``tiny`` sizes."""
+    tokens, head_dim = (16, 16) if tiny else (1024, 64)
+    with fake_group(RANKS), torch.no_grad():
         for mesh_name, shape in MESHES.items():
             mesh = init_device_mesh(device.type, shape, mesh_dim_names=("ring", "ulysses"))
             for case in cases(tokens):
@@ -100,8 +102,8 @@ def step_calls(device: torch.device, *, tiny: bool) -> Iterator[CountedCall]:
         for ranks, name, way, number in (
             (1, "step, unmodified", plain, 1),
             (1, "step, parallel, 1 rank", parallel, 1),
-            (8, "step, parallel, a rank of Ulysses 8", parallel, 1),
-            (8, "step, parallel, a rank of ring 8", partial(parallel, ring=True), 1),
+            (RANKS, "step, parallel, a rank of Ulysses 4", parallel, 1),
+            (RANKS, "step, parallel, a rank of ring 4", partial(parallel, ring=True), 1),
             (1, "a computed and a skipped step, cached", cached, 2),
         ):
             with fake_group(ranks), way(transformer, device):

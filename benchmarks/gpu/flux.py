@@ -11,6 +11,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.gpu.flux_model import FluxTransformer2DModel
@@ -57,8 +58,8 @@ _NARROW = {
 FULL = FluxSize()
 # A stack of the published blocks takes a tenth of the memory and time.
 STACK = FluxSize(changes=_FEW)
-TINY_STACK = FluxSize(8, 8, _FEW | _NARROW)
-TINY = FluxSize(8, 8, {"num_layers": 1, "num_single_layers": 1} | _NARROW)
+TINY_STACK = FluxSize(4, 8, _FEW | _NARROW)
+TINY = FluxSize(4, 8, {"num_layers": 1, "num_single_layers": 1} | _NARROW)
 # Two ranks share 25 tokens of the image, 5 of text, and 3 heads unevenly.
 UNEVEN = FluxSize(5, 5, {"num_layers": 3, "num_single_layers": 3} | _NARROW | {"num_attention_heads": 3})
 
@@ -134,7 +135,7 @@ def parallel(transformer: Any, device: torch.device, *, ring: bool = False, **op
     """Parallelize the transformer over all ranks, by Ulysses or by a ring."""
     from para_core.adapters import parallelize_transformer, unparallelize_transformer
 
-    mesh = init_context_parallel_mesh(device.type, max_ring_dim_size=None if ring else 1)
+    mesh = init_context_parallel_mesh(device.type, max_ring_dim_size=dist.get_world_size() if ring else 1)
     parallelize_transformer(transformer, mesh=mesh, **options)
     try:
         yield

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.calls import CountedCall, attention_calls, step_calls
+from benchmarks.gpu.calls import WARM_UP, CountedCall, attention_calls, step_calls
 from benchmarks.gpu.job import FAILED, OK, SectionJob
 from benchmarks.gpu.timing import Profile, milliseconds, profiled
 from benchmarks.harness import read_results
 
 NEEDS = {"attention calls": 12.0, "steps": 35.0}  # seconds
-WARM_UP = 3  # The first calls compute what later calls look up.
 # This many calls are queued one after the other, as in a loop of denoising, so that the host may run ahead.
 QUEUED = 4
 
@@ -39,12 +38,14 @@ def measured(job: SectionJob, call: CountedCall, simulated: dict[str, int]) -> d
     for _ in range(WARM_UP):
         call.run()
 
+    calls, repeats = (1, 1) if job.tiny else (QUEUED, 5)
+
     def queued() -> None:
-        for _ in range(QUEUED):
+        for _ in range(calls):
             call.run()
 
-    per = QUEUED * max(1, call.steps)
-    times = milliseconds(queued, job.device, repeats=2 if job.tiny else 5)
+    per = calls * max(1, call.steps)
+    times = milliseconds(queued, job.device, repeats=repeats)
     profile = profiled(call.run, job.device)
     row: dict[str, Any] = {name: round(value / per, 4) for name, value in times.items()}
     row |= _counts(profile, row["ms"] * max(1, call.steps))

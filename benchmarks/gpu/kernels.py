@@ -57,9 +57,10 @@ def run(job: SectionJob) -> None:
                 job.measure(_compare, job, case, **_named(case))
     if job.has_time("small kernels", NEEDS["small kernels"]):
         form = "Triton" if on_gpu else "plain PyTorch"
-        for tokens, heads, head_dim in small_kernels.TINY if job.tiny else small_kernels.REAL:
+        sizes, dtype = (small_kernels.TINY, torch.float16) if job.tiny else (small_kernels.REAL, torch.bfloat16)
+        for tokens, heads, head_dim in sizes:
             size = {"tokens": tokens, "heads": heads, "D": head_dim}
-            for kernel in small_kernels.cases(job.device, tokens, heads, head_dim):
+            for kernel in small_kernels.cases(job.device, tokens, heads, head_dim, dtype):
                 if job.tiny or job.seconds_left >= LAST_KERNEL:
                     job.measure(small_kernels.measured, job, kernel, kernel=kernel.kernel, form=form, **size)
                 else:

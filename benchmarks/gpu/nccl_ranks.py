@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu.job import SectionJob
+from benchmarks.gpu.processes import backend_of
 from benchmarks.gpu.two_ranks import PARTS, TIMEOUT, add_part
 
 MOST = 4  # Each stage needs a block, and the small model has six, so four ranks are most.
@@ -22,7 +23,7 @@ def run(job: SectionJob) -> None:
                 job,
                 part,
                 ranks,
-                backend="gloo" if on_cpu else "nccl",
+                backend=backend_of(job.device),
                 seconds=100.0 if job.tiny else NEEDS[part],
                 device_per_rank=not on_cpu,
                 bind=True,

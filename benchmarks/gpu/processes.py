@@ -204,9 +204,15 @@ def process_group(
         dist.destroy_process_group()
 
 
+def backend_of(device: torch.device) -> str:
+    """Return the backend of a group whose ranks have a device each."""
+    return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+
 @contextmanager
-def group_of_one(backend: str, device: torch.device) -> Iterator[None]:
+def group_of_one(device: torch.device) -> Iterator[None]:
     """Create a group of this process alone."""
+    backend = backend_of(device)
     with tempfile.TemporaryDirectory() as folder, process_group(backend, device, 0, 1, Path(folder) / "store"):
         yield
 

@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.gpu.calls import MESHES
 from benchmarks.gpu.flux import (
     STACK,
-    TINY_STACK,
+    TINY,
     Variant,
     cached,
     measure_variants,
@@ -41,6 +40,8 @@ SDPA = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 RANKS = 8
+# The shape is ring × ulysses.
+MESHES = {"Ulysses 8": (1, 8), "ring 8": (8, 1), "ring 2 × Ulysses 4": (2, 4)}
 VARIANTS: tuple[Variant, ...] = (
     (plain, "eager"),
     (parallel, "eager"),
@@ -56,12 +57,12 @@ NEEDS = {"attention": 25.0, "the model": 10.0, **{variant_name(x): _SECONDS[x[1]
 def run(job: SectionJob) -> None:
     if job.has_time("attention", NEEDS["attention"]):
         attention(job)
-    measure_variants(job, TINY_STACK if job.tiny else STACK, VARIANTS, NEEDS)
+    measure_variants(job, TINY if job.tiny else STACK, VARIANTS, NEEDS)
 
 
 def attention(job: SectionJob) -> None:
     """Add a row per way to attend: PyTorch's kernels, ours, our mode on one rank, and the share of a rank of 8."""
-    tokens, heads, head_dim = (72, 8, 16) if job.tiny else (4608, 24, 128)
+    tokens, heads, head_dim = (24, 8, 16) if job.tiny else (4608, 24, 128)
     sdpa_ms: dict[str, float] = {}
     for name, enter, heads_here, tokens_here in _ways(job.device, tokens, heads):
         size = {"tokens": tokens_here, "heads": heads_here, "D": head_dim}

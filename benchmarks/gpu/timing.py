@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 
 class _ClockEvent:
@@ -97,9 +97,11 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 
 
 def profiled(call: Callable[[], Any], device: torch.device) -> Profile:
-    """Run ``call`` once under the profiler. ``call`` has run before."""
+    """Run ``call`` once under the profiler. ``call`` has run before. A torch without CUPTI sees no kernels."""
     cpu, name = device.type == "cpu", "profiled call"
-    activities = [ProfilerActivity.CPU] if cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    activities = {ProfilerActivity.CPU}
+    if not cpu:
+        activities |= supported_activities() & {ProfilerActivity.CUDA}
     synchronize(device)
     with profile(activities=activities, acc_events=True) as profiler:
         with record_function(name):
