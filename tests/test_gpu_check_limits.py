@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,13 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import local_attention, runner, two_ranks
 from benchmarks.gpu.job import SectionJob, section_environment, write_section
 from benchmarks.gpu.processes import run_in_pool
-from benchmarks.gpu.runner import SECTIONS, Section, run_all
+from benchmarks.gpu.runner import SECTIONS, Options, Section, run_all
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
+TINY = Options("cpu", True, "eager")
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
@@ -65,7 +66,7 @@ def result(section, status="done", verdicts=(), out_of_time=()):
     verdicts = {verdict: verdicts.count(verdict) for verdict in verdicts}
     return {
         "section": section, "status": status, "seconds": 0.0, "verdicts": verdicts, "error": None, "left out": [],
-        "out of time": list(out_of_time), "rows": [], "environment": section_environment(),
+        "out of time": list(out_of_time), "rows": [], "environment": section_environment(), "options": asdict(TINY),
     }  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def clock(monkeypatch):
     now, ran = [0.0], []
     monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
 
-    def run(section, output, *, device, tiny, compile_backend, seconds):
+    def run(section, output, options, *, seconds):
         ran.append((section.name, seconds))
         now[0] += clock_used[0] * (seconds + runner._PATIENCE)
         content = result(section.name)
@@ -111,7 +112,7 @@ def test_two_calls_of_9_and_4_minutes_answer_the_first_questions(clock, tmp_path
     now, ran, clock_used = clock
     clock_used[0] = used
     # The rest of the first call goes to sections whose first step fits. In the second call they get what they need.
-    run_all(SECTIONS, tmp_path, device="cpu", tiny=True, seconds=9 * 60, resume=True)
+    run_all(SECTIONS, tmp_path, TINY, seconds=9 * 60, resume=True)
     assert now[0] <= 9 * 60
     assert ran[:5] == [(section.name, section.seconds) for section in SECTIONS if section.round == 1]
     ran.clear()
@@ -119,7 +120,7 @@ def test_two_calls_of_9_and_4_minutes_answer_the_first_questions(clock, tmp_path
         if section.round == 2:
             (tmp_path / f"{section.name}.json").unlink(missing_ok=True)
     start = now[0]
-    run_all(SECTIONS, tmp_path, device="cpu", tiny=True, seconds=4 * 60, resume=True)
+    run_all(SECTIONS, tmp_path, TINY, seconds=4 * 60, resume=True)
     assert now[0] - start <= 4 * 60
     assert ran[:2] == [(section.name, section.seconds) for section in SECTIONS if section.round == 2]
 
@@ -127,14 +128,14 @@ def test_two_calls_of_9_and_4_minutes_answer_the_first_questions(clock, tmp_path
 def test_section_starts_if_its_first_step_fits(clock, tmp_path, capsys):
     _, ran, _ = clock
     sections = (section_of("first", 60, 30), section_of("long", 200, 40), section_of("short", 45, 35))
-    results = run_all(sections, tmp_path, device="cpu", tiny=True, seconds=100)
+    results = run_all(sections, tmp_path, TINY, seconds=100)
     # The first takes 62 s with the patience of the runner, and 2 s are kept for that of the next one.
     assert ran == [("first", 60), ("short", 36)]
     assert results["long"]["status"] == "skipped"
     assert "long: skipped" in (printed := capsys.readouterr().out) and "out of time" in printed
-    assert runner.finished(sections[1], tmp_path) is None
+    assert not runner._is_finished(results["long"])
     ran.clear()
-    run_all(sections[1:2], tmp_path, device="cpu", tiny=True, seconds=100)
+    run_all(sections[1:2], tmp_path, TINY, seconds=100)
     assert ran == [("long", 98)]
 
 
@@ -149,7 +150,7 @@ def test_failed_sections_come_last_in_a_resumed_run(clock, tmp_path):
         late = ["all of it"] if status == "skipped" else []
         (tmp_path / f"{name}.json").write_text(json.dumps(result(name, status, out_of_time=late)))
     sections = tuple(section_of(name) for name in [*states, "new"])
-    run_all(sections, tmp_path, device="cpu", tiny=True, seconds=1000, resume=True)
+    run_all(sections, tmp_path, TINY, seconds=1000, resume=True)
     assert [name for name, _ in ran] == ["left", "new", "broken", "stuck"]
 
 
@@ -166,20 +167,19 @@ def run(job):
 
 @pytest.fixture
 def stepping(tmp_path, monkeypatch):
-    """Return the options of run_all for a section of three steps, of which one does not fit."""
+    """Return a section of three steps, of which one does not fit."""
     (tmp_path / "stepping_section.py").write_text(STEPS)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    return {"device": "cpu", "tiny": False, "seconds": 100}
+    return section_of("steps", 60, 5, module="stepping_section")
 
 
 def test_steps_that_do_not_fit_are_written_as_out_of_time(tmp_path, stepping):
-    section = section_of("steps", 60, 5, module="stepping_section")
-    content = run_all((section,), tmp_path, **stepping)["steps"]
+    content = run_all((stepping,), tmp_path, Options("cpu"), seconds=100)["steps"]
     assert content["status"] == "done"
     assert [row["step"] for row in content["rows"]] == ["quick", "quick again"]
     (late,) = content["out of time"]
     assert late.startswith("slow") and "1000" in late
-    assert runner.finished(section, tmp_path) is None
+    assert not runner._is_finished(content)
     assert runner.exit_code({"steps": content}) == 0
 
 
@@ -188,10 +188,10 @@ def test_rows_are_in_the_file_while_the_section_runs(tmp_path, stepping, monkeyp
     monkeypatch.setenv("HANG", "1")
     code = f"""
 from pathlib import Path
-from benchmarks.gpu.runner import Section, run_all
+from benchmarks.gpu.runner import Options, Section, run_all
 
 section = Section("steps", 60, 5, 1, module="stepping_section")
-run_all((section,), Path({str(tmp_path)!r}), device="cpu", tiny=False, seconds=100)
+run_all((section,), Path({str(tmp_path)!r}), Options("cpu"), seconds=100)
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
     file, content = tmp_path / "steps.json", {"rows": []}
@@ -204,7 +204,7 @@ run_all((section,), Path({str(tmp_path)!r}), device="cpu", tiny=False, seconds=1
     content = json.loads(file.read_text())
     assert [row["step"] for row in content["rows"]] == ["quick", "quick again"]
     assert content["status"] == "began"
-    assert runner.finished(section_of("steps"), tmp_path) is None
+    assert not runner._is_finished(content)
 
 
 @pytest.mark.parametrize(
@@ -216,20 +216,51 @@ run_all((section,), Path({str(tmp_path)!r}), device="cpu", tiny=False, seconds=1
         ({"status": "killed"}, False),
         ({"out of time": ["the last case"]}, False),
         ({"environment": {**section_environment(), "device": "another one"}}, False),
+        ({"options": asdict(replace(TINY, tiny=False))}, False),
     ],
 )
 def test_resumed_run_keeps_finished_sections(clock, tmp_path, change, kept):
     _, ran, _ = clock
     (tmp_path / "local.json").write_text(json.dumps(result("local") | change))
-    results = run_all((section_of("local"),), tmp_path, device="cpu", tiny=True, seconds=100, resume=True)
+    results = run_all((section_of("local"),), tmp_path, TINY, seconds=100, resume=True)
     assert ran == ([] if kept else [("local", 60)])
     assert results["local"]["section"] == "local"
 
 
-def test_half_a_file_or_none_is_not_finished(tmp_path):
-    assert runner.finished(section_of("local"), tmp_path) is None
+def test_half_a_file_or_none_is_no_result(tmp_path):
+    assert runner.earlier_results(section_of("local"), tmp_path, TINY) is None
     (tmp_path / "local.json").write_text('{"section": "lo')
-    assert runner.finished(section_of("local"), tmp_path) is None
+    assert runner.earlier_results(section_of("local"), tmp_path, TINY) is None
+
+
+def test_resumed_run_without_time_keeps_earlier_rows(clock, tmp_path):
+    _, ran, _ = clock
+    earlier = result("flux", "killed") | {"rows": [{"ms": 1.0}], "out of time": ["a step"]}
+    (tmp_path / "flux.json").write_text(json.dumps(earlier))
+    results = run_all((section_of("flux", 60, 50),), tmp_path, TINY, seconds=40, resume=True)
+    assert ran == [] and results["flux"] == earlier == json.loads((tmp_path / "flux.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "0"], "at least 0.7"),
+        (["--minutes", "-3"], "at least 0.7"),
+        (["--minutes", "nan"], "at least 0.7"),
+        (["--minutes", "1", "--sections", "local"], "at least 2.1"),
+        (["--device", "mps"], "cuda:1"),
+        (["--device", "cuda:x"], "cuda:1"),
+        (["--device", "cpu"], "--tiny"),
+        (["--output", __file__], "a folder"),
+        (["--sections", "fluxx"], "invalid choice"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(command, "run_all", lambda *args, **options: pytest.fail("it ran"))
+    with pytest.raises(SystemExit) as exit_of:
+        command.main(arguments)
+    assert exit_of.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_unfinished_parts_are_in_the_file(tmp_path):

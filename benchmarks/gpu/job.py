@@ -122,11 +122,13 @@ def write_section(
     error: str | None,
     *,
     out_of_time: list[str],
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Write the JSON of a section, one row per line. ``file`` is replaced in one step, so it is never half-written."""
     head = {
         "environment": section_environment(),
         "section": section,
+        "options": options,
         "status": status,
         "seconds": round(seconds, 1),
         "verdicts": dict(Counter(row["verdict"] for row in rows if "verdict" in row)),

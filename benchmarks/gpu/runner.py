@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,15 @@ SECTIONS = (
 ALL = sum(section.seconds + _PATIENCE for section in SECTIONS)
 
 
+@dataclass(frozen=True)
+class Options:
+    """The options of a run that its results depend on."""
+
+    device: str = "cuda"
+    tiny: bool = False
+    compile_backend: str = "inductor"
+
+
 @dataclass
 class _RunningPart:
     part: str
@@ -106,27 +115,24 @@ class _RunningPart:
     process: subprocess.Popen[bytes]
 
 
-def run_section(
-    section: Section, output: Path, *, device: str, tiny: bool, compile_backend: str, seconds: float
-) -> dict[str, Any]:
+def run_section(section: Section, output: Path, options: Options, *, seconds: float) -> dict[str, Any]:
     """Run ``section`` for at most ``seconds``, write its JSON row by row, and return the content."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
-        parts = section.parts[:: len(section.parts) - 1 or 1] if tiny else section.parts
-        options = ["--device", device, "--compile-backend", compile_backend, *["--tiny"] * tiny]
-        running = [_start(section, part, Path(name), [*options, "--end", str(began + seconds)]) for part in parts]
+        parts = section.parts[:: len(section.parts) - 1 or 1] if options.tiny else section.parts
+        running = [_start(section, part, Path(name), options, began + seconds) for part in parts]
         try:
             # A part ends itself at its limit, if it can.
             while any(part.process.poll() is None for part in running) and seconds_since(began) < seconds + _PATIENCE:
                 time.sleep(_BETWEEN_COPIES)
-                _write_together(section, running, output, seconds_since(began))
+                _write_together(section, running, output, options, seconds_since(began))
         finally:
             for running_part in running:
                 # Kill the process and the ranks that it started, dead or alive.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(running_part.process.pid, signal.SIGKILL)
                 running_part.process.wait()
-        _write_together(section, running, output, seconds_since(began), limit=seconds)
+        _write_together(section, running, output, options, seconds_since(began), limit=seconds)
     return _read(output, section)
 
 
@@ -139,10 +145,11 @@ def _read(output: Path, section: Section) -> dict[str, Any]:
     return content
 
 
-def _start(section: Section, part: str, folder: Path, options: list[str]) -> _RunningPart:
+def _start(section: Section, part: str, folder: Path, options: Options, end: float) -> _RunningPart:
     file, log = folder / f"{part}.json", folder / f"{part}.log"
     command = [sys.executable, "-m", "benchmarks.gpu.runner", section.name, "--module", section.path]
-    command += ["--part", part, "--file", str(file), *options]
+    command += ["--part", part, "--file", str(file), "--end", str(end), "--device", options.device]
+    command += ["--compile-backend", options.compile_backend, *["--tiny"] * options.tiny]
     with log.open("wb") as printed:
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True)
     return _RunningPart(part, file, log, process)
@@ -152,7 +159,12 @@ _EMPTY: dict[str, Any] = {"status": "began", "rows": [], "left out": [], "out of
 
 
 def _write_together(
-    section: Section, running: list[_RunningPart], output: Path, took: float, limit: float | None = None
+    section: Section,
+    running: list[_RunningPart],
+    output: Path,
+    options: Options,
+    took: float,
+    limit: float | None = None,
 ) -> None:
     """Write the JSON of all parts as one. The section's status is the worst of its parts.
 
@@ -175,19 +187,12 @@ def _write_together(
             errors.append(f"{part.part}: {error}" if part.part else error)
     worst = next(status for status in ("began", "failed", "killed", "skipped", "done") if status in statuses)
     error = "\n".join(errors) or None
-    file = output / f"{section.name}.json"
-    write_section(file, section.name, worst, took, rows, left_out, error, out_of_time=out_of_time)
+    file, of_run = output / f"{section.name}.json", asdict(options)
+    write_section(file, section.name, worst, took, rows, left_out, error, out_of_time=out_of_time, options=of_run)
 
 
 def run_all(
-    sections: tuple[Section, ...],
-    output: Path,
-    *,
-    device: str,
-    tiny: bool,
-    compile_backend: str = "eager",
-    seconds: float,
-    resume: bool = False,
+    sections: tuple[Section, ...], output: Path, options: Options, *, seconds: float, resume: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Run ``sections`` in at most ``seconds``, print a summary of each as it ends, and return their JSON by name.
 
@@ -198,52 +203,52 @@ def run_all(
         resume: whether to keep the results of finished sections in ``output``. Those that failed before come last.
     """
     end = time.monotonic() + seconds
+    before = {section.name: earlier_results(section, output, options) for section in sections} if resume else {}
     results = {}
-    for section in _failed_last(sections, output) if resume else sections:
-        if resume and (kept := finished(section, output)):
-            results[section.name] = kept
-            print(f"{section.name}: {kept['status']} before, kept", flush=True)
-            continue
+    for section in sorted(sections, key=lambda section: _has_failed(before.get(section.name))):
+        earlier = before.get(section.name)
         rest = end - time.monotonic() - _PATIENCE
-        if rest < section.first:
-            why = f"out of time: {max(0.0, rest):.0f} s left, it starts with {section.first:.0f}; --resume runs it"
-            _skip(section, output, why)
-            results[section.name] = _read(output, section)
-        else:
+        if earlier is not None and _is_finished(earlier):
+            results[section.name] = earlier
+            print(f"{section.name}: {earlier['status']} before, kept", flush=True)
+            continue
+        if rest >= section.first:
             limit = min(section.seconds, rest)
-            results[section.name] = run_section(
-                section, output, device=device, tiny=tiny, compile_backend=compile_backend, seconds=limit
-            )
+            results[section.name] = run_section(section, output, options, seconds=limit)
+        elif earlier is not None and earlier["rows"]:
+            results[section.name] = earlier
+            print(f"{section.name}: out of time, kept what there is", flush=True)
+            continue
+        else:
+            results[section.name] = _skip(section, output, options, max(0.0, rest))
         print("\n".join(summary(results[section.name])), flush=True)
     return results
 
 
-def _skip(section: Section, output: Path, why: str) -> None:
-    file = output / f"{section.name}.json"
-    write_section(file, section.name, "skipped", 0.0, [], [], why, out_of_time=["all of it"])
+def _skip(section: Section, output: Path, options: Options, rest: float) -> dict[str, Any]:
+    file, of_run = output / f"{section.name}.json", asdict(options)
+    why = f"out of time: {rest:.0f} s left, it starts with {section.first:.0f}; --resume runs it"
+    write_section(file, section.name, "skipped", 0.0, [], [], why, out_of_time=["all of it"], options=of_run)
+    return _read(output, section)
 
 
-def _failed_last(sections: tuple[Section, ...], output: Path) -> list[Section]:
-    return sorted(sections, key=lambda section: _status(section, output) in ("failed", "killed"))
-
-
-def _status(section: Section, output: Path) -> str | None:
-    try:
-        return str(_read(output, section)["status"])
-    except (OSError, ValueError):
-        return None
-
-
-def finished(section: Section, output: Path) -> dict[str, Any] | None:
-    """Return the results of ``section`` if it ended on this device and with these versions, without lack of time."""
+def earlier_results(section: Section, output: Path, options: Options) -> dict[str, Any] | None:
+    """Return what ``output`` has of ``section``, if it is of this device, these versions and these options."""
     try:
         content = _read(output, section)
     except (OSError, ValueError):
         return None
     now, then = section_environment(), content["environment"]
     same = all(now[name] == then.get(name) for name in ("device", "versions"))
-    ended = content["status"] in ("done", "skipped") and not content.get("out of time")
-    return content if same and ended else None
+    return content if same and content.get("options") == asdict(options) else None
+
+
+def _is_finished(content: dict[str, Any]) -> bool:
+    return content["status"] in ("done", "skipped") and not content["out of time"]
+
+
+def _has_failed(content: dict[str, Any] | None) -> bool:
+    return content is not None and content["status"] in ("failed", "killed")
 
 
 def summary(content: dict[str, Any]) -> list[str]:
@@ -265,7 +270,7 @@ def summary(content: dict[str, Any]) -> list[str]:
 
 
 def exit_code(results: dict[str, dict[str, Any]]) -> int:
-    """Return 1 if a number is wrong, else 3 if a section or a row failed, else 0. Skipped sections count as failed."""
+    """Return 1 if a number is wrong, else 3 if a section or a row failed, else 0. A skipped section is no failure."""
     if any(content["verdicts"].get(WRONG) for content in results.values()):
         return 1
     ended = all(content["status"] in ("done", "skipped") for content in results.values())
