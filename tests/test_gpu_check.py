@@ -217,6 +217,18 @@ def test_call_that_waits_more_often_than_simulated_fails(run_here, monkeypatch):
     assert others[0]["waits at"] == ["model.py:7"]
 
 
+def test_numbers_and_ratios_are_printed():
+    rows = [
+        {"way": "ours", "ms": 0.5, "of SDPA flash's time": 1.02, "tokens": 4608},
+        {"call": "step", "ms": 2.0, "waits": 1, "simulated waits": 0},
+        {"kernel": "merge", "error": 0.0},
+    ]
+    content = {"section": "speed", "status": "done", "seconds": 1.0, "verdicts": {}, "error": None, "rows": rows}
+    first, *lines = runner.summary({**content, "left out": [], "out of time": []})
+    assert first == "speed: done, 1.0 s"
+    assert lines == ["  ours: ms 0.5, of SDPA flash's time 1.02", "  step: ms 2.0, waits 1, simulated waits 0"]
+
+
 def test_profile_tells_copies_from_launches_and_overlap_from_idle_time():
     kernels = [
         Kernel("Memcpy HtoD (Pageable -> Device)", 0.0, 1000.0),
@@ -227,8 +239,8 @@ def test_profile_tells_copies_from_launches_and_overlap_from_idle_time():
     profile = Profile(kernels, waits=1)
     assert (profile.launches, profile.copies) == (3, 1)
     assert profile.busy_ms == 1 + 4
-    assert host._counts(profile, 10.0)["GPU idle"] == 0.5
-    assert host._counts(Profile([], 0), 10.0)["GPU idle"] is None
+    assert host.idle_part(profile, 10.0) == 0.5
+    assert host.idle_part(Profile([], 0), 10.0) is None
 
 
 def test_one_rank_with_the_backend_of_the_device(run_here):

@@ -48,7 +48,11 @@ def measured(job: SectionJob, call: CountedCall, simulated: dict[str, int]) -> d
     times = milliseconds(queued, job.device, repeats=repeats)
     profile = profiled(call.run, job.device)
     row: dict[str, Any] = {name: round(value / per, 4) for name, value in times.items()}
-    row |= _counts(profile, row["ms"] * max(1, call.steps))
+    if call.steps and job.device.type != "cpu":
+        row["GPU idle"] = idle_part(profile, row["ms"] * call.steps)
+    # A profiler that sees no kernel counts none.
+    counts = {"launches": profile.launches, "copies": profile.copies} if profile.kernels else {}
+    row |= {"launches": None, "copies": None, **counts, "waits": profile.waits}
     row |= {f"simulated {name}": count for name, count in simulated.items()}
     if profile.waits > simulated.get("waits", 0):
         row |= {"verdict": FAILED, "waits at": places_of_waits(call.run)}
@@ -57,17 +61,9 @@ def measured(job: SectionJob, call: CountedCall, simulated: dict[str, int]) -> d
     return row
 
 
-def _counts(profile: Profile, ms: float) -> dict[str, Any]:
-    """Return the counts, and the part of the time in which the GPU had nothing to do; None if no kernel was seen."""
-    if not profile.kernels:
-        return {"launches": None, "copies": None, "waits": profile.waits, "GPU idle": None}
-    idle = max(0.0, 1 - profile.busy_ms / max(ms, 1e-6))
-    return {
-        "launches": profile.launches,
-        "copies": profile.copies,
-        "waits": profile.waits,
-        "GPU idle": round(idle, 3),
-    }
+def idle_part(profile: Profile, ms: float) -> float | None:
+    """Return the part of ``ms`` in which the GPU did nothing, because the host was slower; None without a profile."""
+    return round(max(0.0, 1 - profile.busy_ms / max(ms, 1e-6)), 3) if profile.kernels else None
 
 
 def places_of_waits(call: Callable[[], Any]) -> list[str]:

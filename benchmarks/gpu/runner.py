@@ -251,14 +251,23 @@ def _has_failed(content: dict[str, Any] | None) -> bool:
     return content is not None and content["status"] in ("failed", "killed")
 
 
+# The numbers of a row that are printed. Ratios of times begin with "of ".
+_PRINTED = ("ms", "ms per step", "host ms", "host ms per step", "TFLOP/s", "steps skipped", "peak GB", "GPU idle")
+_PRINTED += ("launches", "simulated launches", "waits", "simulated waits")
+
+
 def summary(content: dict[str, Any]) -> list[str]:
-    """Return the lines to print for a section: its status, wrong results, and skipped parts with the reason."""
+    """Return the lines to print for a section: its status, measurements, wrong results, and what was left out."""
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in content["verdicts"].items())
     lines = [
         f"{content['section']}: {content['status']}, {content['seconds']} s" + (f" ({verdicts})" if verdicts else "")
     ]
     if content["error"] is not None:
         lines.append(f"  {content['status']}: {content['error'].strip().splitlines()[-1]}")
+    for row in content["rows"]:
+        numbers = [f"{name} {row[name]}" for name in row if name in _PRINTED or name.startswith("of ")]
+        if numbers and (name := row.get("way", row.get("call"))):
+            lines.append(f"  {name}: {', '.join(numbers)}")
     lines += [f"  left out: {what}" for what in content["left out"]]
     lines += [f"  out of time: {what}" for what in content["out of time"] if content["status"] != "skipped"]
     for verdict in (WRONG, FAILED):
