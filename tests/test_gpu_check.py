@@ -7,13 +7,17 @@ import multiprocessing
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import diffusers
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 import para_core.adapters
 from benchmarks.gpu import (
@@ -215,6 +219,43 @@ def test_call_that_waits_more_often_than_simulated_fails(run_here, monkeypatch):
     assert (first["verdict"], first["simulated waits"]) == ("ok", 2)
     assert {row["verdict"] for row in others} == {"failed"}
     assert others[0]["waits at"] == ["model.py:7"]
+
+
+def test_events_of_a_gpu_are_read_as_kernels_and_waits(monkeypatch):
+    """Replace the profiler, because no GPU is here. The names are those of CUPTI."""
+    annotated = {"profiled call": True, "nccl:all_reduce": True}
+
+    def event(name, device_type, start, end):
+        span = SimpleNamespace(start=start, end=end)
+        annotation = annotated.get(name, False)
+        return SimpleNamespace(name=name, device_type=device_type, time_range=span, is_user_annotation=annotation)
+
+    cpu, cuda = DeviceType.CPU, DeviceType.CUDA
+    events = [
+        event("profiled call", cpu, 0.0, 100.0),
+        event("profiled call", cuda, 10.0, 160.0),
+        event("nccl:all_reduce", cuda, 10.0, 20.0),
+        event("aten::mm", cpu, 1.0, 5.0),
+        event("cudaLaunchKernel", cpu, 2.0, 3.0),
+        event("ampere_bf16_gemm", cuda, 20.0, 60.0),
+        event("Memcpy DtoH (Device -> Pageable)", cuda, 60.0, 70.0),
+        event("cudaStreamSynchronize", cpu, 50.0, 71.0),
+        event("cudaDeviceSynchronize", cpu, 150.0, 151.0),  # The profiler's own, after the call.
+    ]
+    asked = []
+
+    @contextmanager
+    def profile(activities, acc_events):
+        asked.extend(activities)
+        yield SimpleNamespace(events=lambda: events)
+
+    monkeypatch.setattr(timing, "profile", profile)
+    monkeypatch.setattr(timing, "synchronize", lambda device: None)
+    monkeypatch.setattr(timing, "supported_activities", lambda: set(ProfilerActivity.__members__.values()))
+    profiled = timing.profiled(lambda: None, torch.device("cuda"))
+    assert set(asked) == {ProfilerActivity.CPU, ProfilerActivity.CUDA}
+    assert (profiled.launches, profiled.copies, profiled.waits) == (1, 1, 1)
+    assert profiled.busy_ms == 0.05
 
 
 def test_numbers_and_ratios_are_printed():

@@ -114,7 +114,10 @@ def profiled(call: Callable[[], Any], device: torch.device) -> Profile:
         start = event.time_range.start
         if cpu and event.name.startswith("aten::"):
             kernels.append(Kernel(event.name, start, event.self_cpu_time_total))
-        elif event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+        elif event.device_type == DeviceType.CUDA:
+            # Annotations are drawn around kernels.
+            if event.is_user_annotation or event.name == name:
+                continue
             kernels.append(Kernel(event.name, start, event.time_range.end - start))
         elif event.name in _WAITS and span.start <= start <= span.end:
             waits += 1
