@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from benchmarks import one_process, reports
+from benchmarks import one_process, reports, simulated_gpu
 from benchmarks.attention import low_precision
 from benchmarks.cache import forecasts, quality
 from benchmarks.comfyui import classes as comfyui
@@ -184,6 +184,7 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/measured/faults.md": (faults.parts,),
     "docs/measured/peers.md": (peers.parts, beside_diffusers.parts),
     "docs/measured/reports.md": (reports.parts,),
+    "docs/measured/simulated_gpu.md": (simulated_gpu.parts,),
     "zoo/video/README.md": (lossy.parts,),
 }
 

@@ -12,6 +12,7 @@ import torch
 from tests.distributions import build
 from tests.rank_pool import RankPool, fill_uninitialized_memory
 from tests.sampling import spread
+from tests.simulated_gpu.ranks import SimulatedRanks
 
 # Draw the same examples until the code changes (hypothesis takes constants from it), so that a failure in CI is a
 # failure here. The long run draws a few thousand new ones. A failure that it finds becomes a line of FOUND in
@@ -30,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that use the rank pool as ``ranks``, and cases that a sample leaves out as ``long``."""
     samples: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and "rank_pool" in item.fixturenames:
+        if isinstance(item, pytest.Function) and {"rank_pool", "gpu_ranks"} & set(item.fixturenames):
             item.add_marker("ranks")
         if isinstance(item, pytest.Function) and item.get_closest_marker("sample") and not is_long(item):
             samples.setdefault(item.nodeid.partition("[")[0], []).append(item)
@@ -66,6 +67,14 @@ def rank_pool() -> Iterator[RankPool]:
     """Yield rank processes, kept for the whole run: ``rank_pool.run(fn, world_size, ...)``."""
     pool = RankPool()
     yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks() -> Iterator[SimulatedRanks]:
+    """Yield ranks with a simulated GPU each: ``gpu_ranks.run(fn, world_size, ...)``."""
+    pool = RankPool()
+    yield SimulatedRanks(pool)
     pool.close()
 
 

@@ -107,6 +107,8 @@ class OffloadedModules:
             offload_device=torch.device("cpu"),
             offload_type="leaf_level",
             use_stream=device.type == "cuda",
+            # Otherwise the host waits for the device whenever a layer is freed.
+            record_stream=device.type == "cuda",
         )
 
     def remove(self) -> None:

@@ -1,9 +1,7 @@
 """Attention on a GPU without a GPU: each backend runs on meta tensors, and every call checks the preconditions of its
 kernels.
 
-The kernels check few of their preconditions, so the watcher here does. Their sources are cited from PyTorch 2.13:
-`mem_eff/…` with lines is in `torch/include/ATen/native/transformers/cuda/mem_eff_attention/`, the rest in
-`aten/src/ATen/native/`.
+The kernels check few of their preconditions (kernel_rules.py), so the watcher here does.
 """
 
 from __future__ import annotations
@@ -21,161 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from para_core.attention import local
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.local import local_attention_backward, local_attention_with_lse
+from tests.attention.kernel_rules import PRECONDITIONS
 
 B, H = 2, 4
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 aten = torch.ops.aten
 
-# -- The preconditions of each kernel.
-
-
-def _aligned(x: Tensor, name: str) -> None:
-    """Require rows that can be loaded 16 bytes at a time: mem_eff/kernel_forward.h:573-612,
-    kernel_backward.h:1182-1238.
-    """
-    step = 16 // x.element_size()
-    assert x.stride(-1) == 1, f"{name} has last stride {x.stride(-1)}"
-    assert x.storage_offset() % step == 0, f"{name} begins at an unaligned {x.storage_offset()}"
-    for size, stride in list(zip(x.shape, x.stride(), strict=True))[:-1]:
-        assert size == 1 or stride % step == 0, f"{name} has strides {x.stride()}, not multiples of {step}"
-
-
-def _bias_of_efficient(bias: Tensor | None, query: Tensor, key: Tensor) -> None:
-    """Require a valid dtype, shape and last stride of bias: transformers/cuda/attention_backward.cu,
-    _efficient_attention_backward.
-    """
-    if bias is None:
-        return
-    assert bias.dtype == query.dtype, f"bias is {bias.dtype}, query {query.dtype}"
-    assert bias.shape == (*query.shape[:3], key.shape[2]), f"bias is {list(bias.shape)}"
-    _aligned(bias, "bias")
-    # The last load of the last row reads this far, for which preprocess_mask of transformers/attention.cpp pads.
-    last = bias.storage_offset() + sum(s * (n - 1) for n, s in zip(bias.shape[:-1], bias.stride()[:-1], strict=True))
-    end = (last + -(-key.shape[2] // 8) * 8) * bias.element_size()
-    assert end <= bias.untyped_storage().nbytes(), "the last row of bias is loaded past its storage"
-
-
-def check_efficient(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, **__: Any) -> None:
-    for name, x in {"query": query, "key": key, "value": value}.items():
-        _aligned(x, name)
-        assert x.shape[1] == query.shape[1], "no grouped heads: one stride of heads for all of q, k and v"
-    _bias_of_efficient(bias, query, key)
-
-
-def check_efficient_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    *_: Any,
-    **__: Any,
-) -> None:
-    check_efficient(query, key, value, bias)
-    assert grad_out.dtype == out.dtype == query.dtype
-    heads, num_queries, head_dim = out.shape[1:]
-    if out.dtype != F32:  # kKernelComputesDelta of kernel_backward.h:272 says so.
-        # The stride of its rows is not passed: o_strideM() is head_dim_value * num_heads, kernel_backward.h:684.
-        assert num_queries == 1 or out.stride(2) == heads * head_dim, f"out has strides {out.stride()}"
-        assert out.stride(3) == 1
-    # lse is read in tiles of 32 rows (mem_eff/gemm/mma_from_smem.h:1602-1605), with the strides of B and H
-    # (kernel_backward.h:1189-1194).
-    assert lse.dtype == F32 and lse.stride(2) == 1
-    assert lse.shape[2] == -(-num_queries // 32) * 32, f"lse has {lse.shape[2]} rows for {num_queries} queries"
-    assert lse.stride(1) % 8 == 0 and lse.stride(0) % 8 == 0
-
-
-def check_flash(
-    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *_: Any, **__: Any
-) -> None:
-    """Check the conditions of transformers/cuda/flash_attn/flash_api.cpp, mha_fwd, and the causal diagonal of
-    transformers/cuda/sdp_utils.cpp.
-    """
-    for x in (query, key, value):
-        assert x.dtype in (F16, BF16) and x.dtype == query.dtype
-        assert x.stride(-1) == 1
-        assert x.shape[-1] % 8 == 0 and x.shape[-1] == query.shape[-1] <= 256
-        assert query.shape[1] % x.shape[1] == 0
-    assert not is_causal or query.shape[2] == key.shape[2], "its diagonal ends at the last key"
-
-
-def check_flash_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *_: Any,
-    **__: Any,
-) -> None:
-    """Check the conditions of transformers/cuda/flash_attn/flash_api.cpp, mha_bwd."""
-    check_flash(query, key, value, dropout_p, is_causal)
-    assert not 192 < query.shape[-1] <= 224, "not on sm86 to sm89, nor sm120 (transformers/cuda/sdp_utils.cpp)"
-    assert grad_out.dtype == out.dtype == query.dtype and grad_out.shape == out.shape == query.shape
-    assert lse.dtype == F32 and lse.shape == query.shape[:3] and lse.is_contiguous(), "lse is read by its pointer alone"
-    assert cum_seq_q is None and cum_seq_k is None, "defined, they mean sequences of different lengths"
-    assert (max_q, max_k) == (query.shape[2], key.shape[2]) and dropout_p == 0
-
-
-def check_cudnn(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, **__: Any) -> None:
-    """Check the conditions of transformers/cuda/sdp_utils.cpp, can_use_cudnn_attention, and the bias by
-    cudnn/MHA.cpp, build_graph.
-    """
-    for x in (query, key, value):
-        assert x.dtype in (F16, BF16) and x.dtype == query.dtype
-        assert x.stride(-1) == 1 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
-        assert query.shape[1] % x.shape[1] == 0
-    assert key.shape[2] > 1
-    if bias is not None:
-        assert bias.dtype == query.dtype, f"bias is {bias.dtype}: it is read as {query.dtype}"
-        assert bias.ndim == 4 and bias.shape[1] in (1, query.shape[1]) and bias.shape[3] == key.shape[2]
-        _aligned(bias, "bias")
-
-
-def check_cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    seed: Tensor,
-    offset: Tensor,
-    bias: Tensor | None,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    *_: Any,
-    **__: Any,
-) -> None:
-    """Check the conditions of cudnn/MHA.cpp, run_cudnn_SDP_bprop, which finds a cached graph by the strides of q,
-    k, v and bias only.
-    """
-    check_cudnn(query, key, value, bias)
-    assert query.shape[-1] == value.shape[-1] <= 128, "transformers/cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim"
-    for name, x in {"out": out, "grad_out": grad_out}.items():
-        assert x.dtype == query.dtype
-        assert x.stride() == torch.empty_like(query).stride(), f"{name} has strides {x.stride()}, not the forward's"
-    assert lse.dtype == F32 and lse.shape == (*query.shape[:3], 1) and lse.is_contiguous()
-    assert cum_seq_q is None and cum_seq_k is None
-
-
-PRECONDITIONS: dict[Any, Callable[..., None]] = {
-    aten._scaled_dot_product_efficient_attention.default: check_efficient,
-    aten._scaled_dot_product_efficient_attention_backward.default: check_efficient_backward,
-    aten._scaled_dot_product_flash_attention.default: check_flash,
-    aten._scaled_dot_product_flash_attention_backward.default: check_flash_backward,
-    aten._scaled_dot_product_cudnn_attention.default: check_cudnn,
-    aten._scaled_dot_product_cudnn_attention_backward.default: check_cudnn_backward,
-}
 ASK_THE_HOST = {aten._local_scalar_dense, aten.is_nonzero, aten.item, aten.equal, aten.nonzero, aten.masked_select}
 COPIES = {aten.copy_, aten._to_copy, aten.clone, aten.constant_pad_nd, aten.contiguous, aten.cat, aten.index_select}
 ALLOCATIONS = {aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided}
@@ -455,7 +304,7 @@ VIOLATIONS = {
     "bias is .2, 1, 1, 37": lambda: efficient(bias()[:, :1, :1]),
     "past its storage": lambda: efficient(torch.empty(37, dtype=BF16, device="meta").expand(B, H, 37, 37)),
     "no grouped heads": lambda: efficient(key_heads=1),
-    "assert": lambda: flash_backward(36, torch.empty(B, H, 37, device="meta")),
+    "head dim 36": lambda: flash_backward(36, torch.empty(B, H, 37, device="meta")),
     "by its pointer alone": lambda: flash_backward(64, lse_of(37)[..., :37]),
     "grad_out has strides": lambda: cudnn_backward(grad_out=make("BHSD", H, 37, 64, BF16)),
     "float32: it is read as": lambda: aten._scaled_dot_product_cudnn_attention(

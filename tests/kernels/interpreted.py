@@ -16,14 +16,19 @@ from para_core.attention import backend_selection
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
+def interpreted(before_launch: Callable[[str, tuple[Any, ...]], tuple[Any, ...]] | None = None) -> Iterator[None]:
     """Interpret launches of any ``@triton.jit`` function in this context, on tensors of the CPU.
 
     TRITON_INTERPRET=1 does so permanently and for all of Triton, and only if it is set before Triton is imported.
     Functions that were decorated under it cannot be compiled.
+
+    Args:
+        before_launch: a function of the kernel's name and its positional arguments that returns those to launch with.
     """
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if before_launch is not None:
+            args = before_launch(self.fn.__name__, args)
         # Triton's own functions, such as tl.max, see the language as tl.core. Patch them here once, and undo it so that
         # kernels can be compiled afterwards. InterpretedFunction.__call__ patches in each call, which takes seconds,
         # and undoes nothing.

@@ -1,0 +1,191 @@
+"""Scaled dot-product attention as CUDA computes it: the choice of a kernel, and what each kernel asks for.
+
+The choice follows aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of PyTorch 2.13 for an H100, and the padding of
+masks and head dims transformers/attention.cpp. What kernels ask for is in tests/attention/kernel_rules.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from tests.attention.kernel_rules import PRECONDITIONS
+from tests.simulated_gpu import streams
+from tests.simulated_gpu.native import on_cpu, on_device
+from tests.simulated_gpu.operators import aten, refuse_host_tensors, tensors_of
+from tests.simulated_gpu.record import record
+
+FUSED = {
+    SDPBackend.FLASH_ATTENTION: aten._scaled_dot_product_flash_attention,
+    SDPBackend.EFFICIENT_ATTENTION: aten._scaled_dot_product_efficient_attention,
+    SDPBackend.CUDNN_ATTENTION: aten._scaled_dot_product_cudnn_attention,
+}
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention`` by the kernel that CUDA would take."""
+    tensors = [x for x in (query, key, value, attn_mask) if x is not None]
+    refuse_host_tensors("scaled_dot_product_attention", tensors)
+    kernel, mask = choose(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa), attn_mask
+    if mask is not None and mask.dtype not in (torch.bool, query.dtype):
+        # Some kernels raise, and cuDNN may read it as 16-bit: no caller can rely on it.
+        record.fault(f"scaled_dot_product_attention: a mask of {mask.dtype} with a query of {query.dtype}")
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, float("-inf")).to(query.dtype)
+    if kernel == SDPBackend.MATH:
+        options: Any = {"scale": scale, "enable_gqa": enable_gqa}
+        return aten._scaled_dot_product_attention_math(query, key, value, mask, dropout_p, is_causal, **options)[0]
+    dim = query.shape[-1]
+    scale = dim**-0.5 if scale is None else scale
+    if kernel == SDPBackend.FLASH_ATTENTION:
+        padded = [F.pad(x, (0, -dim % 8)) if dim % 8 else x for x in (query, key, value)]
+        return FUSED[kernel](*padded, dropout_p, is_causal, scale=scale)[0][..., :dim]
+    if mask is not None:
+        mask = mask.expand(*query.shape[:3], key.shape[2])
+        if key.shape[2] % 16:
+            mask = F.pad(mask, (0, -key.shape[2] % 16))[..., : key.shape[2]]
+    needs_lse = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return FUSED[kernel](query, key, value, mask, needs_lse, dropout_p, is_causal, scale=scale)[0]
+
+
+def choose(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> SDPBackend:
+    """Return the kernel that SDPA takes: the first of flash, efficient and cuDNN that is switched on and fits."""
+    regular = query.ndim == 4 and query.dtype == key.dtype == value.dtype and 0 not in (*query.shape, *key.shape)
+    if not regular or any(x.stride(-1) != 1 for x in (query, key, value)):
+        return SDPBackend.MATH
+    low, dims = query.dtype in (torch.float16, torch.bfloat16), (query.shape[-1], value.shape[-1])
+    takes_heads = enable_gqa or key.shape[1] == query.shape[1]
+    square = not causal or query.shape[2] == key.shape[2]
+    fits = {
+        SDPBackend.FLASH_ATTENTION: low and mask is None and dims[0] == dims[1] <= 256 and square and takes_heads,
+        SDPBackend.EFFICIENT_ATTENTION: (low or query.dtype == torch.float32)
+        and key.shape[1] == query.shape[1]
+        and all(dim % (8 if low else 4) == 0 for dim in dims),
+        SDPBackend.CUDNN_ATTENTION: low
+        and takes_heads
+        and key.shape[2] > 1
+        and all(dim % 8 == 0 and dim <= 128 for dim in dims),
+    }
+    enabled = {
+        SDPBackend.FLASH_ATTENTION: torch._C._get_flash_sdp_enabled(),
+        SDPBackend.EFFICIENT_ATTENTION: torch._C._get_mem_efficient_sdp_enabled(),
+        SDPBackend.CUDNN_ATTENTION: torch._C._get_cudnn_sdp_enabled(),
+    }
+    return next((kernel for kernel in FUSED if fits[kernel] and enabled[kernel]), SDPBackend.MATH)
+
+
+# -- The fused operators. Arguments come by the names of their schemas.
+
+
+def forward(name: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the outputs of a fused forward operator: out with ``[B, S, H, D]`` in memory, lse, and the rest."""
+    query, key = given["query"], given["key"]
+    with torch.no_grad():
+        scores, _, _, v = _scores(given)
+        lse = scores.logsumexp(-1)
+        # A row without keys is zero.
+        out = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0) @ v
+    out = out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+    seed, offset = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    if name == "efficient":
+        # lse has a multiple of 32 rows, of which the last ones are whatever was in memory.
+        lse = F.pad(lse, (0, -query.shape[2] % 32), value=float("nan"))
+        return out, lse if given["compute_log_sumexp"] else lse[..., :0], seed, offset
+    if name == "cudnn":
+        lse = lse.unsqueeze(-1).contiguous()
+        if query.shape == out.shape:
+            out = torch.empty_like(on_cpu(query)).copy_(out)  # It has the strides of query.
+    return out, lse, None, None, query.shape[2], key.shape[2], seed, offset, torch.empty(0)
+
+
+def backward(name: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the gradients of query, key, value and the mask, from the given out and lse as the kernels do."""
+    grad, out, lse = (on_cpu(given[part]).float() for part in (_GRAD[name], "out", "logsumexp"))
+    lse = lse.view(*lse.shape[:2], -1)[..., : out.shape[2]]  # cuDNN has a last dim of 1, efficient has more rows.
+    scores, q, k, v = _scores(given)
+    scale = q.shape[-1] ** -0.5 if given.get("scale") is None else given["scale"]
+    weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+    slope = weights * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
+    of_keys = [slope.transpose(-1, -2) @ q * scale, weights.transpose(-1, -2) @ grad]
+    of_keys = [x.unflatten(1, (given["key"].shape[1], -1)).sum(2) for x in of_keys]
+    dtype = given["query"].dtype
+    grads = [x.to(dtype) for x in (slope @ k * scale, *of_keys)]
+    if name == "efficient":
+        wanted = given["grad_input_mask"][3] and given["attn_bias"] is not None
+        grads.append(slope.to(dtype) if wanted else None)
+    return tuple(grads)
+
+
+_GRAD = {"flash": "grad_out", "efficient": "grad_out_", "cudnn": "grad_out"}
+
+
+def _scores(given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return scores, queries, keys and values in float32 on the CPU, each key head once per query head."""
+    q, k, v = (on_cpu(given[part]).float() for part in ("query", "key", "value"))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if given.get("scale") is None else given["scale"]
+    scores = q @ k.transpose(-1, -2) * scale
+    if given["is_causal"]:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    bias = given.get("attn_bias")
+    return (scores if bias is None else scores + on_cpu(bias).float()), q, k, v
+
+
+def _operator(name: str, suffix: str, operator: Any) -> Callable[..., Any]:
+    """Return what runs ``operator`` after the checks of its preconditions."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arguments = operator._schema.arguments
+        given = {x.name: x.default_value for x in arguments} | dict(
+            zip((x.name for x in arguments), args, strict=False)
+        )
+        given |= kwargs
+        refuse_host_tensors(operator, list(tensors_of(given)))
+        try:
+            PRECONDITIONS[operator](*args, **kwargs)
+        except AssertionError as error:
+            record.fault(f"{operator}: {error}")
+        with streams.reads_and_writes(operator, args, kwargs) as access:
+            index = given["query"].device.index
+            outputs = backward(name, given) if suffix else forward(name, given)
+            access.made = tuple(on_device(x, index) if isinstance(x, Tensor) else x for x in outputs)
+        record.count("launches", name + suffix)
+        record.counts[f"kernel: {name}{suffix}"] += 1
+        return access.made
+
+    return run
+
+
+def rules() -> dict[str, Callable[..., Any]]:
+    """Return what computes each fused operator, by its name in the namespace ``aten``."""
+    names = {
+        f"_scaled_dot_product_{name}_attention{suffix}": (name, suffix)
+        for name in _GRAD
+        for suffix in ("", "_backward")
+    }
+    return {full: _operator(*parts, getattr(aten, full).default) for full, parts in names.items()}

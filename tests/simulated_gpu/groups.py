@@ -1,0 +1,85 @@
+"""Process groups in the place of NCCL's: gloo for both devices, which says "nccl" for cuda."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+# The backend of a group that stands for "cpu:gloo,cuda:nccl", and for "nccl" alone. "gloo" stays gloo.
+BACKEND = "cpu:gloo,cuda:gloo"
+# By name of group, whether it has a backend for the CPU.
+_nccl_groups: dict[str, bool] = {}
+_own: dict[str, Any] = {}
+
+
+class _Nccl:
+    """A backend that says that it is NCCL."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def name(self) -> str:
+        return "nccl"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_backend"], name)
+
+
+def is_nccl(group: dist.ProcessGroup) -> bool:
+    return group.group_name in _nccl_groups
+
+
+def takes_host_tensors(group: dist.ProcessGroup) -> bool:
+    return _nccl_groups.get(group.group_name, True)
+
+
+def use_nccl(group: dist.ProcessGroup, *, alone: bool = False) -> None:
+    """Let an existing default group stand for NCCL, and the groups that are made from it.
+
+    Args:
+        alone: whether there is no gloo beside it, as after ``init_process_group("nccl")``.
+    """
+    _nccl_groups[group.group_name] = not alone
+    c10d._world.pg_map[group] = (BACKEND, c10d._world.pg_map[group][1])
+
+
+def _get_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    backend = _own["_get_backend"](group, torch.device(device))
+    return _Nccl(backend) if is_nccl(group) and torch.device(device).type == "cuda" else backend
+
+
+def _device_types(group: dist.ProcessGroup) -> list[torch.device]:
+    devices: list[torch.device] = _own["_device_types"].__get__(group)
+    return devices if takes_host_tensors(group) else [x for x in devices if x.type == "cuda"]
+
+
+@functools.wraps(c10d._new_process_group_helper)
+def _new_group(size: int, rank: int, ranks: list[int], backend: Any, *args: Any, **options: Any) -> Any:
+    """Create a group as torch does, with gloo in the place of NCCL."""
+    asked = str(backend)
+    has_cpu = "nccl" not in asked or "gloo" in asked
+    if asked == BACKEND and dist.is_initialized():
+        has_cpu = takes_host_tensors(c10d._get_default_group())
+    stands_for_nccl = "nccl" in asked or asked in (BACKEND, "undefined")
+    if stands_for_nccl:
+        options |= {"backend_options": None, "device_id": None}
+    group, store = _own["helper"](size, rank, ranks, BACKEND if stands_for_nccl else backend, *args, **options)
+    if stands_for_nccl and isinstance(group, dist.ProcessGroup):
+        _nccl_groups[group.group_name] = has_cpu
+    return group, store
+
+
+def replace_groups() -> None:
+    """Replace what makes process groups and names their backends, in this process."""
+    _own.update(
+        _get_backend=dist.ProcessGroup._get_backend,
+        _device_types=dist.ProcessGroup._device_types,
+        helper=c10d._new_process_group_helper,
+    )
+    dist.ProcessGroup._get_backend = _get_backend
+    dist.ProcessGroup._device_types = property(_device_types)
+    c10d._new_process_group_helper = _new_group

@@ -1,0 +1,126 @@
+"""The record of the simulated device: counts by line, faults, and the log of collectives."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[2]) + "/"
+
+
+class DeviceFault(RuntimeError):
+    """Something that a GPU or NCCL refuses, or would compute wrongly in silence."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective that was launched. ``number`` counts the launches of this process."""
+
+    number: int
+    group: str
+    ranks: tuple[int, ...]
+    kind: str
+    dtype: str
+    # For all_to_all the elements per rank, sent and received; for send and recv the peer's index in ``ranks``.
+    sizes: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    peer: int | None = None
+    line: str = ""
+
+
+@dataclass(frozen=True)
+class Waited:
+    """The compute stream waits for a collective from here on."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class HostWaits:
+    """The host waits here until the device has nothing left to do."""
+
+
+Event = Launch | Waited | HostWaits
+
+
+@dataclass
+class Record:
+    """Everything that is counted.
+
+    Kinds of ``counts``: ``launches`` (operators that are no views, and Triton kernels), ``waits`` of the host,
+    ``copies to the device``, ``copies to the host``, ``collectives``, ``collectives of the host``, and
+    ``kernel: NAME`` for fused attention and Triton.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    faults: Counter[str] = field(default_factory=Counter)
+    log: list[Event] = field(default_factory=list)
+    raises: bool = True
+    # Whether launches are kept by line, which takes longer.
+    names_launches: bool = False
+
+    def count(self, kind: str, detail: str = "", number: int = 1) -> None:
+        self.counts[kind] += number
+        if kind != "launches" or self.names_launches:
+            self.lines[kind][f"{line()} {detail}".strip()] += number
+
+    def start_again(self) -> None:
+        """Forget everything, for the next job of this process."""
+        self.counts.clear(), self.lines.clear(), self.faults.clear(), self.log.clear()
+        self.raises, self.names_launches = True, False
+
+    def fault(self, text: str, *, at: str = "") -> None:
+        """Keep a fault, and raise it if it is this call that is wrong.
+
+        Args:
+            at: the line that is wrong, if it ran before. The fault is then only kept.
+        """
+        text = f"{text} @ {at or line()}"
+        self.faults[text] += 1
+        if self.raises and not at:
+            raise DeviceFault(text)
+
+
+record = Record()
+
+
+@dataclass
+class Measured:
+    """Counts of a block of code, filled when the block ends."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    lines: dict[str, Counter[str]] = field(default_factory=dict)
+
+
+@contextmanager
+def measured() -> Iterator[Measured]:
+    """Yield the counts of the block, which are empty until it ends."""
+    counts = record.counts.copy()
+    lines = {kind: by_line.copy() for kind, by_line in record.lines.items()}
+    result = Measured()
+    yield result
+    result.counts = record.counts - counts
+    result.lines = {kind: by_line - lines.get(kind, Counter()) for kind, by_line in record.lines.items()}
+
+
+def line() -> str:
+    """Return the innermost line on the stack that is neither torch's nor the simulation's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(HERE) and "/torch/" not in file and not file.endswith("contextlib.py"):
+            return f"{_short(file)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "?"
+
+
+def _short(file: str) -> str:
+    if file.startswith(ROOT) and "site-packages" not in file:
+        return file.removeprefix(ROOT)
+    return file.rpartition("site-packages/")[2]

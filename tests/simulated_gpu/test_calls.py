@@ -1,0 +1,154 @@
+"""Attention, transformers and pipelines on simulated GPUs: right numbers, no fault, and counts within their budgets.
+
+``gpu_ranks`` itself fails a test at any fault. Budgets are the counts of benchmarks/results/simulated_gpu.json.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.harness import read_results
+from para_core import UnifiedAttnMode
+from para_core.adapters import parallelize_pipe
+from para_core.distributed.consistency import fingerprints
+from tests.simulated_gpu.calls import KINDS, attend, call_transformer, generate, mesh_of
+from tests.simulated_gpu.cases import ATTENTION, PIPELINES
+from tests.tiny import flux_pipe, relative_error
+from zoo.tiny.pipelines import PIPELINES as TINY_PIPELINES
+from zoo.tiny.transformers.registry import MODELS
+
+BUDGETS = read_results("simulated_gpu")
+# One model for each structure of attention: joint and single streams, cross-attention with replicated keys, text after
+# the image, one sequence, masks, several streams of sound and image, frames apart, convolutions between blocks.
+STRUCTURES = (
+    "flux",
+    "wan, image context",
+    "hunyuan",
+    "mochi",
+    "cogvideox, rotary",
+    "qwen-image, masked",
+    "sd3",
+    "ltx2, masked, split rope",
+    "z-image",
+    "pixart",
+    "hunyuandit",
+    "latte",
+    "sana",
+    "stable audio",
+)
+APPROXIMATE = {"8-bit exchange": 1e-2, "ring 2, 8 bits": 2e-2, "cache, hits": 1.0, "PipeFusion": 0.1}
+
+
+def within(added: dict[str, float], budget: dict[str, float]) -> bool:
+    return all(added[kind] <= budget[kind] for kind in KINDS)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(gpu_ranks, name):
+    ranks, case = ATTENTION[name]
+    for call in gpu_ranks.run(attend, ranks, case, nccl_alone=True):
+        # The reference has the same dtype, and rounds in other places.
+        assert call.error < APPROXIMATE.get(name, 1e-2 if case.dtype == torch.bfloat16 else 1e-5)
+        assert call.added["waits"] == call.added["copies to the device"] == 0, call.lines
+        assert within(call.added, BUDGETS["attention"][name]), call
+
+
+def check_transformer(gpu_ranks, name, mesh, dtype=torch.float32):
+    for call in gpu_ranks.run(call_transformer, 2, name, *mesh, dtype):
+        # A model of random weights in bfloat16 multiplies its own rounding errors.
+        assert call.error < (1e-4 if dtype == torch.float32 else 0.1)
+        # The comparison of the arguments' digests between the ranks is the one wait: a pipeline makes it once per call.
+        assert call.added["waits"] <= 1 and call.added["copies to the device"] == 0, call.lines
+
+
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=["Ulysses", "ring"])
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structure_of_attention(gpu_ranks, name, mesh):
+    check_transformer(gpu_ranks, name, mesh)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=["Ulysses", "ring"])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformer(gpu_ranks, name, mesh, dtype):
+    check_transformer(gpu_ranks, name, mesh, dtype)
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_feature_of_a_pipeline(gpu_ranks, name):
+    ranks, pipeline, options = PIPELINES[name]
+    bound = APPROXIMATE.get(name, 0.1 if options.get("dtype") == torch.bfloat16 else 1e-4)
+    for call in gpu_ranks.run(generate, ranks, pipeline, **options):
+        assert call.whole.error < bound
+        assert within(call.whole.added, BUDGETS["generations"][name]), call.whole
+        assert within(call.step.added, BUDGETS["steps"][name]), call.step
+
+
+def test_a_step_adds_no_wait_and_no_copy_and_a_cached_one_adds_one_wait():
+    exact = ("Ulysses", "ring, bfloat16", "ring × Ulysses", "CFG", "VAE rows", "fsdp", "tensor", "stages")
+    for name in (*exact, "8-bit exchange", "quantized", "offload of text encoders", "offload of the VAE"):
+        step = BUDGETS["steps"][name]
+        assert step["waits"] <= 0 and step["copies to the device"] <= 0, name
+    for name in ("cache, hits", "cache, no hits"):
+        step = BUDGETS["steps"][name]
+        assert step["waits"] <= 1 and step["copies to the device"] <= 1, name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TINY_PIPELINES)
+def test_pipeline(gpu_ranks, name):
+    for call in gpu_ranks.run(generate, 2, name):
+        assert call.whole.error < 1e-4
+
+
+# -- Parts of which only a GPU shows that they are wrong.
+
+
+def gather_dtypes() -> list[torch.Tensor]:
+    x = torch.arange(7, device="cuda")
+    with UnifiedAttnMode(mesh_of(ring=1, ulysses=2)) as cp:
+        parts = [cp.shard(x.to(dtype), dim=0) for dtype in DTYPES]
+        return [cp.gather(part, dim=0).double() for part in parts]
+
+
+DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+DTYPES += (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
+
+
+def test_each_dtype_is_gathered(gpu_ranks):
+    for gathered in gpu_ranks.run(gather_dtypes, 2, nccl_alone=True):
+        for dtype, x in zip(DTYPES, gathered, strict=True):
+            assert torch.equal(x, torch.arange(7).to(dtype).double()), dtype
+
+
+def change_offloaded_weights() -> list[torch.Tensor]:
+    pipe = flux_pipe(shared_parts=False)
+    pipe.to("cuda").set_progress_bar_config(disable=True)
+    call = {"prompt": "a red circle", "height": 64, "width": 64, "output_type": "pt", "num_inference_steps": 1}
+    parallelize_pipe(pipe, mesh=mesh_of(ring=1, ulysses=2), offload="blocks")
+    images = []
+    with torch.no_grad():
+        for _ in range(2):
+            images.append(pipe(**call, generator=torch.Generator().manual_seed(7)).images)
+            # The weights are in pinned host memory, from which nothing may be on its way any more.
+            for parameter in pipe.transformer.transformer_blocks.parameters():
+                parameter.mul_(0.5)
+    return images
+
+
+def test_offloaded_weights_may_change_right_after_a_call(gpu_ranks):
+    for first, second in gpu_ranks.run(change_offloaded_weights, 2):
+        assert relative_error(second, first) > 1e-3
+
+
+def compare_fingerprints() -> tuple[list[str], list[str]]:
+    torch.manual_seed(0)
+    tensors = [torch.randn(5, 3), torch.arange(9), torch.randn(2, 2).bfloat16()]
+    return fingerprints(tensors), fingerprints([x.to("cuda") for x in tensors])
+
+
+def test_fingerprints_are_read_after_they_arrived(gpu_ranks):
+    on_host, on_gpu = gpu_ranks.run(compare_fingerprints, 1)[0]
+    assert on_host == on_gpu
