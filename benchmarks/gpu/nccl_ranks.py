@@ -16,7 +16,7 @@ NEEDS = {part: 30.0 for part in PARTS if part != "exact"}
 
 def run(job: SectionJob) -> None:
     on_cpu = job.device.type == "cpu"
-    ranks = 1 if on_cpu else min(torch.cuda.device_count(), MOST)
+    ranks = 1 if on_cpu else min(torch.cuda.device_count(), 2 if job.tiny else MOST)
     for part in ("bound device", "pipefusion") if job.tiny else NEEDS:
         if job.has_time(part, NEEDS[part]):
             add_part(
