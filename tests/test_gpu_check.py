@@ -43,7 +43,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-TINY = Options("cpu", True, "eager")
+ON_CPU = Options("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -372,10 +372,10 @@ def test_failing_section_stops_no_other(tmp_path, monkeypatch, capsys):
         "hangs": "job.add(pid=subprocess.Popen(['sleep', '600']).pid); time.sleep(600)",
     }
     sections = [section_that_does(tmp_path, monkeypatch, name, body) for name, body in bodies.items()]
-    results = run_all(tuple(sections[:2]), tmp_path / "out", TINY, seconds=200)
+    results = run_all(tuple(sections[:2]), tmp_path / "out", ON_CPU, seconds=200)
     # A process takes longer to start on a busy machine.
     hangs = replace(sections[2], seconds=3 + 2 * max(report["seconds"] for report in results.values()))
-    results |= run_all((hangs,), tmp_path / "out", TINY, seconds=200)
+    results |= run_all((hangs,), tmp_path / "out", ON_CPU, seconds=200)
     assert {name: report["status"] for name, report in results.items()} == {
         "raises": "failed", "dies": "failed", "hangs": "killed",
     }  # fmt: skip

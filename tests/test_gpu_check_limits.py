@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-TINY = Options("cpu", True, "eager")
+REAL = Options("cpu")
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.name)
@@ -66,7 +66,7 @@ def result(section, status="done", verdicts=(), out_of_time=()):
     verdicts = {verdict: verdicts.count(verdict) for verdict in verdicts}
     return {
         "section": section, "status": status, "seconds": 0.0, "verdicts": verdicts, "error": None, "left out": [],
-        "out of time": list(out_of_time), "rows": [], "environment": section_environment(), "options": asdict(TINY),
+        "out of time": list(out_of_time), "rows": [], "environment": section_environment(), "options": asdict(REAL),
     }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def test_two_calls_of_9_and_4_minutes_answer_the_first_questions(clock, tmp_path
     now, ran, clock_used = clock
     clock_used[0] = used
     # The rest of the first call goes to sections whose first step fits. In the second call they get what they need.
-    run_all(SECTIONS, tmp_path, TINY, seconds=9 * 60, resume=True)
+    run_all(SECTIONS, tmp_path, REAL, seconds=9 * 60, resume=True)
     assert now[0] <= 9 * 60
     assert ran[:5] == [(section.name, section.seconds) for section in SECTIONS if section.round == 1]
     ran.clear()
@@ -120,7 +120,7 @@ def test_two_calls_of_9_and_4_minutes_answer_the_first_questions(clock, tmp_path
         if section.round == 2:
             (tmp_path / f"{section.name}.json").unlink(missing_ok=True)
     start = now[0]
-    run_all(SECTIONS, tmp_path, TINY, seconds=4 * 60, resume=True)
+    run_all(SECTIONS, tmp_path, REAL, seconds=4 * 60, resume=True)
     assert now[0] - start <= 4 * 60
     assert ran[:2] == [(section.name, section.seconds) for section in SECTIONS if section.round == 2]
 
@@ -128,14 +128,14 @@ def test_two_calls_of_9_and_4_minutes_answer_the_first_questions(clock, tmp_path
 def test_section_starts_if_its_first_step_fits(clock, tmp_path, capsys):
     _, ran, _ = clock
     sections = (section_of("first", 60, 30), section_of("long", 200, 40), section_of("short", 45, 35))
-    results = run_all(sections, tmp_path, TINY, seconds=100)
+    results = run_all(sections, tmp_path, REAL, seconds=100)
     # The first takes 62 s with the patience of the runner, and 2 s are kept for that of the next one.
     assert ran == [("first", 60), ("short", 36)]
     assert results["long"]["status"] == "skipped"
     assert "long: skipped" in (printed := capsys.readouterr().out) and "out of time" in printed
     assert not runner._is_finished(results["long"])
     ran.clear()
-    run_all(sections[1:2], tmp_path, TINY, seconds=100)
+    run_all(sections[1:2], tmp_path, REAL, seconds=100)
     assert ran == [("long", 98)]
 
 
@@ -150,7 +150,7 @@ def test_failed_sections_come_last_in_a_resumed_run(clock, tmp_path):
         late = ["all of it"] if status == "skipped" else []
         (tmp_path / f"{name}.json").write_text(json.dumps(result(name, status, out_of_time=late)))
     sections = tuple(section_of(name) for name in [*states, "new"])
-    run_all(sections, tmp_path, TINY, seconds=1000, resume=True)
+    run_all(sections, tmp_path, REAL, seconds=1000, resume=True)
     assert [name for name, _ in ran] == ["left", "new", "broken", "stuck"]
 
 
@@ -216,28 +216,28 @@ run_all((section,), Path({str(tmp_path)!r}), Options("cpu"), seconds=100)
         ({"status": "killed"}, False),
         ({"out of time": ["the last case"]}, False),
         ({"environment": {**section_environment(), "device": "another one"}}, False),
-        ({"options": asdict(replace(TINY, tiny=False))}, False),
+        ({"options": asdict(replace(REAL, tiny=True))}, False),
     ],
 )
 def test_resumed_run_keeps_finished_sections(clock, tmp_path, change, kept):
     _, ran, _ = clock
     (tmp_path / "local.json").write_text(json.dumps(result("local") | change))
-    results = run_all((section_of("local"),), tmp_path, TINY, seconds=100, resume=True)
+    results = run_all((section_of("local"),), tmp_path, REAL, seconds=100, resume=True)
     assert ran == ([] if kept else [("local", 60)])
     assert results["local"]["section"] == "local"
 
 
 def test_half_a_file_or_none_is_no_result(tmp_path):
-    assert runner.earlier_results(section_of("local"), tmp_path, TINY) is None
+    assert runner.earlier_results(section_of("local"), tmp_path, REAL) is None
     (tmp_path / "local.json").write_text('{"section": "lo')
-    assert runner.earlier_results(section_of("local"), tmp_path, TINY) is None
+    assert runner.earlier_results(section_of("local"), tmp_path, REAL) is None
 
 
 def test_resumed_run_without_time_keeps_earlier_rows(clock, tmp_path):
     _, ran, _ = clock
     earlier = result("flux", "killed") | {"rows": [{"ms": 1.0}], "out of time": ["a step"]}
     (tmp_path / "flux.json").write_text(json.dumps(earlier))
-    results = run_all((section_of("flux", 60, 50),), tmp_path, TINY, seconds=40, resume=True)
+    results = run_all((section_of("flux", 60, 50),), tmp_path, REAL, seconds=40, resume=True)
     assert ran == [] and results["flux"] == earlier == json.loads((tmp_path / "flux.json").read_text())
 
 
@@ -318,3 +318,9 @@ def test_slow_compilation_is_named_and_stops_no_other(tmp_path):
     assert missing.keys() == {"raises", "hangs"}
     assert missing["raises"] == "ValueError: no kernel" and f"{limit:.0f} s" in missing["hangs"]
     assert job.rows[1]["compiled"] == 1
+
+
+def test_tiny_sections_may_take_longer_on_a_busy_machine(clock, tmp_path):
+    _, ran, _ = clock
+    run_all((section_of("vae", 60),), tmp_path, replace(REAL, tiny=True), seconds=1000)
+    assert ran == [("vae", 240)]

@@ -100,5 +100,7 @@ def test_section_runs_to_its_end(check, section):
     content = results[section]
     assert (content["status"], content["out of time"]) == ("done", []), content["error"]
     assert content["verdicts"].keys() <= {"ok", "refused", "failed"}
-    assert [row.get("step", row) for row in content["rows"] if row.get("verdict") == "failed"] == UNSEEN.get(section, [])
+    assert [row.get("step", row) for row in content["rows"] if row.get("verdict") == "failed"] == UNSEEN.get(
+        section, []
+    )
     assert found == []

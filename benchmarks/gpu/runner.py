@@ -27,6 +27,8 @@ from benchmarks.gpu.job import FAILED, WRONG, SectionJob, SectionSkipped, sectio
 _LAST_WORDS = 4000
 # After its limit a process has this time to print its stacks.
 _PATIENCE = 2.0  # seconds
+# Tiny sizes run where there is no GPU, on a machine that may be busy, and their times say nothing.
+_PATIENCE_IF_TINY = 4
 # The rows of running processes are copied into the section's file in this interval.
 _BETWEEN_COPIES = 0.3  # seconds
 # A section's limit has these parts in addition to the NEEDS of its module: the start (Python, the import of torch,
@@ -213,7 +215,7 @@ def run_all(
             print(f"{section.name}: {earlier['status']} before, kept", flush=True)
             continue
         if rest >= section.first:
-            limit = min(section.seconds, rest)
+            limit = min(section.seconds * (_PATIENCE_IF_TINY if options.tiny else 1), rest)
             results[section.name] = run_section(section, output, options, seconds=limit)
         elif earlier is not None and earlier["rows"]:
             results[section.name] = earlier
