@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-from para_core import UnifiedAttnMode
+from para_core import BlockSparseAttnMode, SparseKVAttnMode, UnifiedAttnMode
 from para_core.adapters import (
     apply_cache_on_pipe,
     parallelize_pipe,
@@ -27,6 +27,7 @@ from para_core.adapters import (
 from tests.simulated_gpu.ranks import on_gpu
 from tests.tiny import flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
 # Budgets limit these. Each is counted per rank.
@@ -94,7 +95,7 @@ class Attention:
     dim: int = 64
     dtype: torch.dtype = torch.bfloat16
     grad: bool = False
-    joint: bool = False
+    mode: str = "unified"
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -107,7 +108,7 @@ def attend(case: Attention) -> Call:
     options: dict[str, Any] = {"is_causal": case.mask == "causal", "enable_gqa": case.key_heads != case.heads}
     same_dtype = mask.to(case.dtype) if mask is not None and mask.is_floating_point() else mask
     local = _counted(lambda: F.scaled_dot_product_attention(*qkv, same_dtype, **options))
-    with UnifiedAttnMode(mesh_of(ring=case.ring, ulysses=case.ulysses), **dict(case.options)) as cp:
+    with _mode(case) as cp:
         with torch.no_grad():
             parts = [cp.shard(x, dim=2) for x in qkv]
         for x in parts:
@@ -129,6 +130,17 @@ def attend(case: Attention) -> Call:
     return Call(error, {kind: counted.counts[kind] for kind in KINDS}, lines)
 
 
+def _mode(case: Attention) -> UnifiedAttnMode:
+    mesh, options = mesh_of(ring=case.ring, ulysses=case.ulysses), dict(case.options)
+    if case.mode == "block-sparse":
+        blocks = -(-case.tokens // 16)
+        # All blocks are seen, so the result is exact.
+        return BlockSparseAttnMode(mesh, torch.ones(blocks, blocks, dtype=torch.bool), block_size=16, **options)
+    if case.mode == "half of the keys":
+        return SparseKVAttnMode(mesh, share=0.5, **options)
+    return UnifiedAttnMode(mesh, **options)
+
+
 def _mask(case: Attention) -> Tensor | None:
     if case.mask == "keys":
         return (torch.arange(case.tokens) < case.tokens - 7)[None, None, None].expand(2, 1, 1, -1)
@@ -136,6 +148,9 @@ def _mask(case: Attention) -> Tensor | None:
         return torch.rand(2, 1, case.tokens, case.tokens) > 0.3
     if case.mask == "float":
         return torch.randn(2, 1, case.tokens, case.tokens).to(case.dtype)
+    if case.mask == "finite":
+        hidden = torch.rand(2, 1, case.tokens, case.tokens) > 0.7
+        return torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(case.dtype).min).to(case.dtype)
     if case.mask == "float32":
         return torch.randn(2, 1, case.tokens, case.tokens)
     return None
@@ -167,12 +182,13 @@ def call_transformer(name: str, ring: int, ulysses: int, dtype: torch.dtype = to
 
 # -- Pipelines.
 
-STEPS = 2
+# The steps of a generation, and those that a longer one has in addition.
+STEPS = MORE_STEPS = 2
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation of ``STEPS`` steps, and one step as the difference of two generations of different lengths."""
+    """A generation, and one step as the difference of two generations of different lengths."""
 
     whole: Call
     step: Call
@@ -182,7 +198,8 @@ def _tiny(name: str) -> tuple[Any, dict[str, Any]]:
     if name == "flux":
         call = {"prompt": "a red circle", "height": 48, "width": 32, "output_type": "pt"}
         return flux_pipe(shared_parts=False), call
-    return PIPELINES[name].build(), PIPELINES[name].call(num_inference_steps=STEPS)
+    pipeline = UNET_PIPELINES[name] if name in UNET_PIPELINES else PIPELINES[name]
+    return pipeline.build(), pipeline.call(num_inference_steps=STEPS)
 
 
 def _on_gpu(name: str, dtype: torch.dtype, quantize: bool) -> tuple[Any, dict[str, Any]]:
@@ -209,19 +226,19 @@ class _Generations:
     long: _Counted
 
 
-def _generations(pipe: Any, call: dict[str, Any]) -> _Generations:
+def _generations(pipe: Any, call: dict[str, Any], steps: int) -> _Generations:
     latents = {**call, "output_type": "latent"}
     return _Generations(
-        _counted(lambda: _generate(pipe, call, STEPS)),
-        _counted(lambda: _generate(pipe, latents, STEPS)),
-        _counted(lambda: _generate(pipe, latents, 2 * STEPS)),
+        _counted(lambda: _generate(pipe, call, steps)),
+        _counted(lambda: _generate(pipe, latents, steps)),
+        _counted(lambda: _generate(pipe, latents, steps + MORE_STEPS)),
     )
 
 
 @cache
-def _generated_alone(name: str, dtype: torch.dtype, quantize: bool) -> _Generations:
+def _generated_alone(name: str, dtype: torch.dtype, quantize: bool, steps: int) -> _Generations:
     """Return the generations of the unmodified pipeline. A rank runs several cases, so they are kept."""
-    return _generations(*_on_gpu(name, dtype, quantize))
+    return _generations(*_on_gpu(name, dtype, quantize), steps)
 
 
 def generate(
@@ -230,6 +247,7 @@ def generate(
     threshold: float | None = None,
     dtype: torch.dtype = torch.float32,
     quantize: bool = False,
+    steps: int = STEPS,
     **options: Any,
 ) -> Generation:
     """Generate with a tiny pipeline, alone and with ``options`` of ``parallelize_pipe``.
@@ -237,10 +255,11 @@ def generate(
     Args:
         threshold: that of First Block Cache, which the pipeline alone does not get.
         quantize: whether the transformer has torchao's int8 weights, each way.
+        steps: of the generation.
     """
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        alone = _generated_alone(name, dtype, quantize)
+        alone = _generated_alone(name, dtype, quantize, steps)
         pipe, call = _on_gpu(name, dtype, quantize)
         if mesh is not None:
             options["mesh"] = mesh_of(**mesh)
@@ -248,9 +267,9 @@ def generate(
         if threshold is not None:
             apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
         _generate(pipe, call, 1)
-        parallel = _generations(pipe, call)
+        parallel = _generations(pipe, call, steps)
         unparallelize_pipe(pipe)
     long = _compared(parallel.long, alone.long)
     short = _compared(parallel.short, alone.short)
-    step = {kind: (long.added[kind] - short.added[kind]) / STEPS for kind in KINDS}
+    step = {kind: (long.added[kind] - short.added[kind]) / MORE_STEPS for kind in KINDS}
     return Generation(_compared(parallel.whole, alone.whole), Call(long.error, step, {}))

@@ -16,6 +16,7 @@ from tests.simulated_gpu.calls import KINDS, attend, call_transformer, generate,
 from tests.simulated_gpu.cases import ATTENTION, PIPELINES
 from tests.tiny import flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES as TINY_PIPELINES
+from zoo.tiny.pipelines.unet import UNET_PIPELINES
 from zoo.tiny.transformers.registry import MODELS
 
 BUDGETS = read_results("simulated_gpu")
@@ -37,7 +38,13 @@ STRUCTURES = (
     "sana",
     "stable audio",
 )
-APPROXIMATE = {"8-bit exchange": 1e-2, "ring 2, 8 bits": 2e-2, "cache, hits": 1.0, "PipeFusion": 0.1}
+APPROXIMATE = {
+    "8-bit exchange": 1e-2,
+    "ring 2, 8 bits": 2e-2,
+    "cache, hits": 1.0,
+    "Ulysses 2, half of the keys": 2.0,
+    "PipeFusion, 8 steps": 0.5,
+}
 
 
 def within(added: dict[str, float], budget: dict[str, float]) -> bool:
@@ -97,7 +104,7 @@ def test_a_step_adds_no_wait_and_no_copy_and_a_cached_one_adds_one_wait():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", TINY_PIPELINES)
+@pytest.mark.parametrize("name", [*TINY_PIPELINES, *UNET_PIPELINES])
 def test_pipeline(gpu_ranks, name):
     for call in gpu_ranks.run(generate, 2, name):
         assert call.whole.error < 1e-4
@@ -126,7 +133,8 @@ def test_each_dtype_is_gathered(gpu_ranks):
 def change_offloaded_weights() -> list[torch.Tensor]:
     pipe = flux_pipe(shared_parts=False)
     pipe.to("cuda").set_progress_bar_config(disable=True)
-    call = {"prompt": "a red circle", "height": 64, "width": 64, "output_type": "pt", "num_inference_steps": 1}
+    # Latents come back as soon as the last kernel is launched: nothing has waited for the device.
+    call = {"prompt": "a red circle", "height": 64, "width": 64, "output_type": "latent", "num_inference_steps": 1}
     parallelize_pipe(pipe, mesh=mesh_of(ring=1, ulysses=2), offload="blocks")
     images = []
     with torch.no_grad():

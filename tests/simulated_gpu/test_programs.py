@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulated_gpu.__main__ import faults, reports, run
+from zoo.flux import PIPELINE as FLUX
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
@@ -64,3 +65,60 @@ def test_program_of_two_ranks(on_gpus, tmp_path, broken):
     output, found = on_gpus(*TORCHRUN, str(program))
     assert output.count("error True") == 2
     assert any("never waited" in text for text in found) if broken else not found
+
+
+# -- The examples, commands, and ranks that one process drives.
+
+PARALLEL, CACHE = ROOT / "parallel_examples", ROOT / "cache_examples"
+SIZE = ("--model", str(FLUX), "--size", "32")
+# Name: the command line, without Python.
+PROGRAMS: dict[str, list[str]] = {
+    "an own model": [*TORCHRUN, str(PARALLEL / "run_own_model.py")],
+    "FLUX": [*TORCHRUN, str(PARALLEL / "run_flux.py"), *SIZE],
+    "FLUX, launched": [str(PARALLEL / "launch_flux.py"), *SIZE, "--ranks", "2"],
+    "FLUX, cached": [str(CACHE / "run_flux.py"), *SIZE],
+    "PipeFusion": [*TORCHRUN, str(PARALLEL / "run_pipefusion.py"), *SIZE],
+    "generate": ["-m", "para_core", "generate", "a red circle", "--size", "32x32", "--steps", "2", "--out", "images"],
+    "generate on two ranks": [
+        *("-m", "para_core", "generate", "a red circle", "--ranks", "2"),
+        *("--size", "32x32", "--steps", "2", "--out", "images"),
+    ],
+    "bench": ["-m", "para_core", "bench", "--ranks", "2", "--size", "32x32", "--steps", "2", "--runs", "1", "--check"],
+    "doctor": [*TORCHRUN, "-m", "para_core", "doctor"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_of_a_user(on_gpus, name):
+    _, found = on_gpus(*PROGRAMS[name])
+    assert found == []
+
+
+@pytest.mark.long
+def test_server_with_two_ranks(on_gpus, tmp_path):
+    program = tmp_path / "client.py"
+    program.write_text(CLIENT)
+    output, found = on_gpus(str(program))
+    assert "images 2" in output
+    assert found == []
+
+
+# It starts a server on two ranks, asks for two images, and ends the server as Ctrl-C does.
+CLIENT = """
+import json, signal, subprocess, sys, time, urllib.request
+server = subprocess.Popen([sys.executable, "-m", "para_core", "serve", "--ranks", "2", "--port", "18763"])
+body = json.dumps({"prompt": "a red circle", "size": "32x32", "n": 2, "response_format": "b64_json"}).encode()
+headers = {"Content-Type": "application/json"}
+request = urllib.request.Request("http://127.0.0.1:18763/v1/images/generations", body, headers)
+for _ in range(300):
+    try:
+        images = json.load(urllib.request.urlopen(request, timeout=300))["data"]
+        break
+    except urllib.error.URLError as error:
+        assert server.poll() is None, error
+        time.sleep(1)
+server.send_signal(signal.SIGINT)
+server.wait(60)
+print("images", len(images), flush=True)
+"""
