@@ -42,7 +42,7 @@ def test_first_two_rounds_fit_into_a_small_lease():
     }
     assert seconds[1] <= 9 * 60 - runner._PATIENCE
     assert seconds[2] <= 4 * 60 - runner._PATIENCE
-    assert sum(seconds.values()) == runner.ALL
+    assert sum(seconds.values()) == runner.ALL <= 30 * 60
 
 
 def test_rounds_follow_each_other():
