@@ -10,7 +10,7 @@
 #   make comfyui-zip  build/comfyui_para_core.zip, to unpack into ComfyUI's custom_nodes
 #   make docs       the site, in build/site, from its own extra; links are checked
 #   make bench      measure, and write benchmarks/results/
-#   make gpu-check  what only a GPU can tell, in at most 45 minutes; takes a Python whose torch has CUDA as it is (docs/install.md)
+#   make gpu-check  what only a GPU can tell, in at most 30 minutes; takes a Python whose torch has CUDA as it is (docs/install.md)
 #   make lint types the parts of `make test` that need no run
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PYTEST ?=
 # Two tests at once, each with rank processes of its own: while one waits for its ranks or compiles, another computes.
 AT_ONCE := -n 2 --dist worksteal
-# What the check gets: make gpu-check GPU_CHECK="--minutes 9.7 --resume"
+# What the check gets: make gpu-check GPU_CHECK="--minutes 9", then GPU_CHECK="--minutes 4 --resume"
 GPU_CHECK ?=
 
 .DEFAULT_GOAL := help

@@ -1,15 +1,14 @@
 """The FLUX-shaped transformer of `make gpu-check`, and the sections that run it."""
 
-import subprocess
-import sys
 import time
-from pathlib import Path
+from dataclasses import replace
 
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
 
-from benchmarks.gpu import flux, nccl_ranks, two_ranks
+from benchmarks.gpu import blocks, flux, flux_graphs, nccl_ranks, two_ranks
 from benchmarks.gpu.flux_model import FluxTransformer2DModel
 from benchmarks.gpu.job import SectionJob, SectionSkipped
 from tests.tiny import relative_error
@@ -17,9 +16,8 @@ from zoo.tiny.base import fill
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
-CONFIG = {**flux.TINY, "num_layers": 2, "num_single_layers": 3}
+SIZE = replace(flux.TINY, side=5, text=5, changes=flux.TINY.changes | {"num_layers": 2, "num_single_layers": 3})
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +26,7 @@ def one_machine(monkeypatch):
 
 
 def run_section(section, tmp_path, **options):
+    options = {"compile_backend": "eager", **options}
     job = SectionJob(section.__name__, CPU, True, tmp_path / "section.json", time.monotonic() + 600, **options)
     section.run(job)
     assert job.asked.items() <= section.NEEDS.items()
@@ -36,10 +35,10 @@ def run_section(section, tmp_path, **options):
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_own_flux_transformer_equals_diffusers(batch):
-    theirs = fill(diffusers.FluxTransformer2DModel(**CONFIG, guidance_embeds=True), 1)
-    ours = FluxTransformer2DModel(**CONFIG).eval().requires_grad_(False)
+    theirs = fill(diffusers.FluxTransformer2DModel(**SIZE.config, guidance_embeds=True), 1)
+    ours = FluxTransformer2DModel(**SIZE.config).eval().requires_grad_(False)
     ours.load_state_dict(theirs.state_dict())
-    kwargs = {name: x.float() for name, x in flux.flux_inputs(CPU, tiny=True).items()}
+    kwargs = flux.flux_inputs(CPU, SIZE, torch.float32)
     for name in kwargs.keys() - {"img_ids", "txt_ids"}:
         kwargs[name] = torch.cat([kwargs[name] * (1 + sample) for sample in range(batch)])
     assert relative_error(ours(**kwargs)[0], theirs(**kwargs, return_dict=False)[0]) < 1e-6
@@ -48,8 +47,8 @@ def test_own_flux_transformer_equals_diffusers(batch):
 def test_at_real_size_both_have_the_same_parameters():
     with torch.device("meta"):
         ours, theirs = (
-            FluxTransformer2DModel(**flux.REAL),
-            diffusers.FluxTransformer2DModel(**flux.REAL, guidance_embeds=True),
+            FluxTransformer2DModel(**flux.PUBLISHED),
+            diffusers.FluxTransformer2DModel(**flux.PUBLISHED, guidance_embeds=True),
         )
     shapes = [{name: x.shape for name, x in model.named_parameters()} for model in (ours, theirs)]
     assert shapes[0] == shapes[1]
@@ -58,38 +57,50 @@ def test_at_real_size_both_have_the_same_parameters():
     assert flux.LEAST_FREE > 2 * 12e9
 
 
-@pytest.mark.long
-def test_flux_is_measured_in_every_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(flux, "has_diffusers", lambda: False)
+def test_flux_is_measured_in_every_way(tmp_path):
     job = run_section(flux, tmp_path)
-    rows = {row["way"]: row for row in job.rows if "way" in row}
-    on_gpu = ["triton, eager", "triton, blocks", "parallel, reduce-overhead"]
-    assert job.left_out == [f"{name}: needs a CUDA device" for name in on_gpu]
-    assert [*rows] == [name for way, kind in flux.VARIANTS if (name := flux.variant_name(way, kind)) not in on_gpu]
+    rows = {row["way"]: row for row in job.rows}
+    assert job.left_out == ["triton, eager: needs a CUDA device"]
+    assert [*rows, "triton, eager"] == [flux.variant_name(variant) for variant in flux.VARIANTS]
     assert {row["verdict"] for row in rows.values()} == {"ok"}
     assert all(row["ms per step"] > 0 for row in rows.values())
+    # Of the steps that are measured, half are skipped. The others are the first steps and the last.
     for name in ("cached, eager", "cached, blocks"):
-        assert rows[name]["steps skipped"] == "6 of 12"
-    assert job.rows[0]["transformer"] == "benchmarks.gpu.flux_model.FluxTransformer2DModel"
-
-
-def test_blocks_compile_before_whole_graphs():
-    kinds = [kind for _, kind in flux.VARIANTS]
-    order = ["eager", "blocks", "one graph", "reduce-overhead"]
-    assert kinds == sorted(kinds, key=order.index)
-    assert not [kind for way, kind in flux.VARIANTS if way is flux.cached and kind == "reduce-overhead"]
+        assert rows[name]["steps skipped"] == "5 of 12"
+    run_section(flux_graphs, tmp_path)
 
 
 def test_a_model_that_computes_something_else_is_called_wrong(tmp_path, monkeypatch):
     def off(transformer, device):
-        handle = transformer.proj_out.register_forward_hook(lambda module, args, out: out * 1.5)
+        handle = transformer.proj_out.register_forward_hook(lambda module, args, out: out * 1.1)
         yield
         handle.remove()
 
-    monkeypatch.setattr(flux, "has_diffusers", lambda: False)
     monkeypatch.setattr(flux, "VARIANTS", ((flux.contextmanager(off), "eager"),))
     monkeypatch.setitem(flux.NEEDS, "off, eager", 1.0)
-    assert [row["verdict"] for row in run_section(flux, tmp_path).rows[1:]] == ["wrong"]
+    assert [row["verdict"] for row in run_section(flux, tmp_path).rows] == ["wrong"]
+
+
+def test_blocks_on_one_rank_and_on_two_are_as_exact_as_the_model(tmp_path):
+    job = run_section(blocks, tmp_path)
+    rows = {(row["ranks"], row["way"]): row for row in job.rows if "way" in row}
+    assert [*rows] == [(1, "parallel"), (2, "Ulysses"), (2, "ring"), (2, "negative control: no exchange")]
+    assert {row["verdict"] for row in rows.values()} == {"ok"}
+    # A ring adds up in another order, and Ulysses in the order of one rank.
+    assert rows[2, "ring"]["error"] != rows[2, "Ulysses"]["error"] == rows[1, "parallel"]["error"]
+    assert max(row["error"] for (_, way), row in rows.items() if "no exchange" not in way) < 0.05
+
+
+def test_blocks_that_attend_to_their_own_part_are_called_wrong(monkeypatch):
+    stack = blocks._Stack(CPU, flux.TINY_STACK)
+    right = F.scaled_dot_product_attention
+
+    def of_half_of_the_keys(query, key, value):
+        return right(query, *[x[:, :, : x.shape[2] // 2] for x in (key, value)])
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", of_half_of_the_keys)
+    with torch.no_grad():
+        assert stack.compared(flux.plain)["verdict"] == "wrong"
 
 
 def test_little_free_memory_skips_section_with_need():
@@ -106,17 +117,11 @@ def steps_of(part):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("part", [part for part in two_ranks.PARTS if part not in ("bound device", "reduce-overhead")])
+@pytest.mark.parametrize("part", [part for part in two_ranks.PARTS if part != "bound device"])
 def test_pipelines_on_two_ranks_equal_one(rank_pool, part):
     for rows in rank_pool.run(steps_of, 2, part):
         assert [row["step"] for row in rows] == [*two_ranks.PARTS[part]]
         assert {row["verdict"] for row in rows} == {"ok"}, rows
-
-
-@pytest.mark.long
-def test_whole_transformer_graph_on_two_ranks_equals_one(rank_pool):
-    for rows in rank_pool.run(steps_of, 2, "reduce-overhead"):
-        assert [row["verdict"] for row in rows] == ["ok"], rows
 
 
 def steps_with(changed, part):
@@ -145,17 +150,14 @@ def test_a_parallel_run_that_differs_is_called_wrong(rank_pool):
         assert of_pipelines == ["wrong"] * 3
 
 
-def test_raising_step_fails_with_reason(tmp_path):
-    job = SectionJob("two_ranks", CPU, True, tmp_path / "rows.json", time.monotonic() + 60)
+def test_worst_rank_of_a_step_counts():
     rows = [
         [{"step": "a", "verdict": "ok", "error": 1e-7}, {"step": "b", "verdict": "failed", "raised": "ValueError: x"}],
         [{"step": "a", "verdict": "ok", "error": 3e-7}],
     ]
-    two_ranks.add_rows(job, rows, {1: "Traceback\nkilled"}, group="two")
-    assert job.rows == [
-        {"group": "two", "step": "a", "verdict": "ok", "error": 3e-7},
-        {"group": "two", "step": "b", "verdict": "failed", "raised": "ValueError: x"},
-        {"group": "two", "step": "rank 1 ended", "verdict": "failed", "raised": "Traceback\nkilled"},
+    assert two_ranks.worst_of_ranks(rows) == [
+        {"step": "a", "verdict": "ok", "error": 3e-7},
+        {"step": "b", "verdict": "failed", "raised": "ValueError: x"},
     ]
 
 
@@ -168,43 +170,10 @@ def test_sections_of_ranks_run_in_processes_of_their_own(tmp_path, section, part
 
 def test_the_small_pipeline_is_no_identity():
     """Check that the result depends on each argument, so that a wrong shard of any of them is noticed."""
-    pipe, call = flux.small_flux(CPU), flux.small_call(CPU)
+    pipe, call = two_ranks.small_flux(CPU), two_ranks.small_call(CPU)
     expected = pipe(**call)
     assert relative_error(expected, call["latents"]) > 0.1
     for name, x in call["conditions"].items():
         other = pipe(**{**call, "conditions": {**call["conditions"], name: x.flip(0) if name == "img_ids" else x + 1}})
         # A rotation of all text by one place changes its position relative to the image.
         assert relative_error(other, expected) > 1e-4, name
-
-
-WITHOUT_DIFFUSERS = """
-import sys, time
-sys.modules["diffusers"] = None  # importing it raises ImportError
-import torch
-from pathlib import Path
-from benchmarks.gpu import flux, nccl, vae_ranks
-from benchmarks.gpu.job import SectionJob, SectionSkipped
-from benchmarks.gpu.processes import use_no_network
-
-use_no_network()
-flux.VARIANTS = tuple(variant for variant in flux.VARIANTS if variant[1] == "eager")
-for section in (flux, nccl, vae_ranks):
-    file, end = Path(sys.argv[1]) / "job.json", time.monotonic() + 100
-    job = SectionJob(section.__name__, torch.device("cpu"), True, file, end)
-    try:
-        section.run(job)
-    except SectionSkipped as reason:
-        print(reason)
-    else:
-        print({row["verdict"] for row in job.rows if "verdict" in row})
-"""
-
-
-@pytest.mark.long
-def test_flux_and_nccl_run_without_diffusers(tmp_path):
-    command = [sys.executable, "-c", WITHOUT_DIFFUSERS, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    of_flux, of_nccl, of_vae = done.stdout.strip().splitlines()
-    assert of_flux == of_nccl == "{'ok'}"
-    assert "diffusers" in of_vae

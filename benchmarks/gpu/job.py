@@ -39,6 +39,7 @@ class SectionJob:
         file: the file that is rewritten as rows arrive, so that a process that dies leaves its rows.
         end: the time after which nothing new should begin, in ``time.monotonic()``, which processes share.
         part: the part of a section whose parts run at the same time, else "".
+        compile_backend: the backend that sections pass to ``torch.compile``.
 
     Attributes:
         out_of_time: what was left out for lack of time, and another run may add.
@@ -51,6 +52,7 @@ class SectionJob:
     file: Path
     end: float
     part: str = ""
+    compile_backend: str = "inductor"
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     out_of_time: list[str] = field(default_factory=list)
@@ -81,7 +83,11 @@ class SectionJob:
         if len(self.rows) < _FEW or time.monotonic() - self._written > _BETWEEN_WRITES:
             self.write("began")
 
-    def measure(self, call: Callable[..., dict[str, Any] | None], *args: Any, **row: Any) -> None:
+    def replace_rows(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+        self.write("began")
+
+    def measure(self, call: Callable[..., dict[str, Any] | None], /, *args: Any, **row: Any) -> None:
         """Add ``row`` with the result of ``call(*args)``, or as failed if the call raises an error that is not
         fatal.
         """
@@ -116,11 +122,13 @@ def write_section(
     error: str | None,
     *,
     out_of_time: list[str],
+    options: dict[str, Any] | None = None,
 ) -> None:
     """Write the JSON of a section, one row per line. ``file`` is replaced in one step, so it is never half-written."""
     head = {
         "environment": section_environment(),
         "section": section,
+        "options": options,
         "status": status,
         "seconds": round(seconds, 1),
         "verdicts": dict(Counter(row["verdict"] for row in rows if "verdict" in row)),

@@ -64,7 +64,8 @@ def compare(inputs: Inputs, expected: Results, backend: SDPBackend) -> dict[str,
         with sdpa_kernel(SDPBackend.MATH):
             own = sdpa(inputs).errors(expected)
     computed = [errors_of_call for errors_of_call in (errors, alone) if errors_of_call is not None]
-    if any(judge(errors_of_call, own, inputs.query.dtype) == WRONG for errors_of_call in computed):
+    options = {"dtype": inputs.query.dtype, "lse_bound": inputs.lse_bound}
+    if any(judge(errors_of_call, own, **options) == WRONG for errors_of_call in computed):
         verdict = WRONG
     elif len(computed) == 2:
         verdict = OK

@@ -12,17 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.gpu.exact import Results, compare, exact, make_inputs
-from benchmarks.gpu.flux import flux_inputs, flux_transformer
+from benchmarks.gpu.flux import TINY, flux_inputs, flux_transformer
 from benchmarks.gpu.job import OK, WRONG, SectionJob
-from benchmarks.gpu.processes import group_of_one, run_ranks
+from benchmarks.gpu.processes import backend_of, group_of_one, run_ranks
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 
 NEEDS = {"one rank": 40.0, "two ranks on one device": 30.0}  # seconds
 
 
 def run(job: SectionJob) -> None:
-    backend = "gloo" if job.device.type == "cpu" else "nccl"
-    with group_of_one(backend, job.device):
+    backend = backend_of(job.device)
+    with group_of_one(job.device):
         steps: dict[str, Callable[[torch.device], dict[str, Any] | None]] = {
             "collectives of torch.distributed": _collectives,
             "functional collectives, and their backward": _functional_collectives,
@@ -33,7 +33,7 @@ def run(job: SectionJob) -> None:
         }
         for name, step in steps.items():
             job.measure(step, job.device, backend=backend, step=name)
-    if job.device.type != "cpu":
+    if backend == "nccl":
         _two_ranks_on_one_device(job)
 
 
@@ -97,7 +97,7 @@ def _transformer(device: torch.device) -> dict[str, Any]:
     """Run a small FLUX. The section ``flux`` has the large one."""
     from para_core.adapters import parallelize_transformer
 
-    transformer, kwargs = flux_transformer(device, tiny=True), flux_inputs(device, tiny=True)
+    transformer, kwargs = flux_transformer(device, TINY), flux_inputs(device, TINY)
     with torch.no_grad():
         before = transformer(**kwargs, return_dict=False)[0]
         parallelize_transformer(transformer, mesh=init_context_parallel_mesh(device.type))

@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +26,7 @@ from benchmarks.gpu.job import SectionJob, first_line
 GRACE = 5.0  # seconds
 _LINE = "{}.jsonl"
 _ERROR = "{}.error"
+Rows = list[dict[str, Any]]
 
 
 def use_no_network(device_index: int = 0) -> None:
@@ -49,7 +50,8 @@ def run_ranks(
     device_per_rank: bool = False,
     bind: bool = False,
     timeout: float = 60.0,
-) -> tuple[list[list[dict[str, Any]]], dict[int, str]]:
+    on_rows: Callable[[list[Rows]], None] = lambda rows: None,
+) -> tuple[list[Rows], dict[int, str]]:
     """Run ``function(device, *args)`` on every rank.
 
     Args:
@@ -59,6 +61,7 @@ def run_ranks(
         device_per_rank: whether rank ``i`` has CUDA device ``i`` instead.
         bind: whether to pass the device as ``device_id`` to ``init_process_group``.
         timeout: the time-out of the process group, in seconds.
+        on_rows: a function that is called with the rows of each rank so far, each time that there are more.
 
     Returns:
         The rows of each rank, and the error of each rank that failed or was killed after ``seconds``.
@@ -75,8 +78,17 @@ def run_ranks(
         ]
         for rank in ranks:
             rank.start()
+
+        def rows_so_far() -> list[Rows]:
+            return [_rows(folder / _LINE.format(number)) for number in range(num_ranks)]
+
+        known = [0] * num_ranks
         while any(rank.is_alive() for rank in ranks) and time.monotonic() < end:
             time.sleep(0.1)
+            rows = rows_so_far()
+            if known != [len(of_rank) for of_rank in rows]:
+                known = [len(of_rank) for of_rank in rows]
+                on_rows(rows)
             if any(rank.exitcode for rank in ranks):
                 end = min(end, time.monotonic() + GRACE)
         errors = {}
@@ -90,43 +102,46 @@ def run_ranks(
                 errors[number] = raised.read_text()
             elif rank.exitcode and number not in errors:
                 errors[number] = f"exit code {rank.exitcode}"
-        return [_rows(folder / _LINE.format(number)) for number in range(num_ranks)], errors
+        rows = rows_so_far()
+        on_rows(rows)
+        return rows, errors
 
 
-def run_worlds(
+def run_world(
     job: SectionJob,
     function: Callable[..., Iterator[dict[str, Any]]],
-    worlds: Sequence[int],
-    needs: Mapping[str, float],
+    num_ranks: int,
     *args: Any,
 ) -> None:
-    """Run ``function(device, end, *args)`` on each number of ranks over gloo, and add the rows of the first rank.
+    """Run ``function(device, end, *args)`` on ranks that share the device over gloo, and add the rows of the first one.
 
     Args:
-        needs: seconds, by names such as "4 ranks". The last number of ranks gets all remaining time. ``end`` is the
-            time at which its processes are killed.
+        function: a function at the top level of a module. ``end`` is the time at which its processes are killed. A row
+            with "left out" names what it had no time for.
 
     Raises:
-        RuntimeError: A rank failed. It is raised after all numbers of ranks have run.
+        RuntimeError: A rank failed.
     """
-    failed = []
-    for index, ranks in enumerate(worlds):
-        if not job.has_time(f"{ranks} ranks", needs[f"{ranks} ranks"]):
-            continue
-        seconds = job.seconds_left - sum(needs[f"{later} ranks"] for later in worlds[index + 1 :])
-        end = time.monotonic() + seconds
-        rows, errors = run_ranks(function, ranks, end, *args, device=job.device, backend="gloo", seconds=seconds)
-        for row in rows[0]:
+    seconds, known = job.seconds_left, 0
+
+    def add_new(rows: list[Rows]) -> None:
+        nonlocal known
+        for row in rows[0][known:]:
             if "left out" in row:
-                job.run_out(f"{ranks} ranks, {row['left out']}")
+                job.run_out(row["left out"])
             else:
-                job.add(ranks=ranks, **row)
-        failed += [f"rank {rank} of {ranks}: {error}" for rank, error in errors.items()]
-    if failed:
-        raise RuntimeError("\n".join(failed))
+                job.add(ranks=num_ranks, **row)
+        known = len(rows[0])
+
+    end = time.monotonic() + seconds
+    _, errors = run_ranks(
+        function, num_ranks, end, *args, device=job.device, backend="gloo", seconds=seconds, on_rows=add_new
+    )
+    if errors:
+        raise RuntimeError("\n".join(f"rank {rank} of {num_ranks}: {error}" for rank, error in errors.items()))
 
 
-def _rows(file: Path) -> list[dict[str, Any]]:
+def _rows(file: Path) -> Rows:
     # A rank that was killed may leave half a line.
     return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
 
@@ -189,9 +204,15 @@ def process_group(
         dist.destroy_process_group()
 
 
+def backend_of(device: torch.device) -> str:
+    """Return the backend of a group whose ranks have a device each."""
+    return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+
 @contextmanager
-def group_of_one(backend: str, device: torch.device) -> Iterator[None]:
+def group_of_one(device: torch.device) -> Iterator[None]:
     """Create a group of this process alone."""
+    backend = backend_of(device)
     with tempfile.TemporaryDirectory() as folder, process_group(backend, device, 0, 1, Path(folder) / "store"):
         yield
 

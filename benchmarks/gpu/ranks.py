@@ -1,10 +1,9 @@
-"""4 and 8 ranks on one device, over gloo: attention and its gradients, compared with one rank in float64."""
+"""4 ranks on one device, over gloo: attention and its gradients, compared with one rank in float64."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,36 +12,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.gpu.calls import Case
 from benchmarks.gpu.exact import Inputs, Results, exact, judge, make_inputs, sdpa
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line, is_fatal
-from benchmarks.gpu.processes import run_worlds
+from benchmarks.gpu.processes import run_world
 from para_core import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
 # e4m3 has 3 fraction bits. Rounding to it is off by 2.5 % of a number on average, once when sending and once when
 # receiving.
 EIGHT_BITS_BOUND = 0.1
 LAST_CASE = 6.0  # seconds
-# These are the seconds of all cases by the number of ranks, including the start of Python on each rank.
-NEEDS = {"4 ranks": 50.0, "8 ranks": 75.0}
-
-
-@dataclass(frozen=True)
-class Case:
-    """An attention call. Sizes are those of the whole sequence."""
-
-    name: str
-    tokens: int
-    heads: int = 8
-    key_heads: int | None = None
-    mask: str = "none"
-    dtype: torch.dtype = torch.bfloat16
-    comm_dtype: torch.dtype | None = None  # It is not exact, and has no gradients.
+RANKS = 4
+NEEDS = {"4 ranks": 50.0}  # seconds of all cases, including the start of Python on each rank
 
 
 def cases(tokens: int) -> list[Case]:
     """Return the cases. Those that fail most often come first. ``tokens`` + 1 is divisible by many numbers of ranks."""
     return [
-        Case("uneven tokens, fewer heads than 8 ranks", tokens, 6),
+        Case("uneven tokens, fewer heads than ranks", tokens, 3),
         Case("even", tokens + 1, 8),
         Case("bool mask, uneven", tokens, 8, mask="bool full"),
         Case("causal, uneven", tokens, 8, mask="causal"),
@@ -59,7 +46,8 @@ def cases(tokens: int) -> list[Case]:
 
 def run(job: SectionJob) -> None:
     tokens, head_dim = (15, 8) if job.tiny else (511, 64)
-    run_worlds(job, attend_on_all_meshes, (4,) if job.tiny else (4, 8), NEEDS, tokens, head_dim)
+    if job.has_time("4 ranks", NEEDS["4 ranks"]):
+        run_world(job, attend_on_all_meshes, RANKS, tokens, head_dim)
 
 
 def attend_on_all_meshes(device: torch.device, end: float, tokens: int, head_dim: int) -> Iterator[dict[str, Any]]:

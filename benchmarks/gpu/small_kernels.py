@@ -1,7 +1,5 @@
-"""The kernels around attention: their errors, and their bandwidth relative to a copy of as many bytes on the same
+"""The kernels around attention: the error of each, and its bandwidth relative to a copy of as many bytes on the same
 device.
-
-A CPU runs the operators' plain PyTorch, so its figures say nothing about the kernels.
 """
 
 from __future__ import annotations
@@ -15,25 +13,21 @@ from torch import Tensor
 
 # These modules register operators.
 import para_core.attention.merge
-import para_core.cache.forecasts  # noqa: F401
-from benchmarks.gpu.job import OK, WRONG, SectionJob, SectionSkipped
+import para_core.cache.forecasts
+import para_core.spatial.norm  # noqa: F401
+from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.harness import relative_error
 from para_core.attention.pack_ops import as_numbers
 from para_core.distributed.layout import Segment
-from para_core.kernels import exchange_reference, merge_reference, residual_reference
+from para_core.kernels import exchange_reference, merge_reference, norm_reference, residual_reference
 from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegion
-from para_core.triton_support import load_kernel
 
 RANKS = 8
 # These are tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with one head more, and HunyuanVideo at
 # 1280 × 720 × 129.
 REAL = ((576, 24, 128), (576, 25, 128), (14882, 24, 128))
 TINY = ((9, 8, 16), (9, 9, 16))
-# These are the seconds of a case, and of all cases. Most of them go to Triton's compilation of a kernel at its first
-# size.
-SECONDS = 3.0
-NEEDS = {"cases": 3 * 11 * SECONDS}  # There are sizes × kernels.
 
 
 @dataclass(frozen=True)
@@ -54,21 +48,7 @@ class TimedKernel:
     bound: float
 
 
-def run(job: SectionJob) -> None:
-    on_gpu = job.device.type != "cpu"
-    if on_gpu and load_kernel("merge", job.device) is None:
-        raise SectionSkipped("needs Triton, a C compiler, and a GPU of compute capability 8.0 or later")
-    form = "Triton" if on_gpu else "plain PyTorch"
-    for tokens, heads, head_dim in TINY if job.tiny else REAL:
-        size = {"tokens": tokens, "heads": heads, "D": head_dim}
-        for case in cases(job.device, tokens, heads, head_dim):
-            if not job.tiny and job.seconds_left < SECONDS:
-                job.run_out(f"{case.kernel}, {size}")
-                continue
-            job.measure(_measure, job, case, kernel=case.kernel, form=form, **size)
-
-
-def _measure(job: SectionJob, case: TimedKernel) -> dict[str, Any]:
+def measured(job: SectionJob, case: TimedKernel) -> dict[str, Any]:
     error, repeats = case.error(), 3 if job.tiny else 30
     source = torch.empty(case.num_bytes // 2, dtype=torch.uint8, device=job.device)
     target = torch.empty_like(source)
@@ -80,25 +60,28 @@ def _measure(job: SectionJob, case: TimedKernel) -> dict[str, Any]:
         "error": error,
         "bytes": case.num_bytes,
         **taken,
-        "GB/s": float(
-            f"{case.num_bytes / max(taken['ms'], 1e-6) / 1e6:.4g}"
-        ),  # Tiny times on a loaded CPU are below 0.05.
+        # Tiny times on a loaded CPU are below 0.05.
+        "GB/s": float(f"{case.num_bytes / max(taken['ms'], 1e-6) / 1e6:.4g}"),
         "ms of a copy": copied,
         "of a copy's bandwidth": round(copied / max(taken["ms"], 1e-6), 3),
     }
 
 
-def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[TimedKernel]:
-    """Yield all kernels at one size, one after the other, so that only the tensors of one kernel are in memory."""
-    # Triton subtracts and merges in float32. Plain PyTorch subtracts in the dtype of the residuals.
-    exact, bfloat16 = 1e-5, 2 * torch.finfo(torch.bfloat16).eps
-    operators = torch.ops.para_core
-    yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), torch.bfloat16, exact)
-    yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), torch.float32, exact)
-    for eight_bits in (None, *LARGEST):
-        yield from _exchange(device, tokens, heads, head_dim, eight_bits)
+def cases(device: torch.device, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> Iterator[TimedKernel]:
+    """Yield all kernels at one size, one after the other, so that only the tensors of one kernel are in memory.
 
-    now, before, older = (_normal((1, tokens * heads * head_dim), device, seed=seed) for seed in range(3))
+    Args:
+        dtype: bfloat16 or float16. Triton's interpreter truncates to bfloat16 where a GPU rounds.
+    """
+    # Triton subtracts and merges in float32. Plain PyTorch subtracts in the dtype of the residuals.
+    exact, rounded = 1e-5, 2 * torch.finfo(dtype).eps
+    operators = torch.ops.para_core
+    yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), dtype, dtype, exact)
+    yield _merge(device, (1, max(1, heads // RANKS), RANKS * tokens, head_dim), dtype, torch.float32, exact)
+    for eight_bits in (None, *LARGEST):
+        yield from _exchange(device, (1, tokens, heads, head_dim), dtype, eight_bits)
+
+    now, before, older = (_normal((1, tokens * heads * head_dim), device, dtype, seed=seed) for seed in range(3))
     twice = 2 * now.numel() * now.element_size()
     yield TimedKernel(
         "change",
@@ -107,7 +90,7 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
         lambda: relative_error(
             operators.residual_change(now, before), residual_reference.change(now.double(), before.double())
         ),
-        bfloat16 if device.type == "cpu" else exact,
+        rounded if device.type == "cpu" else exact,
     )
     weights = [1.5, -0.5]
     yield TimedKernel(
@@ -118,14 +101,43 @@ def cases(device: torch.device, tokens: int, heads: int, head_dim: int) -> Itera
             operators.forecast(now, [before, older], weights),
             residual_reference.forecast(now.double(), [before.double(), older.double()], weights),
         ),
-        bfloat16,
+        rounded,
     )
+    yield from _group_norm(device, (1, 4 * heads, tokens, head_dim), dtype)
 
 
-def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, bound: float) -> TimedKernel:
+def _group_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[TimedKernel]:
+    """Yield the statistics of one rank's rows, and the norm of one rank of two by the statistics of both."""
+    groups, bound = shape[1] // 4, 2 * torch.finfo(dtype).eps
+    x, weight, bias = (
+        _normal(size, device, dtype, seed=seed) for seed, size in enumerate((shape, shape[1:2], shape[1:2]))
+    )
+    shares = torch.full((2,), 0.5, device=device)
+    exactly = norm_reference.moments(x.double(), groups)
+    of_ranks = torch.stack([exactly, exactly]).float()
+
+    def moments() -> Any:
+        return torch.ops.para_core.group_moments(x, groups)
+
+    def normalized() -> Any:
+        return torch.ops.para_core.group_normalized(x, of_ranks, shares, groups, weight, bias, 1e-6)
+
+    def error_of_norm() -> float:
+        exact = norm_reference.normalized(
+            *[tensor.double() for tensor in (x, of_ranks, shares)], groups, weight.double(), bias.double(), 1e-6
+        )
+        return relative_error(normalized(), exact)
+
+    yield TimedKernel("group moments", moments, x.nbytes, lambda: relative_error(moments(), exactly), 1e-3)
+    yield TimedKernel("group norm", normalized, 2 * x.nbytes, error_of_norm, bound)
+
+
+def _merge(
+    device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, running: torch.dtype, bound: float
+) -> TimedKernel:
     """Merge two 16-bit results into a new tensor, or one into the merged result."""
-    out_a, out_b = _normal(shape, device).to(running), _normal(shape, device, seed=1)
-    lse_a, lse_b = (_normal(shape[:3], device, seed=seed).float() for seed in (2, 3))
+    out_a, out_b = _normal(shape, device, dtype).to(running), _normal(shape, device, dtype, seed=1)
+    lse_a, lse_b = (_normal(shape[:3], device, dtype, seed=seed).float() for seed in (2, 3))
     in_place = running == torch.float32
 
     def merged(out: Tensor, lse: Tensor) -> Tensor:
@@ -144,16 +156,17 @@ def _merge(device: torch.device, shape: tuple[int, ...], running: torch.dtype, b
 
 
 def _exchange(
-    device: torch.device, tokens: int, heads: int, head_dim: int, eight_bits: torch.dtype | None
+    device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype, eight_bits: torch.dtype | None
 ) -> Iterator[TimedKernel]:
     """Yield packing of query, key and value for 8 ranks, and unpacking of the output.
 
     With ``eight_bits`` they are compared with the rounding of plain PyTorch on the same device.
     """
-    tensors = [_normal((1, tokens, heads, head_dim), device, seed=seed).transpose(1, 2) for seed in range(3)]
-    operators, shape = torch.ops.para_core, list(tensors[0].shape)
+    tensors = [_normal(shape, device, dtype, seed=seed).transpose(1, 2) for seed in range(3)]
+    _, tokens, heads, head_dim = shape
+    operators = torch.ops.para_core
     rows, scale = heads * tokens, 0 if eight_bits is None else SCALE_BYTES
-    size, dtype = rows * (head_dim + scale), eight_bits and torch.uint8
+    size, sent_dtype = rows * (head_dim + scale), eight_bits and torch.uint8
     sent, arriving = _regions(tensors, scale), _regions(tensors[:1], scale)
     packing, unpacking = as_numbers(sent), as_numbers(arriving)
 
@@ -161,10 +174,10 @@ def _exchange(
         return operators.pack(tensors, packing, 3 * size, eight_bits)
 
     def unpack() -> Any:
-        return operators.unpack(buffer, unpacking, shape, eight_bits, torch.bfloat16)[0]
+        return operators.unpack(buffer, unpacking, list(tensors[0].shape), eight_bits, dtype)[0]
 
-    buffer = exchange_reference.pack(tensors[:1], arriving, tensors[0].new_empty(size, dtype=dtype), eight_bits)
-    expected = exchange_reference.pack(tensors, sent, tensors[0].new_empty(3 * size, dtype=dtype), eight_bits)
+    buffer = exchange_reference.pack(tensors[:1], arriving, tensors[0].new_empty(size, dtype=sent_dtype), eight_bits)
+    expected = exchange_reference.pack(tensors, sent, tensors[0].new_empty(3 * size, dtype=sent_dtype), eight_bits)
     read = tensors[0]
     if eight_bits is not None:
         read = exchange_reference.unpack(buffer, arriving, [torch.empty_like(read)], eight_bits)[0]
@@ -188,9 +201,9 @@ def _regions(tensors: Sequence[Tensor], more: int) -> list[CopyRegion]:
     return regions
 
 
-def _normal(shape: Sequence[int], device: torch.device, *, seed: int = 0) -> Tensor:
+def _normal(shape: Sequence[int], device: torch.device, dtype: torch.dtype, *, seed: int = 0) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
-    return torch.randn(tuple(shape), generator=generator, device=device, dtype=torch.float32).to(torch.bfloat16)
+    return torch.randn(tuple(shape), generator=generator, device=device, dtype=torch.float32).to(dtype)
 
 
 def _differs(out: Tensor, expected: Tensor) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
 
 class _ClockEvent:
@@ -60,24 +60,68 @@ class Kernel:
     duration: float
 
 
-def kernels_of(call: Callable[[], Any], device: torch.device) -> list[Kernel]:
-    """Return the kernels that one call ran on the device, in order of time. On a CPU return the outermost aten
-    operators.
+@dataclass(frozen=True)
+class Profile:
+    """One call as the profiler saw it.
+
+    Args:
+        kernels: what the device did, in order of time. On a CPU they are the aten operators.
+        waits: how often the host waited for the device.
     """
-    cpu = device.type == "cpu"
-    activities = [ProfilerActivity.CPU] if cpu else [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+
+    kernels: list[Kernel]
+    waits: int
+
+    @property
+    def copies(self) -> int:
+        """Return the number of copies from and to the host."""
+        return sum(_matches(kernel.name, ("htod", "dtoh")) for kernel in self.kernels)
+
+    @property
+    def launches(self) -> int:
+        """Return the number of kernels, fills and copies on the device."""
+        return len(self.kernels) - self.copies
+
+    @property
+    def busy_ms(self) -> float:
+        """Return the milliseconds in which the device did something."""
+        end = total = 0.0
+        for kernel in self.kernels:
+            total += max(0.0, kernel.start + kernel.duration - max(kernel.start, end))
+            end = max(end, kernel.start + kernel.duration)
+        return total / 1e3
+
+
+# The functions of the CUDA runtime that make the host wait. A copy from pageable memory is followed by one of them.
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+def profiled(call: Callable[[], Any], device: torch.device) -> Profile:
+    """Run ``call`` once under the profiler. ``call`` has run before. A torch without CUPTI sees no kernels."""
+    cpu, name = device.type == "cpu", "profiled call"
+    activities = {ProfilerActivity.CPU}
+    if not cpu:
+        activities |= supported_activities() & {ProfilerActivity.CUDA}
     synchronize(device)
     with profile(activities=activities, acc_events=True) as profiler:
-        call()
+        with record_function(name):
+            call()
         synchronize(device)
-    kernels = []
-    for event in profiler.events() or ():
+    events = list(profiler.events() or ())
+    span = next(event.time_range for event in events if event.name == name and event.device_type == DeviceType.CPU)
+    kernels, waits = [], 0
+    for event in events:
         start = event.time_range.start
         if cpu and event.name.startswith("aten::"):
             kernels.append(Kernel(event.name, start, event.self_cpu_time_total))
-        elif not cpu and event.device_type == DeviceType.CUDA:
+        elif event.device_type == DeviceType.CUDA:
+            # Annotations are drawn around kernels.
+            if event.is_user_annotation or event.name == name:
+                continue
             kernels.append(Kernel(event.name, start, event.time_range.end - start))
-    return sorted(kernels, key=lambda kernel: kernel.start)
+        elif event.name in _WAITS and span.start <= start <= span.end:
+            waits += 1
+    return Profile(sorted(kernels, key=lambda kernel: kernel.start), waits)
 
 
 _ATTENTION = ("flash", "fmha", "attention", "sdpa", "cudnn")
@@ -111,12 +155,3 @@ def phases(kernels: Iterable[Kernel]) -> dict[str, float]:
 
 def _matches(name: str, words: Iterable[str]) -> bool:
     return any(word in name.lower() for word in words)
-
-
-def largest(kernels: Iterable[Kernel], count: int = 12) -> list[dict[str, Any]]:
-    """Return the kernels that took most time, by name."""
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for kernel in kernels:
-        by_name[kernel.name[:120]].append(kernel.duration)
-    rows = [{"kernel": name, "calls": len(times), "ms": round(sum(times) / 1e3, 4)} for name, times in by_name.items()]
-    return sorted(rows, key=lambda row: -row["ms"])[:count]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from benchmarks.gpu.flux import SmallFluxPipeline, small_call, small_flux
+from benchmarks.gpu.flux import UNEVEN, flux_inputs, flux_transformer
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob, first_line
-from benchmarks.gpu.processes import run_ranks
+from benchmarks.gpu.processes import Rows, run_ranks
 from benchmarks.harness import relative_error
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.distributed.mesh import find_or_make_group
@@ -25,12 +25,71 @@ from para_core.spatial.mode import SpatialShardMode
 # This is the bound for float32 without TF32 over a few blocks and steps. PipeFusion is compared with itself in one
 # process.
 BOUND = 1e-4
-# These are the seconds of a part. Parts run at the same time. Two Inductor processes compile the small model in up to
-# 80 s on two cores.
+# These are the seconds of a part. Parts run at the same time.
 NEEDS = {"a part": 115.0}
 # A rank waits this long for a failed one, so that a hang becomes an error.
 TIMEOUT = 25.0  # seconds
 STEPS = 8
+
+
+class EulerScheduler:
+    """Euler steps of rectified flow from noise (1) to an image (0)."""
+
+    def __init__(self) -> None:
+        self.timesteps = torch.empty(0)
+        self.step_index = 0
+
+    def set_timesteps(self, num_inference_steps: int) -> None:
+        self.timesteps = torch.linspace(1.0, 0.0, num_inference_steps + 1)[:-1]
+        self.step_index = 0
+
+    def step(self, velocity: Tensor, latents: Tensor) -> Tensor:
+        self.step_index += 1
+        return latents - velocity / len(self.timesteps)
+
+
+class SmallFluxPipeline:
+    """A pipeline that denoises latents with a transformer of FLUX.1's form."""
+
+    def __init__(self, transformer: nn.Module) -> None:
+        self.transformer, self.scheduler = transformer, EulerScheduler()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        latents: Tensor,
+        conditions: dict[str, Tensor],
+        num_inference_steps: int,
+        callback_on_step_end: Callable[[Any, int, Any, dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> Tensor:
+        """Return the denoised latents.
+
+        Args:
+            latents: ``[B, S_image, C]``.
+            conditions: the other arguments of the transformer, without the timestep.
+        """
+        self.scheduler.set_timesteps(num_inference_steps)
+        for index, timestep in enumerate(self.scheduler.timesteps):
+            time = timestep.to(latents).expand(latents.shape[0])
+            velocity = self.transformer(hidden_states=latents, timestep=time, return_dict=False, **conditions)[0]
+            latents = self.scheduler.step(velocity, latents)
+            if callback_on_step_end is not None:
+                callback_on_step_end(self, index, timestep, {"latents": latents})
+        return latents
+
+
+def small_flux(device: torch.device) -> SmallFluxPipeline:
+    """Return a pipeline in float32 whose random weights are nonzero and equal on every rank."""
+    return SmallFluxPipeline(flux_transformer(device, UNEVEN, torch.float32))
+
+
+def small_call(device: torch.device, *, seed: int = 0) -> dict[str, Any]:
+    """Return the arguments of one generation."""
+    conditions = flux_inputs(device, UNEVEN, torch.float32)
+    shape = conditions.pop("hidden_states").shape
+    del conditions["timestep"]
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+    return {"latents": noise, "conditions": conditions, "num_inference_steps": STEPS}
 
 
 class PlannedFailure(Exception):
@@ -38,35 +97,46 @@ class PlannedFailure(Exception):
 
 
 def run(job: SectionJob) -> None:
-    if not job.has_time("a part", NEEDS["a part"]):
-        return
-    ranks = run_ranks(
+    if job.has_time("a part", NEEDS["a part"]):
+        options = {"backend": "gloo", "seconds": job.seconds_left, "bind": job.part == "bound device"}
+        add_part(job, job.part, 2, timeout=TIMEOUT, **options)
+
+
+def add_part(job: SectionJob, part: str, num_ranks: int, *, backend: str, **options: Any) -> None:
+    """Run ``part`` on ranks, and add a row per step with the worst result of its ranks, and a failed row for each rank
+    that did not end.
+
+    Args:
+        options: arguments of :func:`run_ranks`.
+    """
+    common, before = {"group": f"{backend}, {num_ranks} rank(s)"}, list(job.rows)
+    _, errors = run_ranks(
         rows_of_part,
-        2,
-        job.part,
+        num_ranks,
+        part,
         device=job.device,
-        backend="gloo",
-        seconds=job.seconds_left,
-        bind=job.part == "bound device",
-        timeout=TIMEOUT,
+        backend=backend,
+        on_rows=lambda rows: job.replace_rows([*before, *[common | row for row in worst_of_ranks(rows)]]),
+        **options,
     )
-    add_rows(job, *ranks, group="gloo, 2 ranks")
+    for rank, error in errors.items():
+        job.add(**common, step=f"rank {rank} ended", verdict=FAILED, raised=error.strip()[-1500:])
 
 
-def add_rows(job: SectionJob, rows: list[list[dict[str, Any]]], errors: dict[int, str], **common: Any) -> None:
-    """Add a row per step with the worst result of its ranks, and a failed row for each rank that did not end."""
+def worst_of_ranks(rows: list[Rows]) -> Rows:
+    """Return a row per step: the worst verdict, the largest error, and what was raised."""
+    worst_rows = []
     for step in dict.fromkeys(row["step"] for of_rank in rows for row in of_rank):
         of_step = [row for of_rank in rows for row in of_rank if row["step"] == step]
         verdicts = {row["verdict"] for row in of_step}
         worst = next(verdict for verdict in (WRONG, FAILED, OK) if verdict in verdicts)
-        row: dict[str, Any] = {**common, "step": step, "verdict": worst}
+        row: dict[str, Any] = {"step": step, "verdict": worst}
         numbers = [row["error"] for row in of_step if "error" in row]
         raised = dict.fromkeys(row["raised"] for row in of_step if "raised" in row)
         row |= {"error": max(numbers)} if numbers else {}
         row |= {"raised": " | ".join(raised)} if raised else {}
-        job.add(**row)
-    for rank, error in errors.items():
-        job.add(**common, step=f"rank {rank} ended", verdict=FAILED, raised=error.strip()[-1500:])
+        worst_rows.append(row)
+    return worst_rows
 
 
 def rows_of_part(device: torch.device, part: str) -> Iterator[dict[str, Any]]:
@@ -82,7 +152,7 @@ def rows_of_part(device: torch.device, part: str) -> Iterator[dict[str, Any]]:
 
 
 def _generate(pipe: SmallFluxPipeline, device: torch.device, **options: Any) -> Tensor:
-    return pipe(**{**small_call(device, steps=STEPS), **options})
+    return pipe(**{**small_call(device), **options})
 
 
 def _parallel(device: torch.device, *, stages: bool = False, ring: bool = False, **options: Any) -> SmallFluxPipeline:
@@ -192,34 +262,6 @@ def _fail_in_call(pipe: SmallFluxPipeline) -> Tensor:
         handle.remove()
 
 
-def reduce_overhead(device: torch.device) -> float:
-    """Run the whole transformer as CUDA graphs between the collectives. The third call of a graph replays it."""
-    from para_core.adapters import parallelize_transformer
-
-    transformer = small_flux(device, blocks=(1, 1)).transformer
-    call = small_call(device)
-    with torch.no_grad():
-        inputs = [
-            {
-                "hidden_states": small_call(device, seed=seed)["latents"],
-                "timestep": torch.full((1,), 0.5, device=device),
-            }
-            for seed in range(4)
-        ]
-        expected = [transformer(**x, **call["conditions"])[0] for x in inputs]
-        parallelize_transformer(
-            transformer, mesh=init_context_parallel_mesh(device.type, max_ring_dim_size=1), assume_equal=True
-        )
-        # A CPU has no CUDA graphs, and Inductor takes half a minute there.
-        options = {"backend": "aot_eager"} if device.type == "cpu" else {"mode": "reduce-overhead"}
-        compiled = torch.compile(transformer, fullgraph=True, **options)
-        errors = []
-        for x, y in zip(inputs, expected, strict=True):
-            torch.compiler.cudagraph_mark_step_begin()
-            errors.append(relative_error(compiled(**x, **call["conditions"])[0], y))
-    return max(errors)
-
-
 Steps = dict[str, Callable[[torch.device], float]]
 EXACT: Steps = {
     "sequence": generation,
@@ -239,5 +281,4 @@ PARTS: dict[str, Steps] = {
     "PipeFusion, failed call": {
         "PipeFusion after a failed call": partial(_after, fail=_fail_in_call, pipefusion=PipeFusion(4))
     },
-    "reduce-overhead": {"reduce-overhead": reduce_overhead},
 }

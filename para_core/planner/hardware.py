@@ -428,6 +428,10 @@ def link_named(name: str | Link | None, device: Device) -> Link:
     return LINKS[wanted]
 
 
+# The ways of attention.json that compute attention of all keys.
+_EXACT_ATTENTION = ("flash", "cudnn", "triton")
+
+
 def measured_figures(path: str | Path, device: Device, link: Link, host: Host) -> tuple[Device, Link, Host]:
     """Return ``device``, ``link`` and ``host`` with the measured figures of a JSON file.
 
@@ -457,9 +461,12 @@ def measured_figures(path: str | Path, device: Device, link: Link, host: Host) -
             bandwidth, in_all_to_all = slowest["bytes per second"], slowest["all-to-all bytes per second"]
             link = Link(f"{link.name}, measured", slowest["latency"], bandwidth, in_all_to_all, source)
         return device, link, host
-    if content.get("section") == "attention" or any("TFLOP/s" in row for row in content.get("rows", [])):
-        best = max(float(row["TFLOP/s"]) for row in content["rows"] if row.get("TFLOP/s"))
+    # Other ways of the file round to 8 bits, or leave out keys.
+    exact = [row for row in content.get("rows", []) if row.get("way") in _EXACT_ATTENTION and row.get("TFLOP/s")]
+    if exact:
+        best = max(float(row["TFLOP/s"]) for row in exact)
         return replace(device, of_attention=best * 1e12 / device.products, source=str(path)), link, host
     raise ValueError(
-        f"{path} is neither a file that python -m para_core.doctor wrote, nor attention.json of make gpu-check."
+        f"{path} is neither a file that python -m para_core.doctor wrote, nor an attention.json of make gpu-check "
+        "with measured rows."
     )

@@ -618,13 +618,22 @@ def test_every_figure_has_a_source():
 
 def test_figures_of_gpu_check_go_before_the_table(tmp_path):
     file = tmp_path / "attention.json"
-    file.write_text('{"section": "attention", "rows": [{"way": "flash", "TFLOP/s": 600.0}, {"verdict": "ok"}]}')
+    rows = [{"way": "flash", "TFLOP/s": 600.0}, {"way": "cudnn", "refused": "no"}, {"verdict": "ok"}]
+    # Neither of these says how long attention of all keys takes.
+    rows += [{"way": "triton-int8, not exact", "TFLOP/s": 900.0}]
+    rows += [{"way": "triton, half of the keys padded", "TFLOP/s": 1100.0}]
+    file.write_text(json.dumps({"section": "attention", "rows": rows}))
     device, link, _ = measured_figures(file, DEVICES["H100"], LINKS["nvlink4"], Host())
     assert device.products * device.of_attention == pytest.approx(600e12)
     assert link is LINKS["nvlink4"] and device.source == str(file)
-    file.write_text("{}")
-    with pytest.raises(ValueError, match="neither"):
-        measured_figures(file, DEVICES["H100"], LINKS["nvlink4"], Host())
+    for nothing in (
+        "{}",
+        '{"section": "attention", "rows": []}',
+        json.dumps({"section": "attention", "rows": rows[1:]}),
+    ):
+        file.write_text(nothing)
+        with pytest.raises(ValueError, match="neither"):
+            measured_figures(file, DEVICES["H100"], LINKS["nvlink4"], Host())
 
 
 def test_a_plan_is_printed_and_drawn(tmp_path):
