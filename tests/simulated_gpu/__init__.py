@@ -14,7 +14,8 @@ Triton kernels run by Triton's interpreter. Autograd and ``torch.compile(backend
 
 **What it cannot see**: the numerics of cuBLAS and cuDNN (rows.py shows one part of it on request), kernels that
 Inductor or Triton compile, CUDA graphs, memory that is freed while another stream uses it, how much memory there is,
-and time. Each process has one GPU. A group of gloo with tensors on cuda waits at every collective.
+and time. Each process has one GPU. torch's ``_c10d_functional_autograd`` operators call gloo in C++, past the checks.
+A group of gloo with tensors on cuda waits at every collective; one of the fake backend moves nothing.
 
 Tests use the fixture ``gpu_ranks``. ``python -m tests.simulated_gpu PROGRAM`` runs any program on it.
 """

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +14,25 @@ from torch.distributed import distributed_c10d as c10d
 
 # The backend of a group that stands for "cpu:gloo,cuda:nccl", and for "nccl" alone. "gloo" stays gloo.
 BACKEND = "cpu:gloo,cuda:gloo"
+
+
+@dataclass
+class World:
+    """The default group of this process, for its record: the ranks of one world have the same name."""
+
+    rank: int = 0
+    size: int = 1
+    name: str = ""
+
+    def place(self) -> dict[str, Any]:
+        return {"rank": self.rank, "size": self.size, "world": self.name or str(os.getpid())}
+
+
+world = World()
 # By name of group, whether it has a backend for the CPU.
 _nccl_groups: dict[str, bool] = {}
+# Groups of one process that stands for all ranks: nothing moves.
+_fake_groups: set[str] = set()
 _own: dict[str, Any] = {}
 
 
@@ -31,6 +51,10 @@ class _Nccl:
 
 def is_nccl(group: dist.ProcessGroup) -> bool:
     return group.group_name in _nccl_groups
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    return group.group_name in _fake_groups
 
 
 def takes_host_tensors(group: dist.ProcessGroup) -> bool:
@@ -68,9 +92,21 @@ def _new_group(size: int, rank: int, ranks: list[int], backend: Any, *args: Any,
     if stands_for_nccl:
         options |= {"backend_options": None, "device_id": None}
     group, store = _own["helper"](size, rank, ranks, BACKEND if stands_for_nccl else backend, *args, **options)
-    if stands_for_nccl and isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup):
+        return group, store  # This rank is no member.
+    if stands_for_nccl:
         _nccl_groups[group.group_name] = has_cpu
+    if asked == "fake":
+        _fake_groups.add(group.group_name)
+    elif not ranks:
+        world.rank, world.size, world.name = rank, size, _name_of_world(rank, store)
     return group, store
+
+
+def _name_of_world(rank: int, store: dist.Store) -> str:
+    if rank == 0:
+        store.set("simulated_gpu", uuid.uuid4().hex)
+    return store.get("simulated_gpu").decode()
 
 
 def replace_groups() -> None:

@@ -7,6 +7,8 @@ import contextlib
 import functools
 import os
 import pickle
+import threading
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,7 +139,8 @@ def _replace_cuda() -> None:
         setattr(torch.cuda, name, value)
     torch.accelerator.current_stream = lambda *_: streams.current()
     torch.accelerator.set_stream = streams.set_current
-    torch.accelerator.synchronize = streams.synchronize
+    # Dynamo keeps a handler for each function, and takes no function under two names.
+    torch.accelerator.synchronize = lambda *_: streams.synchronize()
     torch.random.fork_rng = _fork_rng
     torch.UntypedStorage.resize_ = _resize
     Tensor.record_stream = lambda x, stream: None
@@ -182,23 +185,49 @@ def _before_launch(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def install_in_program() -> None:
-    """Install the device in a process of ``python -m tests.simulated_gpu``, and leave its record when it ends."""
+    """Install the device in a process of ``python -m tests.simulated_gpu``, which leaves its record in a file."""
     install()
     record.raises = False
-    atexit.register(_leave_record, Path(os.environ["SIMULATED_GPU"]))
-    os.register_at_fork(after_in_child=record.start_again)
+    folder = Path(os.environ["SIMULATED_GPU"])
+    os.register_at_fork(after_in_child=lambda: _start_again(folder))
+    atexit.register(_leave_record, folder)
+    # Ranks that a program drives end like this, or are killed: then the last copy of the thread counts.
+    os._exit = functools.partial(_leave_and_exit, folder, os._exit)
+    _keep_leaving(folder)
+
+
+def _start_again(folder: Path) -> None:
+    record.start_again()
+    record.raises = False
+    _keep_leaving(folder)
+
+
+def _leave_and_exit(folder: Path, exit_now: Callable[[int], Any], code: int) -> None:
+    _leave_record(folder)
+    exit_now(code)
+
+
+def _keep_leaving(folder: Path) -> None:
+    def leave() -> None:
+        while folder.exists():
+            time.sleep(0.5)
+            _leave_record(folder)
+
+    threading.Thread(target=leave, daemon=True, name="simulated GPU").start()
 
 
 def _leave_record(folder: Path) -> None:
-    if not record.counts:
+    if not record.counts or not folder.exists():
         return
     kept = {
-        "rank": int(os.environ.get("RANK", "0")),
-        "size": int(os.environ.get("WORLD_SIZE", "1")),
-        "world": os.environ.get("MASTER_PORT", str(os.getpid())),
+        **groups.world.place(),
         "counts": dict(record.counts),
-        "lines": {kind: dict(lines) for kind, lines in record.lines.items()},
+        "lines": {kind: dict(lines) for kind, lines in record.lines.copy().items()},
         "faults": dict(record.faults),
-        "log": record.log,
+        "log": list(record.log),
     }
-    (folder / f"{os.getpid()}.record").write_bytes(pickle.dumps(kept))
+    file = folder / f"{os.getpid()}.record"
+    # The thread and the end of the process may write at the same time.
+    own = file.with_suffix(f".{threading.get_ident()}")
+    own.write_bytes(pickle.dumps(kept))
+    own.replace(file)
