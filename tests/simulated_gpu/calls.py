@@ -199,7 +199,7 @@ def _tiny(name: str) -> tuple[Any, dict[str, Any]]:
         call = {"prompt": "a red circle", "height": 48, "width": 32, "output_type": "pt"}
         return flux_pipe(shared_parts=False), call
     pipeline = UNET_PIPELINES[name] if name in UNET_PIPELINES else PIPELINES[name]
-    return pipeline.build(), pipeline.call(num_inference_steps=STEPS)
+    return pipeline.build(), pipeline.call()
 
 
 def _on_gpu(name: str, dtype: torch.dtype, quantize: bool) -> tuple[Any, dict[str, Any]]:
@@ -273,3 +273,26 @@ def generate(
     short = _compared(parallel.short, alone.short)
     step = {kind: (long.added[kind] - short.added[kind]) / MORE_STEPS for kind in KINDS}
     return Generation(_compared(parallel.whole, alone.whole), Call(long.error, step, {}))
+
+
+def generate_once(name: str) -> Call:
+    """Generate with a tiny pipeline by the call that it has, alone and on all ranks."""
+    pipe, call = _on_gpu(name, torch.float32, False)
+
+    def once() -> _Counted:
+        # Some pipelines and schedulers draw from the default generator.
+        torch.manual_seed(0)
+        return _counted(lambda: pipe(**{**call, **new_generator(call)})[0])
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = once()
+        parallelize_pipe(pipe)
+        parallel = once()
+        unparallelize_pipe(pipe)
+    return _compared(parallel, alone)
+
+
+def new_generator(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a generator in its first state, if the call has one."""
+    return {"generator": torch.Generator().manual_seed(7)} if "generator" in call else {}

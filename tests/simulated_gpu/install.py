@@ -85,7 +85,13 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     return storage
 
 
-_own_resize = torch.UntypedStorage.resize_
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _own_clone(storage)
+    return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage().copy_(storage)
+
+
+_own_resize, _own_clone = torch.UntypedStorage.resize_, torch.UntypedStorage.clone
 
 
 def _replace_cuda() -> None:
@@ -142,7 +148,7 @@ def _replace_cuda() -> None:
     # Dynamo keeps a handler for each function, and takes no function under two names.
     torch.accelerator.synchronize = lambda *_: streams.synchronize()
     torch.random.fork_rng = _fork_rng
-    torch.UntypedStorage.resize_ = _resize
+    torch.UntypedStorage.resize_, torch.UntypedStorage.clone = _resize, _clone
     Tensor.record_stream = lambda x, stream: None
     # Its C++ reads torch's own class of streams.
     torch.Stream = streams.Stream

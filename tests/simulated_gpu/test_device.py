@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from typing import Any
@@ -158,6 +159,7 @@ def compute() -> dict[str, Any]:
         "one storage": shared.view(2, 2).untyped_storage()._cdata == shared.untyped_storage()._cdata,
         "out": torch.add(x.detach(), x.detach(), out=torch.empty(0, device="cuda")).shape,
         "drawn": torch.randn(3, device="cuda", generator=torch.Generator("cuda").manual_seed(5)),
+        "copied": copy.deepcopy(shared[:2]),
         "freed": resized.untyped_storage().nbytes(),
     }
 
@@ -170,6 +172,7 @@ def test_results_are_those_of_the_cpu(gpu_ranks):
     y.backward()
     assert results["type"] and results["loaded"] and results["one storage"]
     assert torch.equal(results["y"], y) and torch.equal(results["grad"], x.grad)
+    assert results["copied"].tolist() == [0, 0]
     assert results["shared"].tolist() == [0, 0, 3, 3] and results["out"] == (3, 4) and results["freed"] == 0
     assert torch.equal(results["drawn"], torch.randn(3, generator=torch.Generator().manual_seed(5)))
 
