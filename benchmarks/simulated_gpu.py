@@ -43,7 +43,12 @@ def measure(names: list[str]) -> dict[str, dict[str, dict[str, float]]]:
             print(name, generations[name], flush=True)
     finally:
         pool.close()
-    return {"attention": attention, "steps": steps, "generations": generations}
+    # The order of the tables is that of the cases, also if only some were counted.
+    return {
+        "attention": {name: attention[name] for name in ATTENTION},
+        "steps": {name: steps[name] for name in PIPELINES},
+        "generations": {name: generations[name] for name in PIPELINES},
+    }
 
 
 def _largest(counts: list[dict[str, float]]) -> dict[str, float]:

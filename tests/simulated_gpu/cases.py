@@ -29,6 +29,8 @@ ATTENTION: dict[str, tuple[int, Attention]] = {
     "ring 2, bool mask": (2, Attention(2, 1, mask="bool")),
     "Ulysses 2, 3 heads": (2, Attention(1, 2, heads=3, key_heads=3)),
     "ring 2, head dim 36": (2, Attention(2, 1, dim=36)),
+    "Ulysses 2, bool mask, cuDNN": (2, Attention(1, 2, mask="bool", options=(("backend", "cudnn"),))),
+    "ring 2, cuDNN": (2, Attention(2, 1, options=(("backend", "cudnn"),))),
     "ring 4": (4, Attention(4, 1)),
     "ring 2, gathered": (2, Attention(2, 1, options=(("rotate_method", "allgather"),))),
     "ring 4 in 2-D": (4, Attention(4, 1, options=(("rotate_method", "2d"),))),

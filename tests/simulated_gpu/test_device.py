@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.rank_pool import RankPoolError
 from tests.tiny import relative_error
@@ -177,21 +179,22 @@ def test_results_are_those_of_the_cpu(gpu_ranks):
     assert torch.equal(results["drawn"], torch.randn(3, generator=torch.Generator().manual_seed(5)))
 
 
-def attend(dtype: torch.dtype, mask: bool) -> tuple[list[Tensor], dict[str, int]]:
+def attend(kernel: str, dtype: torch.dtype, mask: bool) -> tuple[list[Tensor], dict[str, int]]:
     from tests.simulated_gpu.record import record
 
     torch.manual_seed(0)
     parts = [x.requires_grad_() for x in qkv(37, dtype=dtype)]
     bias = gpu(1, 2, 37, 37, dtype=dtype) if mask else None
-    out = F.scaled_dot_product_attention(*parts, bias)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if kernel == "cudnn" else contextlib.nullcontext():
+        out = F.scaled_dot_product_attention(*parts, bias)
     out.backward(torch.ones_like(out))
     return [out.detach(), *(x.grad for x in parts)], dict(record.counts)
 
 
-@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 def test_attention_takes_a_kernel_and_is_exact(gpu_ranks, kernel):
-    dtype, mask = (BF16, False) if kernel == "flash" else (torch.float32, True)
-    results, counts = gpu_ranks.run(attend, 1, dtype, mask)[0]
+    dtype, mask = {"flash": (BF16, False), "efficient": (torch.float32, True), "cudnn": (BF16, True)}[kernel]
+    results, counts = gpu_ranks.run(attend, 1, kernel, dtype, mask)[0]
     torch.manual_seed(0)
     parts = [torch.randn(1, 2, 37, 64).to(dtype).double().requires_grad_() for _ in range(3)]
     out = F.scaled_dot_product_attention(*parts, torch.randn(1, 2, 37, 37).double() if mask else None)
