@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks.harness import read_results
 from para_core import UnifiedAttnMode
@@ -118,6 +119,8 @@ def test_pipeline(gpu_ranks, name):
 def gather_dtypes() -> list[torch.Tensor]:
     x = torch.arange(7, device="cuda")
     with UnifiedAttnMode(mesh_of(ring=1, ulysses=2)) as cp:
+        query = torch.ones(1, 2, 4, 8, device="cuda")
+        F.scaled_dot_product_attention(query, query, query)  # The mode warns if there is no attention in it.
         parts = [cp.shard(x.to(dtype), dim=0) for dtype in DTYPES]
         return [cp.gather(part, dim=0).double() for part in parts]
 
