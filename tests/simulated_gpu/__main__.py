@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.simulated_gpu.order import problems
+from tests.simulated_gpu.record import Event
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +37,20 @@ def run(arguments: list[str], folder: Path, **options: Any) -> subprocess.Comple
 
 def reports(folder: Path) -> list[dict[str, Any]]:
     """Return the records of the processes that used the device: rank, world, counts, lines, faults and log."""
-    return [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("*.record"))]
+    found = []
+    for file in sorted(folder.glob("*.record")):
+        log = file.with_suffix(".log")
+        found.append({**pickle.loads(file.read_bytes()), "log": list(_events(log))})
+    return found
+
+
+def _events(log: Path) -> Iterator[Event]:
+    with log.open("rb") as stream:
+        while True:
+            try:
+                yield pickle.load(stream)
+            except EOFError:
+                return
 
 
 def faults(found: list[dict[str, Any]]) -> Iterator[str]:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL.Image import Image
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_leaves
@@ -65,7 +67,8 @@ def _counted(call: Callable[[], Any]) -> _Counted:
 
     with measured() as counts:
         out = call()
-    tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+    leaves = [torch.from_numpy(np.array(x)) if isinstance(x, (Image, np.ndarray)) else x for x in tree_leaves(out)]
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
     return _Counted([(on_cpu(x) if x.is_cuda else x).float().clone() for x in tensors], counts.counts, counts.lines)
 
 
@@ -291,6 +294,13 @@ def generate_once(name: str) -> Call:
         parallel = once()
         unparallelize_pipe(pipe)
     return _compared(parallel, alone)
+
+
+def generate_alone(name: str) -> None:
+    """Generate with an unmodified tiny pipeline."""
+    pipe, call = _on_gpu(name, torch.float32, False)
+    with torch.no_grad():
+        pipe(**{**call, **new_generator(call)})
 
 
 def new_generator(call: dict[str, Any]) -> dict[str, Any]:

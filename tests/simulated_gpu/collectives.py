@@ -40,7 +40,7 @@ class Work:
         if not self._ended:
             self._ended = True
             self._work.wait()
-            record.log.append(Waited(self._number))
+            record.add(Waited(self._number))
             streams.current().learn(self._clock)
             for x, before in self._inputs:
                 if not streams.same_bytes(x, before):
@@ -124,7 +124,7 @@ def _is_part_of(x: Tensor, outputs: list[Tensor]) -> bool:
 
 def _log(group: dist.ProcessGroup, kind: str, dtype: torch.dtype, **sizes: Any) -> int:
     ranks = tuple(dist.get_process_group_ranks(group))
-    record.log.append(Launch(len(record.log), group.group_name, ranks, kind, str(dtype), **sizes, line=line()))
+    record.add(Launch(len(record.log), group.group_name, ranks, kind, str(dtype), **sizes, line=line()))
     record.count("collectives", kind)
     return len(record.log) - 1
 
@@ -203,7 +203,7 @@ def receive(group: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
 
 def barrier(group: Any, *args: Any, **kwargs: Any) -> Any:
     record.count("collectives of the host", "barrier")
-    record.log.append(HostWaits())
+    record.add(HostWaits())
     return _gloo["barrier"](group, *args, **kwargs)
 
 

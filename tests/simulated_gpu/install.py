@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -195,6 +195,7 @@ def install_in_program() -> None:
     install()
     record.raises = False
     folder = Path(os.environ["SIMULATED_GPU"])
+    record.log_file = _log_file(folder)
     os.register_at_fork(after_in_child=lambda: _start_again(folder))
     atexit.register(_leave_record, folder)
     # Ranks that a program drives end like this, or are killed: then the last copy of the thread counts.
@@ -204,8 +205,13 @@ def install_in_program() -> None:
 
 def _start_again(folder: Path) -> None:
     record.start_again()
-    record.raises = False
+    record.raises, record.log_file = False, _log_file(folder)
     _keep_leaving(folder)
+
+
+def _log_file(folder: Path) -> BinaryIO:
+    # Without a buffer: a rank may be killed.
+    return (folder / f"{os.getpid()}.log").open("ab", buffering=0)
 
 
 def _leave_and_exit(folder: Path, exit_now: Callable[[int], Any], code: int) -> None:
@@ -230,7 +236,6 @@ def _leave_record(folder: Path) -> None:
         "counts": dict(record.counts),
         "lines": {kind: dict(lines) for kind, lines in record.lines.copy().items()},
         "faults": dict(record.faults),
-        "log": list(record.log),
     }
     file = folder / f"{os.getpid()}.record"
     # The thread and the end of the process may write at the same time.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 HERE = str(Path(__file__).parent)
 ROOT = str(Path(__file__).parents[2]) + "/"
@@ -61,9 +63,16 @@ class Record:
     lines: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     faults: Counter[str] = field(default_factory=Counter)
     log: list[Event] = field(default_factory=list)
+    # Where a process that may be killed at any time keeps its log.
+    log_file: BinaryIO | None = None
     raises: bool = True
     # Whether launches are kept by line, which takes longer.
     names_launches: bool = False
+
+    def add(self, event: Event) -> None:
+        self.log.append(event)
+        if self.log_file is not None:
+            self.log_file.write(pickle.dumps(event))
 
     def count(self, kind: str, detail: str = "", number: int = 1) -> None:
         self.counts[kind] += number

@@ -162,7 +162,7 @@ def host_waits(why: str, until: Clock | None = None) -> None:
     if all(time <= known.get(number, 0) for number, time in clock.items()):
         return
     record.count("waits", why)
-    record.log.append(HostWaits())
+    record.add(HostWaits())
     known.update({number: max(time, known.get(number, 0)) for number, time in clock.items()})
     arrived = [late for late in device.late if late.time <= known.get(late.stream, 0)]
     device.late = [late for late in device.late if late not in arrived]
