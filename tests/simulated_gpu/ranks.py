@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,8 +78,12 @@ def on_gpu(x: Any, dtype: torch.dtype | None = None) -> Any:
     """Return ``x`` with its tensors on this rank's GPU. ``dtype`` is for those with floating point."""
 
     def move(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return x.to("cuda", dtype if x.is_floating_point() else x.dtype)
+        if isinstance(x, Tensor):
+            return x.to("cuda", dtype if x.is_floating_point() else x.dtype)
+        if type(x).__module__.startswith("diffusers.models"):  # A cache of keys, for example.
+            moved = copy.copy(x)
+            vars(moved).update({name: on_gpu(value, dtype) for name, value in vars(x).items()})
+            return moved
+        return x
 
     return tree_map(move, x)

@@ -80,11 +80,19 @@ def test_structure_of_attention(gpu_ranks, name, mesh):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=["Ulysses", "ring"])
 @pytest.mark.parametrize("name", MODELS)
-def test_transformer(gpu_ranks, name, mesh, dtype):
-    check_transformer(gpu_ranks, name, mesh, dtype)
+def test_transformer(gpu_ranks, name, mesh):
+    check_transformer(gpu_ranks, name, mesh)
+
+
+# Kandinsky 5 computes its time in float32 and keeps the weights for it. After ``to(bfloat16)``, which casts these too,
+# the unmodified model raises on any device.
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)], ids=["Ulysses", "ring"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "kandinsky 5"])
+def test_transformer_in_bfloat16(gpu_ranks, name, mesh):
+    check_transformer(gpu_ranks, name, mesh, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", PIPELINES)
