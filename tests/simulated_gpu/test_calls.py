@@ -49,11 +49,20 @@ APPROXIMATE = {
 }
 
 
+# These differ from other cases in numbers alone, so the long run has them.
+LONG = {"ring, bfloat16", "CFG", "cache, no hits", "ring 2, gradients", "ring 2, finite mask"}
+LONG |= {f"ring 2 × Ulysses 2, {name}" for name in ("float32", "causal", "float32 mask", "grouped heads")}
+
+
+def named(cases):
+    return [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in cases]
+
+
 def within(added: dict[str, float], budget: dict[str, float]) -> bool:
     return all(added[kind] <= budget[kind] for kind in KINDS)
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("name", named(ATTENTION))
 def test_attention(gpu_ranks, name):
     ranks, case = ATTENTION[name]
     for call in gpu_ranks.run(attend, ranks, case, nccl_alone=True):
@@ -95,7 +104,7 @@ def test_transformer_in_bfloat16(gpu_ranks, name, mesh):
     check_transformer(gpu_ranks, name, mesh, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize("name", named(PIPELINES))
 def test_feature_of_a_pipeline(gpu_ranks, name):
     ranks, pipeline, options = PIPELINES[name]
     bound = APPROXIMATE.get(name, 0.1 if options.get("dtype") == torch.bfloat16 else 1e-4)
