@@ -35,6 +35,7 @@ class Work:
         self._work, self._outputs, self._number = work, outputs, number
         self._inputs = [(x, x.clone()) for x in inputs]
         self._line, self._clock, self._ended = line(), dict(streams.current().known), False
+        self._job = record.job
 
     def wait(self, timeout: Any = None) -> bool:
         if not self._ended:
@@ -60,7 +61,8 @@ class Work:
         return getattr(self.__dict__["_work"], name)
 
     def __del__(self) -> None:
-        if not self._ended:
+        # What a job that failed has left behind is freed at any later time.
+        if not self._ended and self._job == record.job:
             record.fault("a collective was never waited for", at=self._line)
 
 

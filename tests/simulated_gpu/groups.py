@@ -94,6 +94,9 @@ def _new_group(size: int, rank: int, ranks: list[int], backend: Any, *args: Any,
     group, store = _own["helper"](size, rank, ranks, BACKEND if stands_for_nccl else backend, *args, **options)
     if not isinstance(group, dist.ProcessGroup):
         return group, store  # This rank is no member.
+    # torch gives a name again once the group that had it was destroyed.
+    _nccl_groups.pop(group.group_name, None)
+    _fake_groups.discard(group.group_name)
     if stands_for_nccl:
         _nccl_groups[group.group_name] = has_cpu
     if asked == "fake":

@@ -37,6 +37,7 @@ class SimulatedRanks:
 
 
 def _run(name: tuple[str, str], nccl_alone: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from tests.simulated_gpu import streams
     from tests.simulated_gpu.groups import use_nccl
     from tests.simulated_gpu.install import install, use_device
     from tests.simulated_gpu.record import DeviceFault, record
@@ -45,6 +46,7 @@ def _run(name: tuple[str, str], nccl_alone: bool, args: tuple[Any, ...], kwargs:
     use_device(dist.get_rank())
     use_nccl(dist.group.WORLD, alone=nccl_alone)
     record.start_again()
+    streams.start_again()
     fn: Any = importlib.import_module(name[0])
     for part in name[1].split("."):
         fn = getattr(fn, part)

@@ -66,8 +66,8 @@ class Record:
     # Where a process that may be killed at any time keeps its log.
     log_file: BinaryIO | None = None
     raises: bool = True
-    # Whether launches are kept by line, which takes longer.
-    names_launches: bool = False
+    # The number of the job, of which a process may run several.
+    job: int = 0
 
     def add(self, event: Event) -> None:
         self.log.append(event)
@@ -76,13 +76,14 @@ class Record:
 
     def count(self, kind: str, detail: str = "", number: int = 1) -> None:
         self.counts[kind] += number
-        if kind != "launches" or self.names_launches:
+        if kind != "launches":  # Naming the line of each launch would take as long as all else.
             self.lines[kind][f"{line()} {detail}".strip()] += number
 
     def start_again(self) -> None:
         """Forget everything, for the next job of this process."""
         self.counts.clear(), self.lines.clear(), self.faults.clear(), self.log.clear()
-        self.raises, self.names_launches = True, False
+        self.raises = True
+        self.job += 1
 
     def fault(self, text: str, *, at: str = "") -> None:
         """Keep a fault, and raise it if it is this call that is wrong.

@@ -127,6 +127,14 @@ class _Device:
 
 
 device = _Device()
+
+
+def start_again() -> None:
+    """Forget what is in flight, for the next job of this process."""
+    device.memory.clear()
+    device.late.clear()
+
+
 _local = threading.local()
 _default: list[Stream] = []
 

@@ -403,3 +403,24 @@ def half_waited() -> bool:
 
 def test_functional_collective_is_nan_until_it_is_waited_for(gpu_ranks):
     assert gpu_ranks.run(half_waited, 2) == [True, True]
+
+
+def fail_in_flight() -> None:
+    group = dist.new_group()
+    work = dist.all_reduce(torch.ones(2, device="cuda"), group=group, async_op=True)
+    torch.ones(4).pin_memory().to("cuda", non_blocking=True)
+    raise ValueError(f"with {work} in flight")
+
+
+def names_of_backends() -> list[str]:
+    from para_core.torch_internals import backend_of
+
+    group = dist.new_group(backend="gloo")
+    return [backend_of(x, torch.device("cuda")).name() for x in (dist.group.WORLD, group)]
+
+
+def test_failed_job_leaves_nothing_to_the_next(gpu_ranks):
+    with pytest.raises(RankPoolError, match="in flight"):
+        gpu_ranks.run(fail_in_flight, 2)
+    # The group of gloo gets the name that the failed job's group of NCCL had.
+    assert gpu_ranks.run(names_of_backends, 2) == [["nccl", "gloo"]] * 2
