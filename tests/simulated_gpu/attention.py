@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from tests.attention.kernel_rules import PRECONDITIONS
-from tests.simulated_gpu import streams
 from tests.simulated_gpu.native import on_cpu, on_device
-from tests.simulated_gpu.operators import aten, refuse_host_tensors, tensors_of
+from tests.simulated_gpu.operators import aten, reads_and_writes, refuse_host_tensors, tensors_of
 from tests.simulated_gpu.record import record
 
 FUSED = {
@@ -170,7 +169,7 @@ def _operator(name: str, suffix: str, operator: Any) -> Callable[..., Any]:
             PRECONDITIONS[operator](*args, **kwargs)
         except AssertionError as error:
             record.fault(f"{operator}: {error}")
-        with streams.reads_and_writes(operator, args, kwargs) as access:
+        with reads_and_writes(operator, args, kwargs) as access:
             index = given["query"].device.index
             outputs = backward(name, given) if suffix else forward(name, given)
             access.made = tuple(on_device(x, index) if isinstance(x, Tensor) else x for x in outputs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_host_tensors(op, tensors)
     _count_waits(op, packet, args, kwargs)
     _refuse_dtypes(op, packet, tensors)
-    with streams.reads_and_writes(op, args, kwargs) as access:
+    with reads_and_writes(op, args, kwargs) as access:
         out = compute(rows.with_kernel_of_rows(op, packet), device.index, args, kwargs)
         access.made = out
     if not op.is_view and packet not in ALLOCATIONS and packet is not aten._local_scalar_dense:
@@ -87,6 +89,36 @@ def compute(op: Callable[..., Any], index: int, args: Any, kwargs: Any) -> Any:
     for host_generator, own_generator in generators:
         own_generator.set_state(host_generator.get_state())
     return mapped(out, to_device)
+
+
+@dataclass
+class Access:
+    """The outputs of an operator, set when it has run."""
+
+    made: Any = None
+
+
+@contextmanager
+def reads_and_writes(op: Any, args: Any, kwargs: Any) -> Iterator[Access]:
+    """Check the accesses of an operator by its schema. Set ``made`` of the yielded value to its output."""
+    access = Access()
+    if op.is_view:
+        yield access
+        return
+    reads, writes = [], []
+    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+    for argument in op._schema.arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        for x in tensors_of(given.get(argument.name)):
+            if x.is_cuda:
+                (writes if is_written else reads).append(x)
+    with streams.accessing(reads, writes):
+        yield access
+    for x in tensors_of(access.made):
+        if op.overloadpacket in ALLOCATIONS:
+            streams.allocated(x)
+        elif x.is_cuda:
+            streams.made_by_current(x)
 
 
 def copy_(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

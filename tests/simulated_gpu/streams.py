@@ -213,11 +213,6 @@ def same_bytes(x: Tensor, y: Tensor) -> bool:
 # -- Accesses.
 
 
-@dataclass
-class _Access:
-    made: Any = None
-
-
 def _key(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
@@ -249,29 +244,12 @@ def _require_seen(stream: Stream, other: int, time: int, verb: str, place: str) 
         record.fault(f"an operator uses memory that another stream still {verb} ({place}): wait_stream or wait_event")
 
 
-@contextmanager
-def reads_and_writes(op: Any, args: Any, kwargs: Any) -> Iterator[_Access]:
-    """Check the accesses of an operator by its schema. Set ``made`` of the yielded value to its output."""
-    from tests.simulated_gpu.operators import ALLOCATIONS, tensors_of
-
-    access = _Access()
-    if op.is_view:
-        yield access
-        return
-    reads, writes = [], []
-    given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
-    for argument in op._schema.arguments:
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        for x in tensors_of(given.get(argument.name)):
-            if x.is_cuda:
-                (writes if is_written else reads).append(x)
-    with accessing(reads, writes):
-        yield access
-    if op.overloadpacket in ALLOCATIONS:
-        for x in tensors_of(access.made):
-            device.memory.pop(_key(x), None)
-        return
+def made_by_current(x: Tensor) -> None:
+    """Remember that the last operator of the current stream has made the memory of ``x``."""
     stream = current()
-    for x in tensors_of(access.made):
-        if x.is_cuda:
-            device.memory[_key(x)] = _Memory((stream.number, stream.known[stream.number], "an operator"))
+    device.memory[_key(x)] = _Memory((stream.number, stream.known[stream.number], "an operator"))
+
+
+def allocated(x: Tensor) -> None:
+    """Remember that the memory of ``x`` is new: nobody has written or read it."""
+    device.memory.pop(_key(x), None)
