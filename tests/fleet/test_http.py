@@ -14,7 +14,7 @@ from diffusers import FluxPipeline, WanPipeline
 
 from para_core.fleet.request import Delivery
 from tests.fleet.test_hostile import request, send
-from tests.fleet.test_server import PATH, StandIn, ask, serving
+from tests.fleet.test_server import PATH, StandIn, ask, serving, until
 
 
 class Broken(StandIn):
@@ -197,11 +197,11 @@ def test_failure_of_the_server_is_logged_with_its_traceback(caplog):
 
 @pytest.mark.parametrize(("stream", "words"), [(b"false", "499"), (b"true", "disconnected")])
 def test_client_that_leaves_is_logged(caplog, stream, words):
-    with serving(StandIn(0.1), pipeline=FluxPipeline) as (port, _):
+    with serving(StandIn(0.1), pipeline=FluxPipeline) as (port, backend):
         with contextlib.closing(socket.create_connection(("127.0.0.1", port))) as connection:
             body = b'{"prompt": "a", "steps": 100, "stream": %s}' % stream
             connection.sendall(request(body, extra=b"X-Request-Id: leaves\r\n"))
-            time.sleep(0.5)
-        time.sleep(1)
+            until(lambda: backend.began)
+        until(lambda: backend.cancelled)
         assert send(port, request(b"", method="GET", path="/health", kind=None)) == 200
-    assert any("leaves" in record.getMessage() and words in record.getMessage() for record in caplog.records)
+        until(lambda: any("leaves" in line and words in line for line in caplog.messages))

@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.request import urlopen
 
@@ -15,7 +14,7 @@ from openai.types import ImageGenCompletedEvent, ImageGenPartialImageEvent, Imag
 from PIL import Image
 
 from para_core.fleet.outputs import Output
-from tests.fleet.test_server import StandIn, serving
+from tests.fleet.test_server import StandIn, serving, until
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -141,9 +140,9 @@ def test_key(client):
 
 
 def test_busy_server_raises_the_rate_limit_error(client):
-    with serving(StandIn(0.5), waiting=0) as (port, _), ThreadPoolExecutor(1) as threads:
+    with serving(StandIn(1.0), waiting=0) as (port, backend), ThreadPoolExecutor(1) as threads:
         first = threads.submit(client(port).images.generate, prompt="a")
-        time.sleep(0.3)
+        until(lambda: backend.began)
         with pytest.raises(openai.RateLimitError) as refusal:
             client(port).images.generate(prompt="b")
         assert refusal.value.type == "rate_limit_error"

@@ -36,10 +36,12 @@ class StandIn:
     count, live, server = 1, 1, None
 
     def __init__(self, seconds=0.0):
-        self.seconds, self.turn, self.cancelled, self.ran, self.deaths = seconds, asyncio.Lock(), set(), [], 0
+        self.seconds, self.turn, self.deaths = seconds, asyncio.Lock(), 0
+        self.began, self.cancelled, self.ran = [], set(), []
 
     async def generate(self, id_, request, progress):
         async with self.turn:
+            self.began.append(id_)
             prompt = request.fields["prompt"]
             if prompt == "dies" and self.deaths == 0:
                 self.deaths += 1
@@ -90,6 +92,14 @@ def serving(backend=None, *, pipeline=FluxKontextPipeline, others=(), mounted=""
     finally:
         web.should_exit = True
         thread.join()
+
+
+def until(condition, seconds=30):
+    """Wait until ``condition()`` is true. A request that was sent is not yet one that runs."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not true within {seconds} s"
+        time.sleep(0.01)
 
 
 def start(port, body, *, method="POST", path=PATH, **headers):
@@ -280,9 +290,12 @@ def test_null_is_what_was_left_out():
 
 @pytest.mark.slow
 def test_one_request_more_than_may_wait_comes_back_later():
-    with serving(StandIn(0.3), waiting=1) as (port, _):
+    def accepted(port):
+        return "para_core_requests_accepted 2.0" in ask(port, None, method="GET", path="/metrics")[2].decode()
+
+    with serving(StandIn(1.0), waiting=1) as (port, _):
         connections = [start(port, {"prompt": "a"}, X_Request_Id=f"r{i}") for i in range(2)]
-        time.sleep(0.2)
+        until(lambda: accepted(port))
         status, headers, body = ask(port, {"prompt": "b"})
         assert (status, body["error"]["code"]) == (429, "busy")
         assert int(headers["retry-after"]) >= 1
@@ -313,8 +326,8 @@ def test_stream_reports_each_step_and_result():
 def test_leaving_client_cancels_its_request_only(stream):
     with serving(StandIn(0.1)) as (port, backend):
         leaving = start(port, {"prompt": "leaves", "steps": 100, "stream": stream}, X_Request_Id="leaves")
+        until(lambda: backend.began == ["leaves"])
         staying = start(port, {"prompt": "stays"}, X_Request_Id="stays")
-        time.sleep(0.3)
         leaving.close()
         assert status_of(staying) == 200
         assert backend.cancelled == {"leaves"}
@@ -322,9 +335,9 @@ def test_leaving_client_cancels_its_request_only(stream):
 
 
 def test_request_is_cancelled_by_id():
-    with serving(StandIn(0.1)) as (port, _):
+    with serving(StandIn(0.1)) as (port, backend):
         running = start(port, {"prompt": "a", "steps": 100}, X_Request_Id="long")
-        time.sleep(0.3)
+        until(lambda: backend.began)
         assert ask(port, None, method="DELETE", path=f"{PATH}/long")[0] == 200
         with contextlib.closing(running):
             answer = running.getresponse()
@@ -365,9 +378,9 @@ def test_foreign_pages_need_a_key():
 
 
 def test_request_id_is_unique_and_no_path():
-    with serving(StandIn(0.2)) as (port, _):
+    with serving(StandIn(1.0)) as (port, backend):
         first = start(port, {"prompt": "a"}, X_Request_Id="one")
-        time.sleep(0.1)
+        until(lambda: backend.began)
         assert ask(port, {"prompt": "a"}, X_Request_Id="one")[0] == 409
         assert ask(port, {"prompt": "a"}, X_Request_Id="../one")[0] == 409
         assert status_of(first) == 200

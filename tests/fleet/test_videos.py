@@ -12,7 +12,7 @@ from openai.types import Video, VideoDeleteResponse
 from para_core.fleet import videos as videos_module
 from para_core.fleet.request import Delivery
 from tests.fleet.test_openai import picture, strict
-from tests.fleet.test_server import StandIn, ask, serving
+from tests.fleet.test_server import StandIn, ask, serving, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,15 +64,14 @@ def test_input_reference_is_the_image(tmp_path, client):
 def test_running_video_shows_progress_and_is_cancelled_by_delete(tmp_path, client):
     with videos(tmp_path, StandIn(0.1)) as (port, backend):
         id_ = ask(port, {"prompt": "a", "size": "64x32", "frames": 17, "steps": 50}, path="/v1/videos")[2]["id"]
-        time.sleep(0.5)
+        until(lambda: client(port).videos.retrieve(id_).progress > 0)
         video = client(port).videos.retrieve(id_)
         assert video.status == "in_progress"
-        assert 0 < video.progress < 50
+        assert 0 < video.progress < 100
         with pytest.raises(openai.ConflictError):
             client(port).videos.download_content(id_)
         client(port).videos.delete(id_)
-        time.sleep(0.3)
-        assert backend.cancelled == {id_}
+        until(lambda: backend.cancelled == {id_})
         assert backend.ran == []
         assert list(tmp_path.iterdir()) == []
 
