@@ -37,7 +37,7 @@ from benchmarks.pipelines import (
 )
 from benchmarks.planner import memory, propose, published, sizes, traffic
 from benchmarks.serving import load, trials
-from para_core.adapters.compatibility.phases import PHASES
+from para_core.adapters.compatibility.checks import PHASES
 
 # These fields of messages are the same in all cases. Every other field is an ellipsis on the page.
 _WORDS = {

@@ -252,7 +252,7 @@ REPORTS = (
         "huggingface/diffusers#9453",
         "a LoRA exchanged in place, on one rank only",
         "raises",
-        "tests/adapters/consistency/test_state.py::test_differing_models_raise_on_all_ranks",
+        "tests/adapters/agree/test_state.py::test_differing_models_raise_on_all_ranks",
     ),
     Report(
         PARTS,

@@ -18,8 +18,8 @@ from para_core.cli.launcher import stated_ranks
 from para_core.cli.options import INPUT, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.cli.traces import require_new_traces
-from para_core.fleet.models import Model
 from para_core.fleet.outputs import require_file, write_atomically
+from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request, make_request
 
 _PROMPT = "a large red circle in the centre on a white background"

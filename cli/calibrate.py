@@ -16,7 +16,7 @@ from para_core.cli import checks, options
 from para_core.cli.options import INPUT, option
 from para_core.cli.progress import announce_imports
 from para_core.fleet.outputs import require_file
-from para_core.fleet.prompts import read_prompts, require_contents
+from para_core.fleet.prompt_file import read_prompts, require_contents
 from para_core.fleet.request import call_arguments, make_request
 from para_core.option_values import Metric
 
@@ -58,9 +58,9 @@ def calibrate(
     from para_core.adapters import calibrate_cache
     from para_core.cli.progress import showing_phases
     from para_core.cli.ranks import is_first_rank, process_group
+    from para_core.fleet.build import build
     from para_core.fleet.classical import refuse_ranks
     from para_core.fleet.libraries import quiet
-    from para_core.fleet.loading import build
     from para_core.fleet.modular import set_guidance
 
     quiet(debug)

@@ -17,7 +17,7 @@ from para_core.distributed.mesh_shape import mesh_sizes, parse_mesh_sizes
 
 if TYPE_CHECKING:
     from para_core.attention.schedule import AttentionSchedule
-    from para_core.fleet.models import Model
+    from para_core.fleet.pipeline_info import Model
     from para_core.fleet.recipe import Recipe
     from para_core.fleet.selection import Selection
 
@@ -95,7 +95,7 @@ def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Ch
     does not exist; ModuleNotFoundError if an option needs a package that is not installed; ValueError or
     typer.BadParameter if an option is invalid.
     """
-    from para_core.fleet.models import TINY_FLUX_FIELDS, describe_call, find_tiny_flux
+    from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, describe_call, find_tiny_flux
     from para_core.fleet.recipe import Recipe, require_loras
     from para_core.fleet.selection import select_pipeline
 
@@ -150,7 +150,7 @@ def describe_model(model: str | None, checked: Checked) -> Model:
     what an option needs.
     """
     from para_core.attention.libraries import require_library
-    from para_core.fleet.loading import find_model
+    from para_core.fleet.build import find_model
     from para_core.fleet.recipe import refuse_options
 
     recipe = checked.recipe

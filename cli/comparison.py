@@ -16,7 +16,7 @@ from torch import nn
 
 from para_core.adapters.registry import transformers_of
 from para_core.cli.ranks import from_first_rank, gather
-from para_core.fleet.loading import build, build_unmodified
+from para_core.fleet.build import build, build_unmodified
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe

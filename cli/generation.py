@@ -20,6 +20,7 @@ from para_core.cli.options import FileOptions, GroupOptions
 from para_core.cli.progress import Bars, showing_log, showing_phases
 from para_core.cli.ranks import count_ranks, ending_on_error, from_first_rank, is_first_rank, process_group
 from para_core.cli.signals import describe_signal, terminable
+from para_core.fleet.build import dtype_of
 from para_core.fleet.classical import refuse_ranks
 from para_core.fleet.engine import open_ranks
 from para_core.fleet.foresee import (
@@ -31,8 +32,6 @@ from para_core.fleet.foresee import (
     without_weights,
 )
 from para_core.fleet.lines import LineRun
-from para_core.fleet.loading import dtype_of
-from para_core.fleet.models import Model
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import (
     Result,
@@ -45,7 +44,8 @@ from para_core.fleet.outputs import (
     too_large,
     write_result,
 )
-from para_core.fleet.prompts import Line, Problem, read_prompts
+from para_core.fleet.pipeline_info import Model
+from para_core.fleet.prompt_file import Line, Problem, read_prompts
 from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import USUAL_PIXELS, Delivery, estimated_pixels, make_request

@@ -22,9 +22,9 @@ from para_core.cli.comparison import Reference, compare, make_reference
 from para_core.cli.progress import Bars, showing_phases
 from para_core.cli.ranks import ending_on_error, gather, is_first_rank, process_group
 from para_core.cli.traces import trace_path
+from para_core.fleet.build import build, dtype_of
 from para_core.fleet.engine import LaunchedRanks, OwnRank, open_ranks
 from para_core.fleet.libraries import quiet
-from para_core.fleet.loading import build, dtype_of
 from para_core.fleet.recipe import Recipe, can_verify
 from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, metadata, step_callback

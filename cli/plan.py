@@ -245,9 +245,9 @@ def _counted(
 
     from para_core.adapters.planner.count import UnknownModelError
     from para_core.adapters.planner.plan_mesh import workload
+    from para_core.fleet.build import find_model
     from para_core.fleet.foresee import without_weights
     from para_core.fleet.libraries import quiet
-    from para_core.fleet.loading import find_model
 
     quiet(debug)
     described = find_model(
@@ -284,7 +284,7 @@ def _component_bytes(pipe: Any) -> dict[str, ComponentBytes]:
     """Return the bytes of the components of ``pipe`` by name. Transformers alone are quantized."""
     import torch
 
-    from para_core.adapters.components import components_of
+    from para_core.adapters.inspect.components import components_of
     from para_core.adapters.planner.count import module_bytes
     from para_core.adapters.registry import transformers_of
 

@@ -22,8 +22,8 @@ from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.cli.signals import SignalCode
 from para_core.fleet.choice_of_ray import uses_ray
-from para_core.fleet.models import Model
 from para_core.fleet.outputs import choose_format, require_file
+from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Delivery, Request, make_request, read_size
 from para_core.fleet.selection import pipelines_for
 
@@ -99,9 +99,9 @@ def serve(
     announce_imports()
     from para_core.cli.ranks import count_ranks
     from para_core.fleet.classical import refuse_ranks
+    from para_core.fleet.http.bodies import ServerOptions
     from para_core.fleet.libraries import quiet
     from para_core.fleet.rank import ReplicaOptions
-    from para_core.fleet.reading import ServerOptions
 
     quiet(debug)
     pipeline = checks.describe_model(model, checked)

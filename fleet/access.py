@@ -23,7 +23,7 @@ _PREFIX = re.compile(r"(/[A-Za-z0-9._~%@:+=-]+)+")
 class Access:
     """Access check of requests: by the API key, or if the server has none, by the headers Host and Origin.
 
-    The arguments are ``api_key`` and ``cors`` of :class:`~para_core.fleet.reading.ServerOptions`.
+    The arguments are ``api_key`` and ``cors`` of :class:`~para_core.fleet.http.bodies.ServerOptions`.
     """
 
     def __init__(self, api_key: str | None, origins: Sequence[str] = ()) -> None:

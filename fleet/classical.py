@@ -8,7 +8,7 @@ import torch
 
 from para_core.adapters.weights.quantize import loading_config, quantize_transformers
 from para_core.fleet.model_files import GGUF, is_single_file, kind_of_file, read_config, read_index, weight_names
-from para_core.fleet.models import Model
+from para_core.fleet.pipeline_info import Model
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in
 from para_core.fleet.recipe import Recipe
 from para_core.option_values import Quantize

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.components import text_encoders_of
+from para_core.adapters.inspect.components import text_encoders_of
 from para_core.adapters.registry import transformers_of, unets_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.failures import RanksEnded
-from para_core.fleet.prompts import Line
+from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, split_request
 from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method
@@ -74,7 +74,7 @@ class EncodeFirst:
     """Two phases of many requests on this rank, see :class:`Encoder`.
 
     Only the weights of the current phase are on the device; a denoiser is a transformer or UNet. Outputs of the text
-    encoders wait in host memory. :func:`~para_core.fleet.loading.build` attaches an instance to a pipeline whose
+    encoders wait in host memory. :func:`~para_core.fleet.build.build` attaches an instance to a pipeline whose
     weights are neither sharded nor offloaded. An instance that is not attached has no phases. ``call`` calls a pipeline
     for a list of requests. A batch ends when the outputs of text encoders exceed ``max_bytes``.
     """

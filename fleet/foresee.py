@@ -20,8 +20,8 @@ from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.block_offload import num_resident
 from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.model_files import GGUF, read_config, read_index
-from para_core.fleet.models import Model
 from para_core.fleet.modular import open_modular
+from para_core.fleet.pipeline_info import Model
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in, multiple_of_sides, read_pipeline
 from para_core.fleet.recipe import Recipe
 from para_core.planner.prediction import RESERVED, default_text_encoders, memory_of
@@ -216,7 +216,7 @@ def _component(dtype: torch.dtype, model: str, name: str, library: str | None, c
 
 
 def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
-    """Return the mesh sizes by dim that :func:`~para_core.fleet.loading.build` will choose for ``ranks`` ranks.
+    """Return the mesh sizes by dim that :func:`~para_core.fleet.build.build` will choose for ``ranks`` ranks.
 
     ``pipe`` may lack weights. It is not used if the recipe states a mesh (then see :func:`mesh_of_recipe`) or ``ranks``
     is 1.

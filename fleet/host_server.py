@@ -13,10 +13,10 @@ from typing import Any
 
 import uvicorn
 
-from para_core.fleet.models import Model
+from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.pipeline_info import Model
 from para_core.fleet.pool import Pool
 from para_core.fleet.rank import ReplicaOptions
-from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.server import Server
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from para_core.fleet.models import Model
+from para_core.fleet.pipeline_info import Model
 
 # Ends of the keys of diffusers' tables that name editing checkpoints of a family, such as "flux-kontext".
 _EDITING = ("kontext", "edit", "edit-plus", "i2v")

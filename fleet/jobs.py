@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestError, RequestFailed
+from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.outputs import Output, Result
-from para_core.fleet.reading import ServerOptions
 from para_core.fleet.request import Request, batch_key
 
 logger = logging.getLogger(__name__)

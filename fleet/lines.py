@@ -12,7 +12,7 @@ from para_core.fleet.encode_first import encoded_batches
 from para_core.fleet.engine import Ranks
 from para_core.fleet.failures import RanksEnded, sentence
 from para_core.fleet.outputs import Result
-from para_core.fleet.prompts import Line, Problem
+from para_core.fleet.prompt_file import Line, Problem
 
 
 class Shown(Protocol):

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from para_core.adapters.components import text_encoders_of
+from para_core.adapters.inspect.components import text_encoders_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.recipe import Recipe, read_lora
 from para_core.fleet.request import Lora

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from para_core.fleet.models import TINY_FLUX_FIELDS, Model, find_tiny_flux
+from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, find_tiny_flux
 
 # Parameters of pipelines' calls whose defaults are shown.
 _SHOWN = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "num_frames")

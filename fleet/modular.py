@@ -14,7 +14,7 @@ import torch
 from para_core.adapters.registry import USUAL_NAMES, is_transformer_class
 from para_core.adapters.weights.quantize import loading_config
 from para_core.fleet.model_files import read_index
-from para_core.fleet.models import Kind, Model, can_be_given
+from para_core.fleet.pipeline_info import Kind, Model, can_be_given
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
 from para_core.option_values import Quantize
 from para_core.progress import report

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from para_core.fleet.models import Model
+from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request
 
 # Beginnings of the class names of pipelines that add their guidance to the conditional prediction: they compute the

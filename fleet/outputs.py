@@ -16,8 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from para_core.fleet.models import Kind, Model
-from para_core.fleet.prompts import Line
+from para_core.fleet.pipeline_info import Kind, Model
+from para_core.fleet.prompt_file import Line
 from para_core.fleet.request import Delivery, Request, estimated_pixels
 
 if TYPE_CHECKING:

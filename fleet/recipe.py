@@ -1,4 +1,4 @@
-"""Recipes: options for loading and parallelizing a pipeline, which fleet/loading.py applies."""
+"""Recipes: options for loading and parallelizing a pipeline, which fleet/build.py applies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from para_core.attention.schedule import AttentionSchedule
 from para_core.fleet.model_files import GGUF
-from para_core.fleet.models import Model
+from para_core.fleet.pipeline_info import Model
 from para_core.option_values import (
     EXACT_FORM,
     Backend,

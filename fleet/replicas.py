@@ -15,7 +15,7 @@ from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFaile
 from para_core.fleet.foresee import Memory
 from para_core.fleet.local_replica import LocalReplica
 from para_core.fleet.outputs import Output, Result
-from para_core.fleet.prompts import Line, Problem
+from para_core.fleet.prompt_file import Line, Problem
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request

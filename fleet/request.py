@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from para_core.fleet.image_classes import is_image_field, takes_no_image
-from para_core.fleet.models import Kind, Model, unknown_field
+from para_core.fleet.pipeline_info import Kind, Model, unknown_field
 
 # Short names that a request may use, and the parameters of diffusers that each stands for: the first that the pipeline
 # has.
@@ -202,7 +202,7 @@ def require_one_name(values: Mapping[str, Any], model: Model) -> None:
 def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: Model) -> dict[str, Any]:
     """Return the fields ``values``, and those of ``common`` whose parameters ``values`` does not set by any name.
 
-    >>> from para_core.fleet.models import Model
+    >>> from para_core.fleet.pipeline_info import Model
     >>> model = Model("", "FluxPipeline", dict.fromkeys(("width", "height", "num_inference_steps")), "image")
     >>> merge_fields({"size": "64x32", "steps": 4}, {"width": 16, "num_inference_steps": 8}, model)
     {'height': 32, 'width': 16, 'num_inference_steps': 8}

@@ -18,12 +18,12 @@ from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied
 from para_core.fleet.foresee import Memory
 from para_core.fleet.host_server import bound_socket
+from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.jobs import Job
 from para_core.fleet.log_relay import Entry, LogReader, LogRelay, Position
-from para_core.fleet.models import Model
 from para_core.fleet.outputs import Output
+from para_core.fleet.pipeline_info import Model
 from para_core.fleet.rank import ReplicaOptions
-from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.server import Server

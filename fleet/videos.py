@@ -17,10 +17,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse
 
 from para_core.fleet.failures import RequestError
+from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.jobs import Job, Jobs
 from para_core.fleet.middleware import printable
 from para_core.fleet.outputs import write_atomically
-from para_core.fleet.reading import ServerOptions
 from para_core.fleet.request import Request
 
 logger = logging.getLogger(__name__)

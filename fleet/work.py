@@ -17,8 +17,8 @@ from torch import Tensor
 from para_core.adapters import cache_report
 from para_core.adapters.registry import mesh_of
 from para_core.distributed.collectives import broadcast_bytes
+from para_core.fleet.build import mesh_shape
 from para_core.fleet.failures import RequestCancelled
-from para_core.fleet.loading import mesh_shape
 from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.recipe import Recipe

@@ -6,7 +6,7 @@ import torch
 from diffusers import FluxPipeline, ModularPipeline
 from diffusers.modular_pipelines import FluxAutoBlocks, LTXAutoBlocks, QwenImageAutoBlocks
 
-from para_core.fleet.models import find_tiny_flux
+from para_core.fleet.pipeline_info import find_tiny_flux
 from zoo.tiny.pipelines import PIPELINES
 
 MODULAR = {

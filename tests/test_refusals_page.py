@@ -2,7 +2,7 @@
 
 from benchmarks import pages
 from benchmarks.harness import read_results
-from para_core.adapters.compatibility.phases import PHASES
+from para_core.adapters.compatibility.checks import PHASES
 from para_core.adapters.refusal import refusal
 
 

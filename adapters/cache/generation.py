@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.compatibility.phases import CheckedModel, check_cached_call
-from para_core.adapters.consistency.callbacks import around_callbacks
+from para_core.adapters.agree.callbacks import around_callbacks
+from para_core.adapters.compatibility.checks import CheckedModel, check_cached_call
+from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import adapter_for, plan_for
-from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict, step_of

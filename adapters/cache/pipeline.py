@@ -11,13 +11,13 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.cache.generation import KEY, PipelineCache, caching_of
-from para_core.adapters.compatibility.phases import CheckedModel, check_cache, models_to_check
+from para_core.adapters.compatibility.checks import CheckedModel, check_cache, models_to_check
 from para_core.adapters.registry import mesh_of, require_adapter, require_blocks, require_kind
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
 from para_core.cache.report import CacheReport
-from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.agree import raising_on_all
 from para_core.instance_patching import (
     WrapperPriority,
     instances_in,

@@ -15,25 +15,25 @@ from torch import nn
 
 from para_core import version
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.attention_names import attention_by_name, translated_attention
+from para_core.adapters.agree.arguments import difference_of_pipeline_calls, require_equal
+from para_core.adapters.agree.callbacks import CheckedCallbacks, around_callbacks
+from para_core.adapters.agree.failures import Places, places_of_all, reasons_shared
+from para_core.adapters.agree.loras import described as described_loras
+from para_core.adapters.agree.loras import models_of
+from para_core.adapters.agree.rng import random_state_of_first_rank
 from para_core.adapters.cache.generation import PipelineCache, caching_of
-from para_core.adapters.compatibility.phases import CheckedModel, check_parallel_call
-from para_core.adapters.consistency.arguments import difference_of_pipeline_calls, require_equal
-from para_core.adapters.consistency.callbacks import CheckedCallbacks, around_callbacks
-from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
-from para_core.adapters.consistency.loras import described as described_loras
-from para_core.adapters.consistency.loras import models_of
-from para_core.adapters.consistency.rng import random_state_of_first_rank
+from para_core.adapters.compatibility.checks import CheckedModel, check_parallel_call
+from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import PARALLEL_PIPE, adapter_for, applied_mesh, transformers_of
-from para_core.adapters.rows.unet import unet_run
+from para_core.adapters.vae.unet import unet_run
 from para_core.adapters.weights.fused_pipe import FusedPipe
 from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
 from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
-from para_core.distributed.consistency import inputs_verified
+from para_core.distributed.agree import inputs_verified
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import (
     WrapperPriority,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.components import config_and_depths
+from para_core.adapters.inspect.components import config_and_depths
 from para_core.instance_patching import has_compiled_parts, uncompiled, unwrapped_class
 from para_core.torch_internals import forward_hooks, pytree
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.components import components_of, text_encoders_of
+from para_core.adapters.inspect.components import components_of, text_encoders_of
 from para_core.adapters.parallel.session import Part, Undo, nothing
 from para_core.adapters.weights.block_offload import OffloadedBlocks
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, require_not_offloaded

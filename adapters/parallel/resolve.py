@@ -12,18 +12,18 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from para_core.adapters.compatibility.phases import check_parallelize, models_to_parallelize
-from para_core.adapters.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
+from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
+from para_core.adapters.inspect.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
-from para_core.adapters.parallel.model import ParallelOptions, TransformerPart, resolve_transformer, resolve_unet
+from para_core.adapters.parallel.options import ParallelOptions, TransformerPart, resolve_transformer, resolve_unet
 from para_core.adapters.parallel.parts import OffloadPart, TextEncodersPart, TimeoutPart, WeightsPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
 from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
-from para_core.adapters.rows.unet import unparallelize_unet
-from para_core.adapters.rows.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.vae.unet import unparallelize_unet
+from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.weights.block_offload import OffloadedBlocks, num_resident, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of
@@ -31,7 +31,7 @@ from para_core.adapters.weights.shard import check_shard, require_mesh_fits, wei
 from para_core.adapters.weights.sharded_component import METHODS
 from para_core.adapters.weights.vae_offload import OffloadedVaes
 from para_core.attention.schedule import KeptKeys
-from para_core.distributed.consistency import exchange, raising_on_all
+from para_core.distributed.agree import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance_patching import original_class

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.attention_names import require_native_attention
-from para_core.adapters.consistency.callbacks import around_callbacks
+from para_core.adapters.agree.callbacks import around_callbacks
+from para_core.adapters.inspect.attention_names import require_native_attention
+from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import adapter_for, require_blocks
-from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.schedule import AttentionSchedule
 from para_core.cache.branches import Branches, conditions_of

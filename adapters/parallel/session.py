@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.agree import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import instances_in, restored_on_failure
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from para_core.adapters.components import blocks_of, config_and_depths, patch_plan_for, stack_of, why_no_stages
+from para_core.adapters.inspect.components import blocks_of, config_and_depths, patch_plan_for, stack_of, why_no_stages
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.sizes import DECODED_SIDE, DecoderCounts, GenerationSizes
 from para_core.adapters.registry import plan_for, tensor_plan_for

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.components import components_of, text_encoders_of, vaes_of
+from para_core.adapters.inspect.components import components_of, text_encoders_of, vaes_of
 from para_core.adapters.planner import count
 from para_core.adapters.planner.inputs import INPUTS, default_guidance, default_sizes, number_of_heads
 from para_core.adapters.planner.published import PUBLISHED

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.adapters.components import stack_of
+from para_core.adapters.inspect.components import stack_of
 from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY, execution_device, require_not_offloaded
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.distributed.mesh import GuidedMesh

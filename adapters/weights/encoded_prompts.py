@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.components import text_encoders_of
+from para_core.adapters.inspect.components import text_encoders_of
 from para_core.adapters.weights.offloaded_modules import join_tensors, split_tensors
 from para_core.distributed.collectives import tensor_bytes
 from para_core.instance_patching import WrapperPriority, unwrap, wrap_method

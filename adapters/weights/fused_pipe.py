@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.components import patch_plan_for, stack_of, why_no_stages
+from para_core.adapters.inspect.components import patch_plan_for, stack_of, why_no_stages
+from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import require_adapter, require_blocks
-from para_core.adapters.scheduler_tracker import SchedulerTracker
 from para_core.cache.branches import Branches, conditions_of
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_method

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.consistency.arguments import require_equal
-from para_core.adapters.consistency.loras import lora_layers, lora_weights
-from para_core.distributed.consistency import Record, differing_fields, raising_on_all
+from para_core.adapters.agree.arguments import require_equal
+from para_core.adapters.agree.loras import lora_layers, lora_weights
+from para_core.distributed.agree import Record, differing_fields, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
 from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE
 from para_core.cfg.deferred import materialize
+from para_core.distributed.agree import raising_on_all
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
-from para_core.distributed.consistency import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, is_wrapped, unwrap, wrap_method
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.components import blocks_of
+from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.registry import USUAL_NAMES, transformers_of
 from para_core.option_values import Quantize
 from para_core.weights.parameters import is_float8, is_plain_weight

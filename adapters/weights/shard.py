@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
-from para_core.adapters.components import components_of
+from para_core.adapters.inspect.components import components_of
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import (
@@ -35,7 +35,7 @@ from para_core.adapters.weights.sharded_component import (
     replicated_in_blocks,
     sharded_component,
 )
-from para_core.distributed.consistency import Record, check_consistent, first_difference, raising_on_all, signature
+from para_core.distributed.agree import Record, check_consistent, first_difference, raising_on_all, signature
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
 from para_core.instance_patching import (
     WrapperPriority,

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.components import blocks_of, components_of
-from para_core.adapters.consistency.loras import lora_weights
+from para_core.adapters.agree.loras import lora_weights
+from para_core.adapters.inspect.components import blocks_of, components_of
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import adapter_for
 from para_core.adapters.weights.lora import follow_loras, leave_loras
-from para_core.distributed.consistency import Signature, check_consistent, raising_on_all, signature
+from para_core.distributed.agree import Signature, check_consistent, raising_on_all, signature
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
 from para_core.instance_patching import WrapperPriority, is_compiled, unwrap, unwrapped_class, wrap_method, wrapper
 from para_core.plans.region import mesh_of_plan

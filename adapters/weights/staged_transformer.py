@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.components import stack_of, why_no_stages
-from para_core.adapters.consistency.arguments import require_equal as require_equal_values
-from para_core.adapters.consistency.loras import described_model, lora_weights
+from para_core.adapters.agree.arguments import require_equal as require_equal_values
+from para_core.adapters.agree.loras import described_model, lora_weights
+from para_core.adapters.inspect.components import stack_of, why_no_stages
 from para_core.adapters.registry import adapter_for, transformers_of, unet_adapter
 from para_core.adapters.weights.lora import ADDS, CHANGES, on_all_ranks, require_equal_lora, require_own_values
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
-from para_core.distributed.consistency import Record, RequireEqual, differing_fields, raising_on_all
+from para_core.distributed.agree import Record, RequireEqual, differing_fields, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 from para_core.instance_patching import (
     WrapperPriority,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.components import VAE_METHODS
+from para_core.adapters.inspect.components import VAE_METHODS
 from para_core.adapters.weights.block_offload import HostBlock
 from para_core.adapters.weights.offloaded_modules import OffloadedModules
 from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method

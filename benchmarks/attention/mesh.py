@@ -42,7 +42,7 @@ from benchmarks.harness import (
 from benchmarks.pipelines.beside_diffusers import first_sample
 from para_core import UnifiedAttnMode, init_context_parallel_mesh
 from para_core.adapters import parallelize_transformer
-from para_core.distributed.consistency import inputs_verified
+from para_core.distributed.agree import inputs_verified
 from para_core.plans.region import region_of
 from zoo.tiny.transformers.registry import MODELS
 

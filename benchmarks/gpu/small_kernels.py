@@ -20,8 +20,8 @@ from benchmarks.gpu.timing import milliseconds
 from benchmarks.harness import relative_error
 from para_core.attention.pack_ops import as_numbers
 from para_core.distributed.layout import Segment
-from para_core.kernels import exchange_reference, merge_reference, norm_reference, residual_reference
-from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegion
+from para_core.kernels import merge_reference, norm_reference, pack_reference, residual_reference
+from para_core.kernels.pack_reference import LARGEST, SCALE_BYTES, CopyRegion
 
 RANKS = 8
 # These are tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with one head more, and HunyuanVideo at
@@ -176,11 +176,11 @@ def _exchange(
     def unpack() -> Any:
         return operators.unpack(buffer, unpacking, list(tensors[0].shape), eight_bits, dtype)[0]
 
-    buffer = exchange_reference.pack(tensors[:1], arriving, tensors[0].new_empty(size, dtype=sent_dtype), eight_bits)
-    expected = exchange_reference.pack(tensors, sent, tensors[0].new_empty(3 * size, dtype=sent_dtype), eight_bits)
+    buffer = pack_reference.pack(tensors[:1], arriving, tensors[0].new_empty(size, dtype=sent_dtype), eight_bits)
+    expected = pack_reference.pack(tensors, sent, tensors[0].new_empty(3 * size, dtype=sent_dtype), eight_bits)
     read = tensors[0]
     if eight_bits is not None:
-        read = exchange_reference.unpack(buffer, arriving, [torch.empty_like(read)], eight_bits)[0]
+        read = pack_reference.unpack(buffer, arriving, [torch.empty_like(read)], eight_bits)[0]
     each, name = 2 * rows * head_dim + size * buffer.element_size(), str(eight_bits).removeprefix("torch.")
     names = ("", "") if eight_bits is None else (f" as {name}", f" of {name}")
     yield TimedKernel(f"pack query, key, value{names[0]}", pack, 3 * each, lambda: _differs(pack(), expected), 0.0)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from benchmarks.harness import largest_over_ranks, read_results, relative_error
 from para_core import reset_cache
 from para_core.adapters import apply_cache_on_transformer, parallelize_transformer
-from para_core.adapters.components import blocks_of
+from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.registry import tensor_plan_for
 from para_core.distributed.mesh import guided_mesh
 from para_core.instance_patching import original_class

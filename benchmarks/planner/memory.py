@@ -32,9 +32,9 @@ from para_core.adapters import parallelize_pipe
 from para_core.adapters.planner.count import count_calls, weights_of, without_data
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.sizes import GenerationSizes
+from para_core.fleet.build import build
 from para_core.fleet.encode_first import EncodeFirst, encoded_batches
-from para_core.fleet.loading import build
-from para_core.fleet.prompts import Line
+from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe

@@ -28,11 +28,11 @@ import uvicorn
 from diffusers import FluxPipeline
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
+from para_core.fleet.build import find_model
+from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.jobs import Job
-from para_core.fleet.loading import find_model
-from para_core.fleet.models import Model
 from para_core.fleet.outputs import Result, encode
-from para_core.fleet.reading import ServerOptions
+from para_core.fleet.pipeline_info import Model
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, call_arguments
 from para_core.fleet.server import Server

@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from para_core.attention.block_mask import BlockMask
+from para_core.attention.block_sparse import BlockMask
 from para_core.attention.schedule import KeptKeys
 from para_core.option_values import BACKENDS, EXACT_FORM, ROTATE_METHODS, Backend, RotateMethod
 

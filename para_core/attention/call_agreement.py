@@ -15,7 +15,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from para_core.attention.local_rows import (
+from para_core.attention.mask_checks import (
     EQUAL,
     HIDES,
     LOWER,
@@ -32,9 +32,9 @@ from para_core.attention.local_rows import (
     require_causal_known,
     require_own_rows,
 )
-from para_core.attention.mask import MaskExtents, mask_extents
+from para_core.attention.masks import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
-from para_core.distributed.consistency import Record, Signature, check_consistent, exchange, first_difference, signature
+from para_core.distributed.agree import Record, Signature, check_consistent, exchange, first_difference, signature
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.torch_internals import innermost_transform

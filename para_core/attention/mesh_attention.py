@@ -24,14 +24,14 @@ from para_core.attention.call_agreement import (
     settle_call,
 )
 from para_core.attention.local import AttnFunc, check_attn_func, run_attn_func
-from para_core.attention.local_rows import MaskReviews, has_single_tokens
-from para_core.attention.mask import MaskExtents, mask_extents, mask_of_block
+from para_core.attention.mask_checks import MaskReviews, has_single_tokens
+from para_core.attention.masks import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
 from para_core.attention.sdpa_call import SdpaCall, check, check_kind, refuse_transforms
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
+from para_core.distributed.agree import Signature, check_consistent
 from para_core.distributed.collectives import HostGroups
-from para_core.distributed.consistency import Signature, check_consistent
 from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.torch_internals import FORWARD_AD_LEVEL, forward_ad_globals, innermost_transform, math_sdp_enabled

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.collectives import LIBRARY, define_operator
-from para_core.kernels import exchange_reference
-from para_core.kernels.exchange_reference import CopyRegion
+from para_core.kernels import pack_reference
+from para_core.kernels.pack_reference import CopyRegion
 from para_core.triton_support import load_kernel, on_device_of
 
 define_operator("pack(Tensor[] tensors, SymInt[] regions, SymInt numel, ScalarType? to=None) -> Tensor")
@@ -44,22 +44,22 @@ def pack(
     numel: int,
     to: torch.dtype | None = None,
     *,
-    exchange: ModuleType = exchange_reference,
+    kernels: ModuleType = pack_reference,
 ) -> Tensor:
     """Copy ``regions`` of ``tensors`` into a new buffer, whose ``numel`` elements they must cover.
 
-    See :func:`para_core.kernels.exchange_reference.pack`. ``regions`` are integers from :func:`as_numbers`. With
-    ``to``, an 8-bit dtype, tensors are rounded (not exact) and the buffer holds bytes. ``exchange`` is the module whose
+    See :func:`para_core.kernels.pack_reference.pack`. ``regions`` are integers from :func:`as_numbers`. With
+    ``to``, an 8-bit dtype, tensors are rounded (not exact) and the buffer holds bytes. ``kernels`` is the module whose
     ``pack`` is called: the Triton kernels, or their references in PyTorch.
     """
     buffer = _new_buffer(tensors, regions, numel, to)
-    packed: Tensor = exchange.pack(tensors, read_regions(tuple(regions)), buffer, to)
+    packed: Tensor = kernels.pack(tensors, read_regions(tuple(regions)), buffer, to)
     return packed
 
 
 def pack_on_gpu(tensors: list[Tensor], *arguments: Any) -> Tensor:
     with on_device_of(tensors[0]):
-        return pack(tensors, *arguments, exchange=_exchange(tensors[0].device))
+        return pack(tensors, *arguments, kernels=_kernels(tensors[0].device))
 
 
 def unpack(
@@ -69,7 +69,7 @@ def unpack(
     of: torch.dtype | None = None,
     dtype: torch.dtype | None = None,
     *,
-    exchange: ModuleType = exchange_reference,
+    kernels: ModuleType = pack_reference,
 ) -> list[Tensor]:
     """Copy ``regions`` of ``buffer`` into new tensors. Elements that no region covers stay uninitialised.
 
@@ -78,16 +78,16 @@ def unpack(
     are those of :func:`pack`.
     """
     tensors = _new_tensors(buffer, regions, shapes, of, dtype)
-    return list(exchange.unpack(buffer, read_regions(tuple(regions)), tensors, of))
+    return list(kernels.unpack(buffer, read_regions(tuple(regions)), tensors, of))
 
 
 def unpack_on_gpu(buffer: Tensor, *arguments: Any) -> list[Tensor]:
     with on_device_of(buffer):
-        return unpack(buffer, *arguments, exchange=_exchange(buffer.device))
+        return unpack(buffer, *arguments, kernels=_kernels(buffer.device))
 
 
-def _exchange(device: torch.device) -> ModuleType:
-    return load_kernel("exchange", device) or exchange_reference
+def _kernels(device: torch.device) -> ModuleType:
+    return load_kernel("pack", device) or pack_reference
 
 
 def _new_buffer(tensors: list[Tensor], _: list[int], numel: int, to: torch.dtype | None = None) -> Tensor:

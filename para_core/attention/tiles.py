@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from para_core.attention.block_mask import BlockMask
+from para_core.attention.block_sparse import BlockMask
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh

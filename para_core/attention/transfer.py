@@ -25,7 +25,7 @@ from para_core.attention.peer_slices import PeerSlices, UniformPeers, group_unif
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.collectives import start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
-from para_core.kernels.exchange_reference import SCALE_BYTES, CopyRegion
+from para_core.kernels.pack_reference import SCALE_BYTES, CopyRegion
 from para_core.triton_support import load_kernel
 
 Pack = Callable[[Sequence[Tensor]], Tensor]
@@ -161,7 +161,7 @@ def takes_kernels(x: Tensor) -> bool:
     """Whether a Triton kernel packs ``x``: on CUDA, in eager code without gradients. Meta tensors count as CUDA."""
     if not (x.is_cuda or x.is_meta) or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return load_kernel("exchange", x.device) is not None
+    return load_kernel("pack", x.device) is not None
 
 
 def _choose_packing(

@@ -11,10 +11,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from para_core.attention.attention_2d import attention_2d, attention_2d_backward
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.blocks import LocalAttention, Saved, columns, expand
+from para_core.attention.grid_2d import attention_2d, attention_2d_backward
 from para_core.attention.local import as_sdpa, local_attention
 from para_core.attention.ring import ring_attention, ring_attention_backward
 from para_core.attention.ulysses import Heads
@@ -35,7 +35,7 @@ def usp_forward(
 
     Args:
         query, key, value: ``[B, H, S_local, D]``, this rank's tokens in the layouts of queries and of keys.
-        mask: The result of :func:`~para_core.attention.mask.mask_of_block`, or None.
+        mask: The result of :func:`~para_core.attention.masks.mask_of_block`, or None.
         attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
         save: Whether to return the tensors that :func:`usp_backward` needs. Tensors are then not rounded for sending.
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize
+from para_core.distributed.agree import check_consistent, signature
 from para_core.distributed.collectives import all_gather, tensor_bytes
-from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.mesh import MeshDim, one_guided_rank
 from para_core.torch_internals import pytree
 

@@ -327,7 +327,7 @@ class HostGroups:
     """The process groups that send CPU tensors among the ranks of a mesh, looked up once and cached.
 
     A caller that often exchanges bytes passes this object in place of the mesh to the functions of
-    :mod:`para_core.distributed.consistency`, which look up the groups in the first exchange.
+    :mod:`para_core.distributed.agree`, which look up the groups in the first exchange.
     """
 
     def __init__(self, mesh: SequenceMesh | GuidedMesh) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from para_core.distributed.consistency import Record, check_consistent, differing_fields, signature
+from para_core.distributed.agree import Record, check_consistent, differing_fields, signature
 from para_core.distributed.mesh import (
     MESH_DIMS,
     PIPE_DIM,

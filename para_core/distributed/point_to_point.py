@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from para_core.distributed.consistency import exchange
+from para_core.distributed.agree import exchange
 from para_core.distributed.mesh import MeshDim, find_or_make_group, nccl_device, one_guided_rank
 from para_core.torch_internals import abort_groups, default_store, group_timeout, is_registered, process_groups
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from para_core.distributed.agree import check_consistent, signature
 from para_core.distributed.collectives import gather_tokens
-from para_core.distributed.consistency import check_consistent, signature
 from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.block_masks import shard_block_mask

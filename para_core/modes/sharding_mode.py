@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.call_agreement import EQUAL_PARTS
+from para_core.distributed.agree import Record, Signature, check_consistent, signature
 from para_core.distributed.collectives import gather_tokens, shard_tokens
-from para_core.distributed.consistency import Record, Signature, check_consistent, signature
 from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import SequenceMesh
 

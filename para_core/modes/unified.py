@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from para_core.attention.attention_options import AttnKeywords, AttnOptions
-from para_core.attention.block_mask import read_block_mask
+from para_core.attention.block_sparse import read_block_mask
 from para_core.attention.libraries import require_library
 from para_core.attention.local import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
@@ -75,7 +75,7 @@ class UnifiedAttnMode(LayoutMode):
               collective, which needs memory for all of them; the backward still passes them on. ``"2d"`` arranges the
               ring as a grid and sends queries along its rows, keys and values along its columns, in the backward too.
               With 4 or more ranks ``"2d"`` sends fewer bytes, unless their number is prime or there are few key heads
-              (:mod:`para_core.attention.attention_2d`).
+              (:mod:`para_core.attention.grid_2d`).
             - ``backend`` (`str`, *optional*): The implementation of local attention, on a single rank too:
               ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``; ``"triton"`` for the Triton kernel of this
               package; ``"flash3"`` or ``"flash4"`` for FlashAttention-3 or -4, if it is installed. ``"triton-int8"``

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
-from para_core.distributed.consistency import RequireEqual
+from para_core.distributed.agree import RequireEqual
 from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance_patching import (
@@ -90,7 +90,7 @@ class Region:
         self.attn_func = unintercepted(self.attn_func)
         if self.batch is not None and (self.batch.size == 1 or not self.plan.batched):
             self.batch = None
-        # Whether the caller has verified that all ranks pass equal arguments (consistency.inputs_verified).
+        # Whether the caller has verified that all ranks pass equal arguments (agree.inputs_verified).
         self.inputs_verified = False
         self.parameters = parameters_of(module)
         self._warnings = WarningLog()
@@ -489,7 +489,7 @@ def apply_plan(
 
     On a mesh of one rank nothing is applied, unless ``options.backend``, ``attn_func``, ``cross_backend`` or
     ``on_one_rank`` is given, or ``batch`` splits samples. Inside
-    :func:`~para_core.distributed.consistency.inputs_verified`, neither ``require_equal`` nor ``around`` is called.
+    :func:`~para_core.distributed.agree.inputs_verified`, neither ``require_equal`` nor ``around`` is called.
 
     Args:
         plan: A :class:`Plan`, or a ``_cp_plan`` of diffusers.

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from para_core.distributed.consistency import check_consistent, exchange, signature
+from para_core.distributed.agree import check_consistent, exchange, signature
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, dim_of_group, find_or_make_group, guided_mesh
 from para_core.spatial import convolution, local, norm, products, resample, views
 from para_core.spatial.fetch import gather, part_of

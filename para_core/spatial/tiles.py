@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from para_core.distributed.agree import exchange
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.consistency import exchange
 from para_core.distributed.mesh import GuidedMesh, MeshDim
 
 

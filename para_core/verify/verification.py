@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from para_core.cache.attachment import last_outcomes
 from para_core.cache.decision import Verdict
-from para_core.distributed.consistency import exchange, exchange_bytes
+from para_core.distributed.agree import exchange, exchange_bytes
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_out_of_memory
 from para_core.instance_patching import WrapperPriority, instances_in, original_class, uncompiled, with_wrappers

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.distributed.consistency import RequireEqual
+from para_core.distributed.agree import RequireEqual
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
 from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_method, wrapper
@@ -59,7 +59,7 @@ class Stages:
         blocks: The blocks of the model, in the order in which they run.
         dim: The mesh dim ``pipe``.
         require_equal: Called with the arguments of each call by name, except inside
-            :func:`~para_core.distributed.consistency.inputs_verified`; raises if they differ between ranks. None skips
+            :func:`~para_core.distributed.agree.inputs_verified`; raises if they differ between ranks. None skips
             the comparison.
 
     Raises:

@@ -159,11 +159,11 @@ def test_output_whose_other_field_is_none_is_returned(rank_pool):
 # These other pipelines run on a transformer with a plan. The values say why they are not tried.
 NOT_TRIED = {
     "Flux2KleinKVPipeline": "keeps the keys of reference images, which is refused "
-    "(tests/adapters/compatibility/test_phases.py)",
+    "(tests/adapters/compatibility/test_checks.py)",
     "LTX2DFRTemporalRefinePipeline": "goes on with the latents and keyframes of LTX2DFRPipeline, by a model that "
     "doubles frames",
-    "StableDiffusion3PAGImg2ImgPipeline": "refused (tests/adapters/compatibility/test_phases.py)",
-    "StableDiffusion3PAGPipeline": "refused (tests/adapters/compatibility/test_phases.py)",
+    "StableDiffusion3PAGImg2ImgPipeline": "refused (tests/adapters/compatibility/test_checks.py)",
+    "StableDiffusion3PAGPipeline": "refused (tests/adapters/compatibility/test_checks.py)",
 }
 
 

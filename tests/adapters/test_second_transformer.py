@@ -17,7 +17,7 @@ from para_core.adapters import (
     unparallelize_pipe,
     unshard_weights,
 )
-from para_core.adapters.components import components_of
+from para_core.adapters.inspect.components import components_of
 from para_core.adapters.registry import applied_mesh, transformers_of
 from para_core.instance_patching import uncompiled
 from tests.adapters.test_pipelines import build, generate

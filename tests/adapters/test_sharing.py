@@ -11,7 +11,7 @@ from PIL import Image
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, parallelize_transformer, unparallelize_pipe
-from para_core.adapters.consistency import arguments
+from para_core.adapters.agree import arguments
 from tests.tiny import FLUX_CHANNELS, cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error
 from zoo.tiny.pipelines import PIPELINES
 

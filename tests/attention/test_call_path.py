@@ -55,5 +55,5 @@ def test_a_call_passes_few_files_and_python_calls(rank_pool, kind):
 @pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_a_call_without_the_exchange_does_not_run_it(rank_pool, kind):
     for files, _ in rank_pool.run(trace_call, 2, kind, True):
-        assert "distributed/consistency.py" not in files
+        assert "distributed/agree.py" not in files
         assert len(files) <= MOST_FILES[kind] - 1, files

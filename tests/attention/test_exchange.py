@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from para_core.attention import transfer
-from para_core.kernels import exchange_reference
+from para_core.kernels import pack_reference
 from tests.attention.cases import (
     IMAGE_FIRST,
     TEXT_FIRST,
@@ -38,8 +38,8 @@ def as_on_gpu(function, cases, ring, ulysses, *options):
     """Return the result of ``function``, and how often one launch packed and unpacked."""
     with (
         mock.patch.object(transfer, "takes_kernels", lambda _: not torch.is_grad_enabled()),
-        mock.patch.object(exchange_reference, "pack", wraps=exchange_reference.pack) as pack,
-        mock.patch.object(exchange_reference, "unpack", wraps=exchange_reference.unpack) as unpack,
+        mock.patch.object(pack_reference, "pack", wraps=pack_reference.pack) as pack,
+        mock.patch.object(pack_reference, "unpack", wraps=pack_reference.unpack) as unpack,
     ):
         return function(cases, ring, ulysses, *options), pack.call_count, unpack.call_count
 

@@ -8,7 +8,7 @@ import torch
 
 from para_core import Segment, SequenceLayout
 from para_core.attention.attention_options import AttnOptions
-from para_core.attention.block_mask import read_block_mask
+from para_core.attention.block_sparse import read_block_mask
 from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.schedule import KeptKeys
 from para_core.attention.sdpa_call import SdpaCall

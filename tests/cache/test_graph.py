@@ -23,7 +23,7 @@ from para_core.adapters import (
     parallelize_transformer,
     remove_cache_from_pipe,
 )
-from para_core.adapters.components import blocks_of
+from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.registry import adapter_for
 from para_core.instance_patching import wrapper
 from tests.adapters.test_pipelines import build, generate

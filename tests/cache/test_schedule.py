@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxControlImg2ImgPipeline, FluxImg2ImgPipeline
 
 from para_core.adapters import apply_cache_on_pipe, cache_report
-from para_core.adapters.scheduler_tracker import SchedulerTracker
+from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from tests.adapters.test_pipelines import build, generate, long_but
 from tests.cache.scripted import verdicts
 from tests.tiny import flux_call, flux_pipe

@@ -11,7 +11,7 @@ from PIL import Image
 
 from para_core.adapters import AttentionSchedule, KeptKeys, parallelize_pipe
 from para_core.cli.app import run
-from para_core.fleet.models import find_tiny_flux
+from para_core.fleet.pipeline_info import find_tiny_flux
 from para_core.fleet.recipe import Recipe, approximations
 from tests.attention.fake_libraries import libraries_installed
 

@@ -21,7 +21,7 @@ from para_core.adapters import AttentionSchedule, KeptKeys
 from para_core.cli.app import run
 from para_core.cli.comparison import Reference, compare, make_reference, relative_error
 from para_core.cli.measurement import MeasuredRank, MeasurementJob, _seconds, count_run, timed_run
-from para_core.fleet.loading import build
+from para_core.fleet.build import build
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe

@@ -15,12 +15,12 @@ import para_core.fleet.engine
 import para_core.fleet.rank
 from para_core import PipeFusion, init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
+from para_core.fleet.build import build, find_model
 from para_core.fleet.engine import OwnRank
 from para_core.fleet.lines import LineRun
-from para_core.fleet.loading import build, find_model
-from para_core.fleet.models import find_tiny_flux
 from para_core.fleet.outputs import write_result
-from para_core.fleet.prompts import Line
+from para_core.fleet.pipeline_info import find_tiny_flux
+from para_core.fleet.prompt_file import Line
 from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request

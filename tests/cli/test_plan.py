@@ -16,7 +16,7 @@ from para_core.adapters import plan_mesh
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.cli.app import run
 from para_core.cli.plan_weights import ComponentBytes, WeightOptions, WeightsOnly
-from para_core.fleet.models import find_tiny_flux
+from para_core.fleet.pipeline_info import find_tiny_flux
 from para_core.planner.prediction import default_text_encoders
 from para_core.planner.weights import ModuleBytes
 from para_core.weights.pipefusion_options import PipeFusion

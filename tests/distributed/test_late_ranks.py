@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core.adapters import parallelize_pipe
 from para_core.distributed import late_ranks
-from para_core.distributed.consistency import check_consistent, signature
+from para_core.distributed.agree import check_consistent, signature
 from para_core.distributed.mesh import guided_mesh
 from tests.tiny import flux_call, flux_pipe
 

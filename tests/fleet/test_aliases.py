@@ -6,8 +6,8 @@ import pytest
 from diffusers import FluxInpaintPipeline, FluxPipeline, HunyuanVideoPipeline, WanImageToVideoPipeline
 
 from para_core.cli.app import run
-from para_core.fleet.models import describe
-from para_core.fleet.prompts import read_prompts
+from para_core.fleet.pipeline_info import describe
+from para_core.fleet.prompt_file import read_prompts
 from para_core.fleet.request import Delivery
 from tests.fleet.test_seeds import as_form
 from tests.fleet.test_server import ask, image_url, serving

@@ -7,10 +7,10 @@ import pytest
 from torch import nn
 
 from para_core.cli.app import run
+from para_core.fleet.build import build
 from para_core.fleet.encode_first import EncodeFirst, encoded_batches
 from para_core.fleet.failures import RanksEnded
-from para_core.fleet.loading import build
-from para_core.fleet.prompts import Line
+from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe

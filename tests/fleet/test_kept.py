@@ -11,8 +11,8 @@ from PIL import Image
 
 from para_core.fleet.failures import RequestCancelled, RequestFailed
 from para_core.fleet.loras import LoraFolder
-from para_core.fleet.models import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.outputs import Result
+from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import RankActor
 from para_core.fleet.recipe import Recipe

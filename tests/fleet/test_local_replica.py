@@ -14,10 +14,10 @@ import psutil
 import pytest
 from PIL import Image
 
+from para_core.fleet.build import build, find_model
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
-from para_core.fleet.loading import build, find_model
 from para_core.fleet.outputs import Output
-from para_core.fleet.prompts import Line
+from para_core.fleet.prompt_file import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.replicas import connect, generate_lines, make_replicas

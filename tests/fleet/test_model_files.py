@@ -20,11 +20,11 @@ from diffusers import (
 from PIL import Image
 from safetensors.torch import load_file, save, save_file
 
+from para_core.fleet.build import build, find_model
 from para_core.fleet.classical import refuse_ranks
 from para_core.fleet.foresee import without_weights
-from para_core.fleet.loading import build, find_model
 from para_core.fleet.model_files import read_index
-from para_core.fleet.models import describe, find_tiny_flux
+from para_core.fleet.pipeline_info import describe, find_tiny_flux
 from para_core.fleet.pipeline_source import fitting_pipelines, pipeline_files, read_pipeline
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request

@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 from PIL import Image
 
-from para_core.fleet.models import find_tiny_flux
+from para_core.fleet.pipeline_info import find_tiny_flux
 from tests.fleet.test_server import ask
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]

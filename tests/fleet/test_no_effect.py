@@ -7,8 +7,8 @@ import pytest
 from diffusers import FluxPipeline
 
 from para_core.cli.app import run
-from para_core.fleet.models import describe
 from para_core.fleet.no_effect import warnings_of
+from para_core.fleet.pipeline_info import describe
 from para_core.fleet.request import make_request
 from tests.fleet.test_seeds import as_form
 from tests.fleet.test_server import PATH, ask, serving

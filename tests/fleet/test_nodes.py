@@ -14,9 +14,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from para_core.fleet import group
+from para_core.fleet.build import build, find_model
 from para_core.fleet.last_words import Notes
-from para_core.fleet.loading import build, find_model
-from para_core.fleet.prompts import Line
+from para_core.fleet.prompt_file import Line
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.replicas import generate_lines

@@ -20,10 +20,10 @@ import ray
 import ray.serve
 
 from para_core.fleet import serving
-from para_core.fleet.loading import build, find_model
-from para_core.fleet.prompts import Line
+from para_core.fleet.build import build, find_model
+from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.prompt_file import Line
 from para_core.fleet.rank import ReplicaOptions
-from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.replicas import generate_lines
 from para_core.fleet.request import make_request

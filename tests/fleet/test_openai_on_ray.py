@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 pytest.importorskip("ray", reason="the extra ray is not installed: make test-fleet")
 
-from para_core.fleet.models import find_tiny_flux
+from para_core.fleet.pipeline_info import find_tiny_flux
 from tests.fleet.commands import messages, serve
 from tests.fleet.test_openai import strict
 from tests.modular_folders import plain_modular, save_modular

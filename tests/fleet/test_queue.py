@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
+from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.jobs import Jobs
 from para_core.fleet.outputs import Result
-from para_core.fleet.reading import ServerOptions
 from para_core.fleet.request import Request
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from para_core.fleet import rank as rank_module
 from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.log_relay import Position
-from para_core.fleet.models import find_tiny_flux
+from para_core.fleet.pipeline_info import find_tiny_flux
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.rank_actor import RankActor
 from para_core.fleet.recipe import Recipe

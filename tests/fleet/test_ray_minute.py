@@ -32,10 +32,10 @@ import ray.serve
 
 from para_core.cli.app import run
 from para_core.fleet import group, serving
-from para_core.fleet.loading import find_model
-from para_core.fleet.models import find_tiny_flux
+from para_core.fleet.build import find_model
+from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.pipeline_info import find_tiny_flux
 from para_core.fleet.rank import ReplicaOptions
-from para_core.fleet.reading import ServerOptions
 from para_core.fleet.recipe import Recipe
 
 # Ray keeps sockets and threads open until the cluster ends, which raises warnings.

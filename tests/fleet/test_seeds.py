@@ -9,9 +9,9 @@ import torch
 from diffusers import FluxImg2ImgPipeline, FluxPipeline, WanPipeline
 from PIL import Image
 
-from para_core.fleet.loading import build, find_model
-from para_core.fleet.models import describe, find_tiny_flux
+from para_core.fleet.build import build, find_model
 from para_core.fleet.outputs import Output, Result
+from para_core.fleet.pipeline_info import describe, find_tiny_flux
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, make_request
 from para_core.fleet.work import Watch, generate

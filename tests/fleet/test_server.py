@@ -21,9 +21,9 @@ from PIL import Image
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.foresee import Memory
-from para_core.fleet.models import describe
+from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.outputs import Output, Result
-from para_core.fleet.reading import ServerOptions
+from para_core.fleet.pipeline_info import describe
 from para_core.fleet.request import Delivery
 from para_core.fleet.server import Server
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from para_core.kernels import attention_int8, exchange, merge, norm, residual
-from para_core.kernels.exchange_reference import LARGEST
+from para_core.kernels import attention_int8, merge, norm, pack, residual
+from para_core.kernels.pack_reference import LARGEST
 
 # The kernels are for these compute capabilities: Ampere (A100, then GeForce and A10), Ada, Hopper, Blackwell.
 ARCHS = (80, 86, 89, 90, 100)
@@ -211,26 +211,26 @@ def _merges(head_dim: int) -> Iterator[Launch]:
 
 
 def _exchanges(head_dim: int) -> Iterator[Launch]:
-    for pack in (True, False):
-        verb = "pack" if pack else "unpack"
+    for packs in (True, False):
+        verb = "pack" if packs else "unpack"
         for pointer, size in _BYTES.items():
             name = f"{verb} {size} byte{'s' * (size > 1)}, D = {head_dim}"
-            args = _of_exchange(head_dim, pointer, pointer, pack=pack)
-            yield Launch(exchange.exchange_kernel, name, args, exchange.NUM_WARPS, common=size == 2)
+            args = _of_exchange(head_dim, pointer, pointer, packs=packs)
+            yield Launch(pack.pack_kernel, name, args, pack.NUM_WARPS, common=size == 2)
         for dtype in ("bf16", "fp16", "fp32"):
             for eight in LARGEST:
                 name = f"{verb} {dtype} as {_NAMES[eight]}, D = {head_dim}"
-                args = _of_exchange(head_dim, f"*{dtype}", "*u8", pack=pack, eight_bits=eight)
-                yield Launch(exchange.exchange_kernel, name, args, exchange.NUM_WARPS, dtype == "bf16", rounded=True)
+                args = _of_exchange(head_dim, f"*{dtype}", "*u8", packs=packs, eight_bits=eight)
+                yield Launch(pack.pack_kernel, name, args, pack.NUM_WARPS, dtype == "bf16", rounded=True)
 
 
 def _of_exchange(
-    head_dim: int, tensors: str, buffer: str, *, pack: bool, eight_bits: torch.dtype | None = None
+    head_dim: int, tensors: str, buffer: str, *, packs: bool, eight_bits: torch.dtype | None = None
 ) -> dict[str, Any]:
     size = {"*bf16": 2, "*fp16": 2, "*fp32": 4, **_BYTES}[tensors]
-    names = exchange.exchange_kernel.arg_names
-    args = {**dict.fromkeys(("x", "y", "z"), tensors), "buffer": buffer, "regions": "*i64", "PACK": pack}
-    args |= exchange.block_of([head_dim], size, eight_bits)
+    names = pack.pack_kernel.arg_names
+    args = {**dict.fromkeys(("x", "y", "z"), tensors), "buffer": buffer, "regions": "*i64", "PACK": packs}
+    args |= pack.block_of([head_dim], size, eight_bits)
     args |= {name: head_dim for name in names if name.endswith("_width")}
     args |= {name: 1 if name.endswith("column") else 64 for name in names if name[1:2] == "_" and name not in args}
     return args | {name: "i32" for name in names if name not in args}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from para_core.kernels import device_tables, exchange
+from para_core.kernels import device_tables, pack
 from para_core.kernels.device_tables import MOST_TABLES, kept_outside_graphs, new_table
-from para_core.kernels.exchange_reference import CopyRegion
+from para_core.kernels.pack_reference import CopyRegion
 from para_core.planner.run_counter import RunCounter
 from para_core.spatial import norm, resample
 
@@ -97,7 +97,7 @@ def test_graph_records_a_table_without_host_copy(capture, dtype):
 @pytest.mark.parametrize(
     ("table", "key"),
     [
-        (exchange._on_device, ((CopyRegion(0, 0, 3, 0, 2, 0, 10),),)),
+        (pack._on_device, ((CopyRegion(0, 0, 3, 0, 2, 0, 10),),)),
         (norm._fractions, ((5, 3, 3), torch.float32)),
         (resample._index_on, (BICUBIC,)),
         (resample._weights_on, (BICUBIC, torch.float64)),

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from para_core import triton_support
 from para_core.attention import merge, pack_ops, transfer
 from para_core.cache import forecasts
-from para_core.kernels.exchange_reference import CopyRegion
+from para_core.kernels.pack_reference import CopyRegion
 from para_core.spatial import norm as spatial_norm
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -81,13 +81,13 @@ def test_the_test_covers_every_operator_that_launches_a_kernel():
 @pytest.mark.parametrize(("numbers", "takes"), [((7, 5), False), ((8, 0), True), ((12, 0), True)])
 def test_a_device_is_asked_once(capability, numbers, takes):
     devices = capability(*numbers)
-    assert [(triton_support.load_kernel("exchange", GPU) is not None) for _ in range(3)] == [takes] * 3
+    assert [(triton_support.load_kernel("pack", GPU) is not None) for _ in range(3)] == [takes] * 3
     assert devices == [GPU]
-    assert triton_support.load_kernel("exchange", torch.device("cuda", 1)) is (
-        triton_support.load_kernel("exchange") if takes else None
+    assert triton_support.load_kernel("pack", torch.device("cuda", 1)) is (
+        triton_support.load_kernel("pack") if takes else None
     )
     # A CPU (Triton's interpreter) and meta tensors have no capability.
-    assert triton_support.load_kernel("exchange", CPU) is not None
+    assert triton_support.load_kernel("pack", CPU) is not None
     assert len(devices) == 2
 
 

@@ -9,7 +9,7 @@ PAIRS = {
     "attention": ["attention"],
     "attention_int8": ["attention"],
     "merge": ["merge"],
-    "exchange": ["pack", "unpack"],
+    "pack": ["pack", "unpack"],
     "residual": ["change", "forecast"],
     "norm": ["moments", "normalized"],
 }

@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from para_core import ParallelWarning
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, parallelize_transformer
-from para_core.distributed.consistency import inputs_verified
+from para_core.distributed.agree import inputs_verified
 from para_core.plans.region import region_of
 from tests.adapters.test_transformers import SIZES, call
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer, relative_error

@@ -11,7 +11,7 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_vae,
 )
-from para_core.adapters.rows.diffusion_decoder import windows
+from para_core.adapters.vae.diffusion_decoder import windows
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
 from zoo.tiny.base import fill

@@ -20,7 +20,7 @@ from para_core.adapters import (
     shard_weights,
     unparallelize_pipe,
 )
-from para_core.adapters.components import stack_of
+from para_core.adapters.inspect.components import stack_of
 from para_core.adapters.weights.block_offload import HostBlock
 from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY
 from para_core.instance_patching import is_wrapped

@@ -16,7 +16,7 @@ from para_core.adapters import (
     unparallelize_pipe,
     unshard_weights,
 )
-from para_core.adapters.components import blocks_of, components_of
+from para_core.adapters.inspect.components import blocks_of, components_of
 from para_core.weights.fsdp import shard_blocks
 from tests.tiny import cpu_mesh, flux_inputs, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make

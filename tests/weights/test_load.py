@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from benchmarks.harness import fake_group
 from para_core import init_context_parallel_mesh
 from para_core.adapters import from_pretrained_sharded, parallelize_pipe
-from para_core.adapters.parallel.load import _dtypes_of, _files_in
+from para_core.adapters.parallel.load_sharded import _dtypes_of, _files_in
 from tests.rank_pool import heartbeat
 from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
 

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, pipefusion_report, unparallelize_pipe
-from para_core.adapters.components import blocks_of
+from para_core.adapters.inspect.components import blocks_of
 from tests.tiny import flux_pipe
 from tests.weights.pipes import generate, make
 

@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe, unshard_weights
-from para_core.adapters.components import stack_of
+from para_core.adapters.inspect.components import stack_of
 from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.weights.fsdp import require_shardable

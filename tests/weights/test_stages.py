@@ -28,7 +28,7 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_transformer,
 )
-from para_core.adapters.components import cost_of, stack_of
+from para_core.adapters.inspect.components import cost_of, stack_of
 from para_core.distributed.mesh import guided_mesh
 from para_core.weights.balance import balanced
 from para_core.weights.stages import StagedBlock, Stages, free_others, gather_stages, stages_of

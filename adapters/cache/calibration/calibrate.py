@@ -22,7 +22,7 @@ from para_core.adapters.cache.pipeline import apply_cache_on_pipe, cache_report,
 from para_core.adapters.registry import mesh_of
 from para_core.cache.decision import Verdict
 from para_core.cache.report import CachedStep
-from para_core.distributed.consistency import exchange
+from para_core.distributed.agree import exchange
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance_patching import original_class
 from para_core.option_values import Metric

@@ -140,7 +140,7 @@ def test_cache_stays_after_a_failed_removal(step, after):
 
 UNPARALLELIZE = (
     f"{PARALLEL}.model.remove_plan",
-    "para_core.adapters.rows.vae.unwrap",
+    "para_core.adapters.vae.vae.unwrap",
     f"{PARALLEL}.call.release_pipe",
     f"{WEIGHTS}.shard.unwrap",
     f"{WEIGHTS}.shard.gather_component",

@@ -24,7 +24,7 @@ from para_core.adapters import (
     unshard_weights,
 )
 from para_core.adapters.parallel.call import parallel_call
-from para_core.adapters.parallel.model import TransformerPart
+from para_core.adapters.parallel.options import TransformerPart
 from para_core.adapters.registry import adapter_for
 from para_core.instance_patching import _wrappers, uncompiled
 from para_core.weights.stages import stages_of
@@ -164,7 +164,7 @@ STEPS_OF_PIPE = {
     "one group": "para_core.distributed.timeouts.set_group_timeout",
     "call": f"{PARALLEL}.call.wrap_method",
     "VAE": f"{PARALLEL}.resolve.parallelize_vae",
-    "methods of the VAE": "para_core.adapters.rows.vae.wrap_method",
+    "methods of the VAE": "para_core.adapters.vae.vae.wrap_method",
     "weights": f"{PARALLEL}.parts.shard_components",
     "components": f"{WEIGHTS}.shard.components_of",
     "weights mesh": f"{WEIGHTS}.shard.weights_mesh",
@@ -360,7 +360,7 @@ def fail_in_models(rank):
         with (
             same_pipe(pipe),
             pytest.raises(RuntimeError, match="17"),
-            failing("para_core.adapters.rows.vae.wrap_method", rank, 1),
+            failing("para_core.adapters.vae.vae.wrap_method", rank, 1),
         ):
             parallelize_vae(vae, mesh=mesh)
         with same_pipe(pipe), pytest.raises(ValueError):
@@ -385,8 +385,8 @@ def fail_in_unet(rank):
         image = unet_image(pipe)
         before = state_of(pipe)
         for step in (
-            "para_core.adapters.rows.unet.wrap_method",
-            "para_core.adapters.parallel.model.resolve_unet",
+            "para_core.adapters.vae.unet.wrap_method",
+            "para_core.adapters.parallel.options.resolve_unet",
         ):
             with pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_unet(pipe.unet, mesh=mesh, batched=False)

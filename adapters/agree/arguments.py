@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.distributed.consistency import (
+from para_core.distributed.agree import (
     PendingFingerprints,
     Record,
     check_consistent,

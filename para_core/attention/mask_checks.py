@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from para_core.attention.mask import MaskExtents
+from para_core.attention.masks import MaskExtents
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import SequenceLayout
 from para_core.torch_internals import innermost_transform, owner_of, version_of

@@ -1,6 +1,6 @@
 """Pack and unpack the tensors that ranks send to each other, in one launch each for any number of ranks.
 
-The reference is :mod:`para_core.kernels.exchange_reference`. One program copies some rows ``[D]`` of one head of one
+The reference is :mod:`para_core.kernels.pack_reference`. One program copies some rows ``[D]`` of one head of one
 region. Each element is read once and written once. If nothing is rounded, the kernel copies integers of the same size,
 whatever the dtype. Rounding to 8 bits takes no further launch, because a program holds whole rows in registers and can
 compute their largest absolute values.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.kernels.eight_bits import from_e4m3, to_e4m3, to_int8
-from para_core.kernels.exchange_reference import LARGEST, SCALE_BYTES, CopyRegion
+from para_core.kernels.pack_reference import LARGEST, SCALE_BYTES, CopyRegion
 
 MOST_TENSORS = 3
 NUM_WARPS = 4
@@ -91,7 +91,7 @@ def _read_rounded(x, of_buffer, column, inside, width, exists, SCALE: tl.constex
 # These arguments differ between ranks. Triton would otherwise compile the kernel again if one of them is 1 or a
 # multiple of 16, which could happen on one rank in the middle of a run, while the others wait.
 @triton.jit(do_not_specialize=["num_blocks", "most_heads", "batch", "x_width", "y_width", "z_width"])
-def exchange_kernel(
+def pack_kernel(
     x, y, z, buffer, regions, num_blocks, most_heads, batch, x_width, y_width, z_width,
     x_batch, x_head, x_token, x_column, y_batch, y_head, y_token, y_column, z_batch, z_head, z_token, z_column,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, ALIGNED: tl.constexpr, PACK: tl.constexpr,
@@ -132,7 +132,7 @@ def exchange_kernel(
 def pack(
     tensors: Sequence[Tensor], regions: Sequence[CopyRegion], buffer: Tensor, to: torch.dtype | None = None
 ) -> Tensor:
-    """Copy or round like :func:`para_core.kernels.exchange_reference.pack`, bit for bit, from up to three tensors."""
+    """Copy or round like :func:`para_core.kernels.pack_reference.pack`, bit for bit, from up to three tensors."""
     _launch(tensors, buffer, regions, pack=True, eight_bits=to)
     return buffer
 
@@ -140,7 +140,7 @@ def pack(
 def unpack(
     buffer: Tensor, regions: Sequence[CopyRegion], tensors: Sequence[Tensor], of: torch.dtype | None = None
 ) -> Sequence[Tensor]:
-    """Copy like :func:`para_core.kernels.exchange_reference.unpack`, into up to three tensors."""
+    """Copy like :func:`para_core.kernels.pack_reference.unpack`, into up to three tensors."""
     _launch(tensors, buffer, regions, pack=False, eight_bits=of)
     return tensors
 
@@ -168,7 +168,7 @@ def _launch(
     widths = [x.shape[3], y.shape[3], z.shape[3]]
     block = block_of(widths, x.element_size(), eight_bits)
     num_blocks = triton.cdiv(rows, block["ROWS"])
-    exchange_kernel[(num_blocks * most_heads * len(regions),)](
+    pack_kernel[(num_blocks * most_heads * len(regions),)](
         x, y, z, buffer, _on_device(tuple(regions), buffer.device), num_blocks, most_heads, batch,
         *[width // block["UNIT"] for width in widths], *x.stride(), *y.stride(), *z.stride(),
         **block, PACK=pack, num_warps=NUM_WARPS,

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from para_core.distributed.consistency import exchange
+from para_core.distributed.agree import exchange
 from para_core.distributed.late_ranks import Unanswered, ask_store
 from para_core.distributed.mesh import GuidedMesh
 from para_core.foreign_errors import is_lost_connection

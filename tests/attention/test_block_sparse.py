@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from para_core import BlockSparseAttnMode
-from para_core.attention.block_mask import BlockMask, read_block_mask
+from para_core.attention.block_sparse import BlockMask, read_block_mask
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, CAUSAL, IMAGE_FIRST, MESHES, TEXT_FIRST, Case, Mask, on_few_meshes
 from tests.attention.one_device import make_qkv, relative_error

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.consistency.arguments import OfStage
-from para_core.distributed.consistency import digest
+from para_core.adapters.agree.arguments import OfStage
+from para_core.distributed.agree import digest
 from para_core.instance_patching import uncompiled
 from para_core.weights.parameters import plain_tensors
 from para_core.weights.stages import stages_of

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.consistency.arguments import describe
-from para_core.adapters.consistency.failures import Places, places_of_all, reasons_shared
-from para_core.adapters.consistency.options import equal_options
-from para_core.adapters.consistency.rng import random_state_of_first_rank
+from para_core.adapters.agree.arguments import describe
+from para_core.adapters.agree.failures import Places, places_of_all, reasons_shared
+from para_core.adapters.agree.options import equal_options
+from para_core.adapters.agree.rng import random_state_of_first_rank
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
 from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE, refuse_fsdp1, refuse_wrapped_model, require_kind
-from para_core.adapters.rows.call import Gather, RowRanks, deliver, holds_distribution, on_rows
-from para_core.adapters.rows.diffusion_decoder import DecoderRows, window_attentions
-from para_core.adapters.rows.vae_compile import traceable
-from para_core.distributed.consistency import Record, check_consistent, differing_fields, raising_on_all, signature
+from para_core.adapters.vae.call import Gather, RowRanks, deliver, holds_distribution, on_rows
+from para_core.adapters.vae.diffusion_decoder import DecoderRows, window_attentions
+from para_core.adapters.vae.vae_compile import traceable
+from para_core.distributed.agree import Record, check_consistent, differing_fields, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance_patching import (

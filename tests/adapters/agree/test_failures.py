@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from para_core.adapters.consistency import failures
-from para_core.adapters.consistency.failures import leave_reason, why_no_answer
+from para_core.adapters.agree import failures
+from para_core.adapters.agree.failures import leave_reason, why_no_answer
 
 PLACES = {rank: f"process {rank}0 on host {host}" for rank, host in enumerate("aabb")}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from para_core.fleet.failures import sentence
-from para_core.fleet.models import Model
+from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request, make_request, merge_fields, request_schema
 
 

@@ -84,7 +84,7 @@ def test_options_that_differ_raise_on_every_rank(rank_pool):
 def refuse_on_one_rank():
     pipe, mesh = flux_pipe(), cpu_mesh(1, 2)
     with same_pipe(pipe):
-        with mock.patch("para_core.adapters.parallel.model.require_library") as require:
+        with mock.patch("para_core.adapters.parallel.options.require_library") as require:
             require.side_effect = ImportError("library 17") if dist.get_rank() == 1 else None
             with pytest.raises(ImportError, match="17"):
                 parallelize_pipe(pipe, mesh=mesh)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
-from para_core.adapters.components import encoders_with_blocks, text_encoders_of, vaes_of
+from para_core.adapters.inspect.components import encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.registry import mesh_of, refuse_unsupported_classes, transformers_of
 from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.distributed.create_mesh import init_context_parallel_mesh
@@ -23,8 +23,8 @@ from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.classical import load_classical, load_controlnets, pipeline_class
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.foresee import component_classes, multiple_of_model
-from para_core.fleet.models import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
 from para_core.fleet.modular import describe_modular, has_modular_index, is_modular, load_modular, open_modular
+from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.fleet.selection import select_pipeline
 from para_core.instance_patching import original_class

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from para_core.distributed.agree import error_record, exchange, raise_first_error
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.consistency import error_record, exchange, raise_first_error
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
 from para_core.spatial.fetch import start_fetch
 from para_core.spatial.mode import SpatialShardMode, first_ranks

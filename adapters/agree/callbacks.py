@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
-from para_core.adapters.consistency.arguments import PendingRecord, check_equal
-from para_core.adapters.consistency.loras import described
+from para_core.adapters.agree.arguments import PendingRecord, check_equal
+from para_core.adapters.agree.loras import described
 from para_core.adapters.registry import transformers_of
 from para_core.cfg.deferred import materialize
-from para_core.distributed.consistency import Record, check_consistent, differing_fields
+from para_core.distributed.agree import Record, check_consistent, differing_fields
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
 from para_core.plans.region import region_of

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
-from para_core.kernels import exchange, exchange_reference
-from para_core.kernels.exchange_reference import SCALE_BYTES, CopyRegion
+from para_core.kernels import pack, pack_reference
+from para_core.kernels.pack_reference import SCALE_BYTES, CopyRegion
 from para_core.planner.run_counter import RunCounter
 from tests.kernels.launches import by_use, on_each_arch
-from tests.kernels.test_exchange import for_ranks
+from tests.kernels.test_pack import for_ranks
 from tests.pairwise import long_beyond_pairs
 
 pytestmark = pytest.mark.slow
@@ -45,11 +45,11 @@ def rows_of(x, buffer):
     return rows[..., :width].contiguous(), rows[..., width:].contiguous().view(torch.float32)[..., 0]
 
 
-def packed(tensors, regions, numel, eight=FLOAT8, *, by=exchange_reference.pack):
+def packed(tensors, regions, numel, eight=FLOAT8, *, by=pack_reference.pack):
     return by(tensors, regions, torch.full((numel,), 7, dtype=torch.uint8), eight)
 
 
-def unpacked(buffer, regions, shapes, dtype, eight=FLOAT8, *, by=exchange_reference.unpack):
+def unpacked(buffer, regions, shapes, dtype, eight=FLOAT8, *, by=pack_reference.unpack):
     return by(buffer, regions, [torch.zeros(shape, dtype=dtype) for shape in shapes], eight)
 
 
@@ -128,8 +128,8 @@ def test_both_ways_give_the_bits_of_pytorch(interpreter, rows, split, one_table,
     regions, numel = boxes_for_ranks(tensors, tokens, heads, one_table=one_table)
     tensors[0][1, 0, 0] = 0
     expected = packed(tensors, regions, numel, eight)
-    assert torch.equal(interpreter(packed, tensors, regions, numel, eight, by=exchange.pack), expected)
-    restored = interpreter(unpacked, expected, regions, shapes, dtype, eight, by=exchange.unpack)
+    assert torch.equal(interpreter(packed, tensors, regions, numel, eight, by=pack.pack), expected)
+    restored = interpreter(unpacked, expected, regions, shapes, dtype, eight, by=pack.unpack)
     for x, y in zip(restored, unpacked(expected, regions, shapes, dtype, eight), strict=True):
         alike(x, y)
 
@@ -146,9 +146,9 @@ def test_any_strides_are_packed_and_gaps_kept(interpreter, data):
     regions = [CopyRegion(0, token, tokens, head, heads, data.draw(st.integers(0, 3)), row)]
     numel = regions[0].offset + shape[0] * tokens * row
     buffer = packed([x], regions, numel)
-    assert torch.equal(interpreter(packed, [x], regions, numel, by=exchange.pack), buffer)
-    (restored,) = interpreter(exchange.unpack, buffer, regions, [x.clone().zero_()], FLOAT8)
-    (expected,) = exchange_reference.unpack(buffer, regions, [x.clone().zero_()], FLOAT8)
+    assert torch.equal(interpreter(packed, [x], regions, numel, by=pack.pack), buffer)
+    (restored,) = interpreter(pack.unpack, buffer, regions, [x.clone().zero_()], FLOAT8)
+    (expected,) = pack_reference.unpack(buffer, regions, [x.clone().zero_()], FLOAT8)
     assert torch.equal(restored, expected)
 
 
@@ -157,25 +157,25 @@ def test_every_8_bit_number_equals_pytorch(interpreter):
     buffer = torch.cat([every, torch.tensor([1.0]).view(torch.uint8)])
     expected = every.view(torch.float8_e4m3fn).float().view(1, 1, 1, 256)
     regions, numel = whole(expected)
-    (restored,) = interpreter(unpacked, buffer, regions, [expected.shape], torch.float32, by=exchange.unpack)
+    (restored,) = interpreter(unpacked, buffer, regions, [expected.shape], torch.float32, by=pack.unpack)
     torch.testing.assert_close(restored, expected, rtol=0, atol=0, equal_nan=True)
     # 448 is the largest number, so the scale is 1.
     finite = expected.nan_to_num(0.0)
-    bits, _ = rows_of(finite, interpreter(packed, [finite], regions, numel, by=exchange.pack))
+    bits, _ = rows_of(finite, interpreter(packed, [finite], regions, numel, by=pack.pack))
     assert torch.equal(bits.view(torch.float8_e4m3fn).float(), finite)
 
 
 def test_integer_halves_round_upwards(interpreter):
     x = torch.tensor([127.0, -127.0, 2.5, 3.5, -2.5, 0.49, -0.5, -0.51]).view(1, 1, 1, 8)
     regions, numel = whole(x)
-    bits, _ = rows_of(x, interpreter(packed, [x], regions, numel, torch.int8, by=exchange.pack))
+    bits, _ = rows_of(x, interpreter(packed, [x], regions, numel, torch.int8, by=pack.pack))
     assert bits.view(torch.int8).flatten().tolist() == [127, -127, 3, 4, -2, 0, 0, -1]
 
 
 def test_float8_halves_round_to_even(interpreter):
     least = 2.0**-9
     x = torch.tensor([448.0, 17.0, 19.0, -17.0, least / 2, 1.5 * least, -2.5 * least, 0.4 * least]).view(1, 1, 1, 8)
-    bits, _ = rows_of(x, interpreter(packed, [x], *whole(x), by=exchange.pack))
+    bits, _ = rows_of(x, interpreter(packed, [x], *whole(x), by=pack.pack))
     rounded = bits.view(torch.float8_e4m3fn).float().flatten()
     assert rounded.tolist() == [448.0, 16.0, 20.0, -16.0, 0.0, 2 * least, -2 * least, 0.0]
 
@@ -188,9 +188,9 @@ def test_nonfinite_value_makes_its_token_nan(interpreter, bad, position, eight):
     x[0, 1, 2, position] = bad
     regions, numel = whole(x)
     given_x = [x], regions, numel, eight
-    for buffer in packed(*given_x), interpreter(packed, *given_x, by=exchange.pack):
+    for buffer in packed(*given_x), interpreter(packed, *given_x, by=pack.pack):
         read = regions, [x.shape], torch.float16, eight
-        for (restored,) in unpacked(buffer, *read), interpreter(unpacked, buffer, *read, by=exchange.unpack):
+        for (restored,) in unpacked(buffer, *read), interpreter(unpacked, buffer, *read, by=pack.unpack):
             assert restored[0, 1, 2].isnan().all()
             assert int(restored.isnan().sum()) == 16
 
@@ -214,12 +214,12 @@ def test_cuda_form_computes_every_dtype(interpreter, dtype, eight):
 def test_empty_tensors_are_not_rounded(interpreter):
     for shape in [(0, 2, 3, 4), (1, 0, 3, 4), (1, 2, 0, 4)]:
         x = torch.empty(shape)
-        assert interpreter(packed, [x], *whole(x), by=exchange.pack).shape == (0,)
+        assert interpreter(packed, [x], *whole(x), by=pack.pack).shape == (0,)
 
 
 def test_too_many_tensors_for_a_launch_are_refused():
     with pytest.raises(ValueError, match=r"4 tensors; .*3"):
-        exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4, dtype=torch.uint8), FLOAT8)
+        pack.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4, dtype=torch.uint8), FLOAT8)
 
 
 # -- Compiled.
@@ -227,7 +227,7 @@ def test_too_many_tensors_for_a_launch_are_refused():
 
 @pytest.mark.sample(2)
 @on_each_arch
-@pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel, rounded=True))
+@pytest.mark.parametrize("launch", by_use(pack.pack_kernel, rounded=True))
 def test_every_launch_compiles_without_spills(launch, arch):
     compiled = launch.compiled(arch)
     assert compiled.spills == 0

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from para_core.distributed.agree import check_consistent, exchange, signature
 from para_core.distributed.collectives import broadcast_bytes
-from para_core.distributed.consistency import check_consistent, exchange, signature
 from para_core.distributed.mesh import one_rank, sequence_mesh
 
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.adapters.consistency.arguments import describe
-from para_core.distributed.consistency import Record, check_consistent, differing_fields, raising_on_all, signature
+from para_core.adapters.agree.arguments import describe
+from para_core.distributed.agree import Record, check_consistent, differing_fields, raising_on_all, signature
 from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh, require_member
 
 

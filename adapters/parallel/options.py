@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.attention_names import attention_by_name, translated_attention
-from para_core.adapters.compatibility.phases import CheckedModel, check_parallelize, require_same_call_of_model
-from para_core.adapters.consistency.options import equal_options
+from para_core.adapters.agree.options import equal_options
+from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, require_same_call_of_model
+from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import planned_class, require_kind, require_plan
-from para_core.adapters.rows.unet import UnetRun
+from para_core.adapters.vae.unet import UnetRun
 from para_core.adapters.weights.sharded_component import METHODS, Method
 from para_core.adapters.weights.staged_transformer import (
     free_other_stages,
@@ -32,7 +32,7 @@ from para_core.attention.libraries import require_library
 from para_core.attention.local import AttnFunc
 from para_core.attention.schedule import AttentionSchedule
 from para_core.cache.apply import cache_options
-from para_core.distributed.consistency import raising_on_all
+from para_core.distributed.agree import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance_patching import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
 from para_core.adapters.registry import PARALLEL_UNET, require_kind, supported_unets, unet_adapter
-from para_core.adapters.rows.call import RowRanks, deliver, on_rows
+from para_core.adapters.vae.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
 from para_core.instance_patching import (
@@ -49,7 +49,7 @@ class UnetRun:
         unet: The UNet or ControlNet, not compiled.
         mesh: The ranks. Those along ``ring`` and ``ulysses`` shard rows; if ``batched``, those along ``batch`` samples.
         require_equal: Called with the named arguments of each call; raises if ranks differ. It is not called inside
-            :func:`~para_core.distributed.consistency.inputs_verified`.
+            :func:`~para_core.distributed.agree.inputs_verified`.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ ranks.
 import pytest
 import torch
 
-from para_core.attention.local_rows import MaskReviews, Review, num_common_rows, require_own_rows
+from para_core.attention.mask_checks import MaskReviews, Review, num_common_rows, require_own_rows
 from para_core.distributed.layout import Segment, SequenceLayout
 
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.components import components_of
-from para_core.adapters.consistency.options import equal_options
+from para_core.adapters.agree.options import equal_options
+from para_core.adapters.inspect.components import components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.quantize import cast_linears, quantize_transformers, torchao_config
 from para_core.adapters.weights.shard import require_mesh_fits, shard_components
 from para_core.adapters.weights.sharded_component import METHODS, Method
-from para_core.distributed.consistency import check_consistent, exchange, raising_on_all, signature
+from para_core.distributed.agree import check_consistent, exchange, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, require_process_group
 from para_core.instance_patching import uncompiled

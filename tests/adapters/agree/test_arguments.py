@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import _get_current_function_mode_stack
 
 from para_core.adapters import parallelize_pipe, parallelize_transformer
-from para_core.adapters.consistency import failures
-from para_core.adapters.consistency.arguments import PendingRecord, difference_of_pipeline_calls
+from para_core.adapters.agree import failures
+from para_core.adapters.agree.arguments import PendingRecord, difference_of_pipeline_calls
 from para_core.adapters.parallel.resolve import _global_ranks, _timeout_part
 from para_core.distributed.mesh import find_or_make_group, guided_mesh
 from para_core.distributed.point_to_point import Links

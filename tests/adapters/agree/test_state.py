@@ -10,8 +10,8 @@ from peft import LoraConfig
 
 from para_core import version
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.consistency.arguments import PendingRecord
-from para_core.adapters.consistency.loras import described
+from para_core.adapters.agree.arguments import PendingRecord
+from para_core.adapters.agree.loras import described
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 

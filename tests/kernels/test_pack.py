@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
-from para_core.kernels import exchange
-from para_core.kernels.exchange_reference import CopyRegion
+from para_core.kernels import pack
+from para_core.kernels.pack_reference import CopyRegion
 from tests.kernels.compiled import compile_kernel
 from tests.kernels.launches import by_use, on_each_arch
 from tests.pairwise import long_beyond_pairs
@@ -60,7 +60,7 @@ def counted(batch, heads, tokens, width, dtype=torch.int32, start=0):
 
 
 def pack_into(tensors, regions, numel):
-    return exchange.pack(tensors, regions, torch.full((numel,), -1, dtype=tensors[0].dtype))
+    return pack.pack(tensors, regions, torch.full((numel,), -1, dtype=tensors[0].dtype))
 
 
 def round_trip(tensors, regions, numel):
@@ -132,7 +132,7 @@ def test_any_strides_are_read_and_written(interpreter, data):
     numel = regions[0].offset + shape[0] * regions[0].tokens * regions[0].step
     buffer = packed_one_by_one([x], regions, numel)
     assert torch.equal(interpreter(pack_into, [given_x], regions, numel), buffer)
-    (restored,) = interpreter(exchange.unpack, buffer, regions, [given_x.clone().zero_()])
+    (restored,) = interpreter(pack.unpack, buffer, regions, [given_x.clone().zero_()])
     assert torch.equal(restored[:, head:, token:], x[:, head:, token:])
     assert int(restored.count_nonzero()) == int(x[:, head:, token:].count_nonzero())
 
@@ -149,12 +149,12 @@ def test_empty_tensors_are_not_copied(interpreter):
     [([32, 16], None, 16), ([32, 12], None, 1), ([16, 12], torch.int8, 4), ([16, 3], torch.int8, 1)],
 )
 def test_packed_rows_are_aligned_to_narrowest_dtype(widths, eight_bits, aligned):
-    assert exchange.block_of(widths, 2, eight_bits)["ALIGNED"] == aligned
+    assert pack.block_of(widths, 2, eight_bits)["ALIGNED"] == aligned
 
 
 def test_too_many_tensors_for_a_launch_are_refused():
     with pytest.raises(ValueError, match=r"4 tensors; .*3"):
-        exchange.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4))
+        pack.pack([torch.empty(1, 1, 1, 1)] * 4, [], torch.empty(4))
 
 
 # -- Compiled.
@@ -162,7 +162,7 @@ def test_too_many_tensors_for_a_launch_are_refused():
 
 @pytest.mark.sample(3)
 @on_each_arch
-@pytest.mark.parametrize("launch", by_use(exchange.exchange_kernel))
+@pytest.mark.parametrize("launch", by_use(pack.pack_kernel))
 def test_every_launch_compiles_without_spills(launch, arch):
     compiled = launch.compiled(arch)
     assert compiled.spills == 0
@@ -174,11 +174,9 @@ def test_every_launch_compiles_without_spills(launch, arch):
 COUNTS = {"num_blocks": 16, "most_heads": 1, "batch": 1, "x_width": 16, "y_width": 1, "z_width": 3}
 
 
-@pytest.mark.parametrize(
-    "launch", [param for param in by_use(exchange.exchange_kernel) if "2 bytes, D = 96" in param.id]
-)
+@pytest.mark.parametrize("launch", [param for param in by_use(pack.pack_kernel) if "2 bytes, D = 96" in param.id])
 def test_other_counts_and_widths_share_a_binary(launch):
-    unspecialized = {param.name for param in exchange.exchange_kernel.params if param.do_not_specialize}
+    unspecialized = {param.name for param in pack.pack_kernel.params if param.do_not_specialize}
     assert unspecialized == set(COUNTS)
     others = {**launch.arguments, **dict.fromkeys(COUNTS, 7)}
     binaries = [

@@ -24,7 +24,7 @@ from para_core.adapters import (
     parallelize_transformer,
     shard_weights,
 )
-from para_core.adapters.compatibility.phases import (
+from para_core.adapters.compatibility.checks import (
     PHASES,
     CheckedModel,
     check_cache,
@@ -34,7 +34,7 @@ from para_core.adapters.compatibility.phases import (
     check_shard,
     models_to_check,
 )
-from para_core.adapters.components import blocks_of
+from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.registry import closest_supported, require_plan, tensor_plan_for
 from para_core.adapters.weights.staged_transformer import hold_stage
 from para_core.attention.attention_options import AttnOptions
@@ -415,7 +415,7 @@ CASES = {
     "refuse_replaced_attention": (
         check_parallel_call,
         lambda mesh: case(flux_pipe(), flux_transformer(), mesh=mesh),
-        r"replaced by tests\.adapters\.compatibility\.test_phases\.other_attention.* 2 ranks.*attn_func=",
+        r"replaced by tests\.adapters\.compatibility\.test_checks\.other_attention.* 2 ranks.*attn_func=",
     ),
     "refuse_tensor_ranks_of_unet": (
         check_parallelize,

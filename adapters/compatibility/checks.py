@@ -15,13 +15,14 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.attention_names import (
+from para_core.adapters.agree.arguments import require_equal
+from para_core.adapters.inspect.attention_names import (
     processor_backends,
     refuse_attention_named_twice,
     refuse_mixed_attention,
     refuse_unseen_attention,
 )
-from para_core.adapters.consistency.arguments import require_equal
+from para_core.adapters.inspect.scheduler_tracker import refuse_missing_scheduler
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import (
     component_of,
@@ -43,8 +44,7 @@ from para_core.adapters.registry import (
     unet_adapter,
     unets_of,
 )
-from para_core.adapters.rows.unet import refuse_compiled_unet, refuse_tensor_ranks_of_unet, require_unet_adapter
-from para_core.adapters.scheduler_tracker import refuse_missing_scheduler
+from para_core.adapters.vae.unet import refuse_compiled_unet, refuse_tensor_ranks_of_unet, require_unet_adapter
 from para_core.adapters.weights.fused_pipe import refuse_compiled_pipefusion
 from para_core.adapters.weights.shard import check_shard, refuse_several_devices
 from para_core.adapters.weights.sharded_component import (
@@ -64,7 +64,7 @@ from para_core.adapters.weights.staged_transformer import (
 from para_core.cache.apply import cache_options
 from para_core.cache.attachment import foreign_cache
 from para_core.cache.options import CacheOptions
-from para_core.distributed.consistency import Record, differing_fields
+from para_core.distributed.agree import Record, differing_fields
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import has_compiled_parts, original_class, submodules_of
 from para_core.modes.interceptor import refuse_replaced_attention
