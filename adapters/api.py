@@ -10,8 +10,8 @@ from para_core.adapters.cache.pipeline import (
     remove_cache_from_pipe,
 )
 from para_core.adapters.parallel.load_sharded import from_pretrained_sharded
-from para_core.adapters.parallel.options import parallelize_transformer, parallelize_unet, unparallelize_transformer
 from para_core.adapters.parallel.parallelize import parallelize_pipe, pipefusion_report, unparallelize_pipe
+from para_core.adapters.parallel.transformer import parallelize_transformer, parallelize_unet, unparallelize_transformer
 from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.propose import propose_plan
