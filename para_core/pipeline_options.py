@@ -7,8 +7,8 @@ of loading a pipeline in ``fleet/recipe.py``. Imports no torch, so that a comman
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
 
 from para_core.attention.schedule import AttentionSchedule
 from para_core.declared_options import Command, Option
@@ -48,6 +48,7 @@ class AttentionChoices:
             default="see below",
             page="own_model.md#attention-of-your-own-on-each-device",
             expected=f"one of {', '.join(BACKENDS)}, an AttentionSchedule",
+            command=Command("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE, loads=True),
         ),
     ] = None
     cross_backend: Annotated[
@@ -59,6 +60,7 @@ class AttentionChoices:
             form="`str`",
             default="see below",
             expected=f"one of {', '.join(BACKENDS)}",
+            command=Command("Attention to another sequence.", "NAME", PIPELINE, loads=True),
         ),
     ] = None
     verify: Annotated[
@@ -125,7 +127,7 @@ class PipelineChoices(AttentionChoices):
             page="weights.md#text-encoders",
             none="to leave them as they are",
             needs_ranks=True,
-            command=Command("replicate, fsdp, offload or first.", "HOW", PIPELINE),
+            command=Command("replicate, fsdp, offload or first.", "HOW", PIPELINE, plans=True),
         ),
     ] = None
     vae_placement: Annotated[
@@ -137,7 +139,7 @@ class PipelineChoices(AttentionChoices):
             default="unchanged",
             page="weights.md#text-encoders",
             none="to leave them as they are",
-            command=Command("replicate, offload or first.", "HOW", PIPELINE),
+            command=Command("replicate, offload or first.", "HOW", PIPELINE, plans=True),
         ),
     ] = None
     resident_blocks: Annotated[
@@ -167,9 +169,24 @@ class PipelineChoices(AttentionChoices):
         return {name: value for name, value in values.items() if value not in (None, "replicate")}
 
     @property
+    def without_placements(self) -> Self:
+        """These options with all weights of components where they are by default."""
+        return replace(self, text_encoders=None, vae_placement=None, resident_blocks=None)
+
+    @property
+    def places_encoders(self) -> bool:
+        """Whether the user chose where the text encoders are."""
+        return self.text_encoders is not None
+
+    @property
     def encoders_in_host_memory(self) -> bool:
         """Whether the weights of the text encoders wait in host memory."""
         return self.text_encoders in _IN_HOST_MEMORY
+
+    @property
+    def placement_of_vae(self) -> VaePlacement:
+        """The placement of the autoencoders, by default on every rank."""
+        return self.vae_placement or "replicate"
 
     @property
     def vae_in_host_memory(self) -> bool:
