@@ -18,12 +18,13 @@ import math
 import textwrap
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Keywords = ParamSpec("Keywords")
 Options = TypeVar("Options")
 Subject = TypeVar("Subject")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Stands in the docstring of a function for the options of its dataclass.
 _PLACE_OF_OPTIONS = "{options}"
@@ -150,9 +151,9 @@ class Declaration:
             raise error(f"{self.name} is {value!r}; expected {self.expected}.")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and not option.at_least <= value <= option.at_most:
-            limits = f"at least {option.at_least:g}"
+            limits = f"at least {option.at_least}"
             if option.at_most != math.inf:
-                limits += f" and at most {option.at_most:g}"
+                limits += f" and at most {option.at_most}"
             raise ValueError(f"{self.name} is {value}; expected {limits}.")
 
 
@@ -245,6 +246,44 @@ def takes_options(
         return call
 
     return decorate
+
+
+def shows_options(options: type[Any], **defaults: Any) -> Callable[[Function], Function]:
+    """Return a decorator that shows the fields of ``options`` in a signature, in place of its ``**options``.
+
+    ``defaults`` are default values that differ from those of the fields.
+    """
+    shown = [
+        replace(declaration, default=defaults.get(declaration.name, declaration.default))
+        for declaration in declarations(options)
+    ]
+
+    def show(function: Function) -> Function:
+        signature = inspect.signature(function)
+        others = [
+            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        parameters = [*others, *map(_parameter, shown)]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return show
+
+
+def describe_options(options: type[Subject]) -> type[Subject]:
+    """Replace ``{options}`` in the docstring of the dataclass ``options`` by the descriptions of its fields.
+
+    The signature that :func:`help` shows gets the types alone.
+    """
+    declared = declarations(options)
+    options.__doc__ = _describe(options.__doc__ or "", declared)
+    shown = {declaration.name: _parameter(declaration) for declaration in declared}
+    parameters = [
+        parameter.replace(annotation=shown[name].annotation) if name in shown else parameter
+        for name, parameter in inspect.signature(options).parameters.items()
+    ]
+    options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return options
 
 
 def _parameter(declaration: Declaration) -> inspect.Parameter:

@@ -56,7 +56,7 @@ def test_values_of_the_type_are_accepted(values):
         ({"steps": 10}, ValueError, "steps is 10; expected at least 1 and at most 9."),
         ({"share": float("nan")}, TypeError, "share is nan; expected a share, or None."),
         ({"share": True}, TypeError, "share is True; expected a share, or None."),
-        ({"share": -1}, ValueError, "share is -1; expected at least 0."),
+        ({"share": -1}, ValueError, "share is -1; expected at least 0.0."),
         ({"exact": 1}, TypeError, "exact is 1; expected True or False."),
         ({"compute": 5}, TypeError, "compute is 5; expected a function, or None."),
         ({"rule": "median"}, ValueError, "rule is 'median'; expected 'mean' or a Base."),
