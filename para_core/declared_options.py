@@ -322,17 +322,22 @@ def _describe(docstring: str, declared: Iterable[Declaration]) -> str:
 
 
 def describe_form(declaration: Declaration) -> str:
-    """Return the type of an option and whether it may be omitted, as docstrings state them."""
+    """Return the values of an option and whether it may be omitted, as docstrings state them."""
+    values = describe_values(declaration)
+    if declaration.is_optional:
+        return f"{values}, *optional*"
+    if declaration.default is MISSING:
+        return values
+    return f"{values}, defaults to `{declaration.default!r}`"
+
+
+def describe_values(declaration: Declaration) -> str:
+    """Return the values of an option in Markdown: its names and types."""
     names = [f"`{choice!r}`".replace("'", '"') for choice in declaration.choices]
     forms = [*names, *[f"`{kind.__name__}`" for kind in declaration.classes]]
     if declaration.takes_functions:
         forms.append("`Callable`")
-    form = declaration.option.form or join_words(forms)
-    if declaration.is_optional:
-        return f"{form}, *optional*"
-    if declaration.default is MISSING:
-        return form
-    return f"{form}, defaults to `{declaration.default!r}`"
+    return declaration.option.form or join_words(forms)
 
 
 def join_words(words: Iterable[str]) -> str:

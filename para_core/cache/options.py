@@ -138,6 +138,7 @@ class CacheOptions:
             "Skip a step if mean|r - r₀| / mean|r₀| is below this value, where r is the first-block residual of the "
             "step and r₀ that of the last computed step. Larger values are faster and deviate more from the original "
             "result; 0 computes every step.",
+            default="of the model family",
             at_least=0.0,
         ),
     ]
@@ -195,8 +196,9 @@ class CacheOptions:
         Option(
             110,
             "0 adds the residual of the last computed step, as plain First Block Cache does. 1 and 2 extrapolate the "
-            "last two or three residuals by a polynomial in the timestep. Defaults to 1 for a pipeline with a "
-            "schedule, otherwise to 0.",
+            "last two or three residuals by a polynomial in the timestep, as TaylorSeer (arXiv:2503.06923) does. "
+            "Defaults to 1 for a pipeline with a schedule, otherwise to 0.",
+            default="1 with a schedule, else 0",
             form="`0`, `1` or `2`",
             at_least=0,
             at_most=2,
@@ -207,7 +209,7 @@ class CacheOptions:
         Option(
             120,
             'Another rule to forecast residuals, in place of `forecast_order`. `"foca"` extrapolates the last three '
-            "residuals.",
+            "residuals, as FoCa (arXiv:2508.16211) does.",
             form='`"foca"` or `Forecast`',
             is_checked=False,
         ),
@@ -218,7 +220,7 @@ class CacheOptions:
         Option(
             140,
             'How steps are compared. `"modulated_input"` compares the input of the first block, so a skipped step runs '
-            "no block.",
+            "no block; for FLUX.1 only, and without a default threshold.",
             form='`"first_block"`, `"modulated_input"` or `Rule`',
             is_checked=False,
         ),
@@ -229,7 +231,8 @@ class CacheOptions:
             150,
             "A function that takes an `Observation` and returns whether to skip the step, in place of the threshold. "
             "It must return the same on all ranks that share a sequence, or they wait for each other. Ranks get equal "
-            "observations, so use nothing but the observation.",
+            "observations, so use nothing but the observation: no clock, rank or random number. In a graph its numbers "
+            "are 0-dim tensors.",
             expected="a function of an Observation",
         ),
     ] = None
