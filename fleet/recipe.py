@@ -119,7 +119,9 @@ class Recipe(PipelineChoices):
     @property
     def sharding(self) -> Literal["fsdp", "tensor"] | None:
         """The way to shard the weights. None if each rank holds all of them."""
-        return None if self.weights == "replicate" else self.weights
+        if self.weights == "replicate":
+            return None
+        return self.weights
 
     @property
     def moves_weights(self) -> bool:
@@ -133,7 +135,9 @@ class Recipe(PipelineChoices):
             return self.text_encoders
         if self.offload is not None:
             return "offload"
-        return "replicate" if self.sharding is None else "fsdp"
+        if self.sharding is not None:
+            return "fsdp"
+        return "replicate"
 
     @property
     def encoders_wait_on_host(self) -> bool:
@@ -178,12 +182,14 @@ def _check_host_memory(recipe: Recipe) -> None:
 def _check_gguf(recipe: Recipe) -> None:
     """Raise ValueError if an option needs plain weights, while the model is a GGUF file, whose weights stay packed."""
     pipe = dict(recipe.mesh).get("pipe", 1)
-    values = {
+    values: dict[str, str | None] = {
         "weights": recipe.sharding,
         "quantize": recipe.quantize,
-        "compile": None if recipe.compile == "no" else recipe.compile,
-        "mesh": f"pipe={pipe}" if pipe > 1 else None,
     }
+    if recipe.compile != "no":
+        values["compile"] = recipe.compile
+    if pipe > 1:
+        values["mesh"] = f"pipe={pipe}"
     for name, value in values.items():
         if value is not None:
             raise ValueError(
@@ -220,8 +226,10 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
     names = [name for name, value in values.items() if value is not None]
     for name in recipe.approximate_backends:
         # In a command, a schedule is an option of its own.
-        by_schedule = name == "backend" and recipe.schedule is not None
-        names.append("attention_schedule" if by_schedule else name)
+        if name == "backend" and recipe.schedule is not None:
+            names.append("attention_schedule")
+        else:
+            names.append(name)
     if recipe.comm_dtype is not None:
         names.append("comm_dtype")
     return tuple(names)
