@@ -35,7 +35,7 @@ from para_core.distributed.agree import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance_patching import original_class
-from para_core.modes.flex_attention import uses_flex_attention
+from para_core.modes.registry import needs_mode
 from para_core.option_values import TextEncoders
 
 
@@ -127,7 +127,7 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
         if options.pipefusion is not None:
             patches_of(module, mesh, options.adapter)
         middle = None if options.schedule is None else options.schedule.middle
-        if isinstance(middle, KeptKeys) and uses_flex_attention(module):
+        if isinstance(middle, KeptKeys) and needs_mode(module):
             raise ValueError(
                 f"backend= is an AttentionSchedule with {middle}, and pipe.{name} attends by flex_attention, whose "
                 "mask selects the keys. Use a schedule with a backend in the middle."

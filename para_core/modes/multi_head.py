@@ -6,11 +6,15 @@ inside that function, because torch disables the mode while the mode handles the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from para_core.attention.sdpa_call import Fail, SdpaCall, SdpaHandler, raise_here
+from para_core.modes.registry import AttentionOwner, register_function
 
 
 def multi_head_attention(
@@ -122,3 +126,10 @@ def _merged_mask(key_padding_mask: Tensor | None, attn_mask: Tensor | None, dtyp
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
+
+
+def _route(owner: AttentionOwner, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> tuple[Tensor, None]:
+    return multi_head_attention(owner.attend, *args, fail=owner.fail, **kwargs)
+
+
+register_function(F.multi_head_attention_forward, _route)
