@@ -44,7 +44,7 @@ class Adapter:
             Their weights are not sharded by FSDP2, and stages are refused.
         steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines steps with copies of its
             scheduler, one for each frame (diffusion forcing).
-        threshold (`float`, defaults to `0.05`): Default of ``residual_diff_threshold``.
+        threshold (`float`, defaults to `0.05`): Default threshold of First Block Cache.
         threshold_source (`str`, defaults to `"diffusers' FirstBlockCacheConfig"`): Source that recommends this
             threshold.
     """

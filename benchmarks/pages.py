@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from benchmarks import one_process, reports, simulated_gpu
+from benchmarks import one_process, option_tables, reports, simulated_gpu
 from benchmarks.attention import low_precision
 from benchmarks.cache import forecasts, quality
 from benchmarks.comfyui import classes as comfyui
@@ -163,7 +163,7 @@ def _requirement(text: str) -> str:
 # A page has the parts of these programs. A program may have parts of several pages.
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "README.md": (peers.parts, beside_diffusers.parts),
-    "docs/cache.md": (forecasts.parts,),
+    "docs/cache.md": (option_tables.cache_parts, forecasts.parts),
     "docs/comfyui.md": (comfyui.parts,),
     "docs/command.md": (memory.encode_first_parts,),
     "docs/install.md": (extras,),
@@ -171,7 +171,7 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/new_model.md": (propose.parts,),
     "docs/one_process.md": (one_process.parts,),
     "docs/own_model.md": (low_precision.parts,),
-    "docs/pipelines.md": (supported.parts, modular_pipelines.parts),
+    "docs/pipelines.md": (option_tables.pipeline_parts, supported.parts, modular_pipelines.parts),
     "docs/planner.md": (published.parts, memory.parts),
     "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),

@@ -60,7 +60,7 @@ app = typer.Typer(
 app.command("generate", cls=_Command)(with_fields(generate))
 app.command("serve", cls=_Command)(with_fields(serve))
 app.command("bench", cls=_Command)(with_fields(bench))
-app.command("plan", cls=_Command)(plan)
+app.command("plan", cls=_Command)(with_fields(plan))
 app.command("doctor", cls=_Command)(doctor)
 app.command("calibrate", cls=_Command)(with_fields(calibrate))
 

@@ -92,7 +92,7 @@ class EncodeFirst:
     def fits(recipe: Recipe) -> bool:
         """Whether ``recipe`` keeps text encoders and whole transformers on the device, so that phases save memory."""
         in_stages = dict(recipe.mesh).get("pipe", 1) > 1
-        return recipe.weights == "replicate" and not (recipe.text_encoders or recipe.offload or in_stages)
+        return not (recipe.sharding or recipe.places_encoders or recipe.offload or in_stages)
 
     def attach(self, pipe: Any, device: str, *, park: bool) -> None:
         """Prepare ``pipe``, whose weights are in host memory, to run on ``device``.

@@ -15,8 +15,9 @@ from para_core.adapters.compatibility.checks import CheckedModel, check_cache, m
 from para_core.adapters.registry import mesh_of, require_adapter, require_blocks, require_kind
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
-from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
+from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of
 from para_core.cache.report import CacheReport
+from para_core.declared_options import shows_options
 from para_core.distributed.agree import raising_on_all
 from para_core.instance_patching import (
     WrapperPriority,
@@ -32,7 +33,7 @@ Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)
 
 
-@shows_options(residual_diff_threshold=None)
+@shows_options(CacheOptions, residual_diff_threshold=None)
 def apply_cache_on_pipe(
     pipe: Pipeline,
     *,
@@ -113,7 +114,7 @@ def _resolve(
     return caches
 
 
-@shows_options(residual_diff_threshold=None)
+@shows_options(CacheOptions, residual_diff_threshold=None)
 def apply_cache_on_transformer(
     transformer: Transformer, *, adapter: Adapter | None = None, **options: Any
 ) -> Transformer:

@@ -16,11 +16,12 @@ from para_core.adapters.compatibility.checks import check_parallelize, models_to
 from para_core.adapters.inspect.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
-from para_core.adapters.parallel.options import ParallelOptions, TransformerPart, resolve_transformer, resolve_unet
+from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.parts import OffloadPart, TextEncodersPart, TimeoutPart, WeightsPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
+from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer, resolve_unet
+from para_core.adapters.planner.default_mesh import mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
 from para_core.adapters.vae.unet import unparallelize_unet
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
@@ -39,14 +40,14 @@ from para_core.modes.registry import needs_mode
 from para_core.option_values import TextEncoders
 
 
-def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
-    """Return the session that runs ``pipe`` on ``mesh`` with the checked ``options``. Changes nothing.
+def resolve(pipe: Any, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
+    """Return the session that runs ``pipe`` with the checked ``options``. Changes nothing.
 
     Every rank of the mesh must call this function with equal options. The errors are those of
     :func:`parallelize_pipe`, on every rank. ``unshards`` says whether the current session shards weights, so that the
     new one must gather them if it does not shard them itself.
     """
-    guided, predicted_method = mesh_and_method(mesh, pipe, options.weights)
+    guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
     # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the same.
     needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"
     ranks = _global_ranks(guided) if guided.ranks > 1 and needs_ranks else set()
@@ -196,9 +197,14 @@ def _parts_of_weights(
         first = placement == "first"
         offloaded = OffloadedModules(text_encoders_of(pipe), mesh, "text_encoders", first_rank_only=first)
         parts.append(OffloadPart(offloaded, "placing the text encoders"))
-    if options.vae_placement in ("offload", "first"):
-        first, vaes = options.vae_placement == "first", vaes_of(pipe)
-        in_host_memory = OffloadedVaes(vaes, mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first)
+    if options.vae_in_host_memory:
+        in_host_memory = OffloadedVaes(
+            vaes_of(pipe),
+            mesh,
+            "vae_placement",
+            methods=VAE_METHODS,
+            first_rank_only=options.vae_on_first_rank,
+        )
         parts.append(OffloadPart(in_host_memory, "placing the VAE"))
     if options.offload is not None:
         blocks = OffloadedBlocks(transformers_of(pipe), mesh, num_resident(options.resident_blocks))
