@@ -199,11 +199,6 @@ class AttentionPlan:
         return None if self.spec.mesh.ulysses.size == 1 else UlyssesPlan(self.spec, self.heads)
 
     @cached_property
-    def chunks(self) -> list[UlyssesPlan]:
-        """One Ulysses plan for each of the ``ulysses_chunks`` parts of the heads, which are exchanged one by one."""
-        return [UlyssesPlan(self.spec, heads) for heads in self.heads.cut(self.spec.options.ulysses_chunks)]
-
-    @cached_property
     def ring(self) -> RingPlan:
         return RingPlan(self.spec)
 

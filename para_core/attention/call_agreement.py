@@ -68,7 +68,6 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             "block_mask": None if blocks is None else f"with checksum {crc32(repr(blocks.fields).encode()):08x}",
             "kept keys": None if options.kept_keys is None else [*options.kept_keys.fields],
             "comm_dtype": str(options.comm_dtype),
-            "ulysses_chunks": options.ulysses_chunks,
             "rotate_method": options.rotate_method,
             # All ranks must need the same gradients, because the backward has collectives that every rank must run.
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
