@@ -8,7 +8,7 @@ from para_core.cache.forecasts import Forecast
 from para_core.cache.options import CacheOptions, Observation, Rule
 from para_core.cache.report import CacheReport
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes.batch_parallel import BatchParallelAttnMode
 from para_core.modes.functional import ring_attention, ulysses_attention, unified_attention
 from para_core.modes.unified import (

@@ -35,8 +35,8 @@ from para_core.attention.mask_checks import (
 from para_core.attention.masks import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.agree import Record, Signature, check_consistent, exchange, first_difference, signature
-from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import SequenceLayout
 from para_core.torch_internals import innermost_transform
 
 logger = logging.getLogger(__name__)

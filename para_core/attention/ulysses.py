@@ -31,7 +31,7 @@ from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.transfer import SlicedAllToAll
 from para_core.distributed.cached_property import cached_property
-from para_core.distributed.layout import Run, Segment, SequenceLayout
+from para_core.layout.sequence import Run, Segment, SequenceLayout
 
 # A Start is a function that begins the exchange of some tensors and returns a Finish: a function that waits for the
 # exchange and returns its results.

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.distributed.agree import check_consistent, signature
-from para_core.distributed.collectives import gather_tokens
-from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import Segment, SequenceLayout, even_layout
+from para_core.layout.tokens import gather_tokens
 from para_core.modes.block_masks import shard_block_mask
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of

@@ -21,8 +21,8 @@ from para_core.attention.schedule import KeptKeys
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.create_mesh import require_own_gpus
-from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
+from para_core.layout.sequence import SequenceLayout
 from para_core.modes import fused_encoder
 from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode, unified_attention
 from para_core.attention.masks import MaskExtents, mask_extents
-from para_core.distributed.layout import even_layout
+from para_core.layout.sequence import even_layout
 from tests.attention.cases import CAUSAL, MESHES, ON_MOST_MESHES, TEXT_FIRST, Case, Mask, attend, on_most_meshes
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_exactness import check
