@@ -26,6 +26,7 @@ LAYERS = (
     ),
     ("para_core/launcher",),
     ("para_core/distributed",),
+    ("para_core/layout",),
     ("para_core/attention",),
     ("para_core/modes",),
     ("para_core/plans",),

@@ -20,8 +20,9 @@ from para_core.attention.finite_masks import (
 from para_core.attention.local import continued_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.merge import Merged
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.tiles import Tiling, join_neighbours, put, take
-from para_core.distributed.layout import Run
+from para_core.attention.tiles import Tiling
+from para_core.layout.runs import join_neighbours, put, take
+from para_core.layout.sequence import Run
 
 # A function that replaces the backends of local attention; it returns (out, lse).
 LocalAttention = Callable[[LocalAttentionCall], tuple[Tensor, Tensor]]

@@ -31,7 +31,6 @@ from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.distributed.agree import check_consistent, signature
 from para_core.distributed.collectives import LIBRARY, define_operator
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import mask_length_mismatch
 from para_core.instance_patching import original_class

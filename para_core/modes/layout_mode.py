@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.distributed.agree import check_consistent, signature
-from para_core.distributed.collectives import gather_tokens
-from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.registry import ShardMask, mask_sharder

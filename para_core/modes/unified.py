@@ -21,8 +21,8 @@ from para_core.attention.schedule import KeptKeys
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.create_mesh import require_own_gpus
-from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
+from para_core.layout.sequence import SequenceLayout
 from para_core.modes import fused_encoder
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import (
@@ -64,8 +64,6 @@ class UnifiedAttnMode(LayoutMode):
             with a float32 lse ``[B, H, S_q]``; a ring needs the lse.
         options (*optional*): Options of :class:`AttnOptions`:
 
-            - ``ulysses_chunks`` (`int`, *optional*, defaults to `1`): Number of parts into which each rank's heads are
-              split, so that one part is sent while another is computed. Has no effect on calls that require a gradient.
             - ``comm_dtype`` (`torch.dtype`, *optional*): ``torch.int8`` or ``torch.float8_e4m3fn`` halves the bytes
               sent for 16-bit tensors: query, key, value and output are rounded to 8 bits, with one scale per token and
               head. Not exact, and only applied to calls that require no gradient.

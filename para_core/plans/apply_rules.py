@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.dataclass_fields import change_field, fields_of, has_fields, leaves_of, like_sequence, with_fields
-from para_core.distributed.collectives import gather_tokens, shard_tokens
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.registry import mask_sharder
 from para_core.plans.plan import (

@@ -18,8 +18,6 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.distributed.collectives import gather_tokens
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.instance_patching import original_class
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
 from para_core.distributed.agree import RequireEqual
-from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance_patching import (
     Around,
@@ -32,6 +31,7 @@ from para_core.instance_patching import (
     wrap_method,
     wrapper,
 )
+from para_core.layout.sequence import Segment
 from para_core.modes import fused_encoder
 from para_core.modes.foreign_operators import has_other_builds
 from para_core.modes.handwritten import HandwrittenAttention

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import define_collective, done
-from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
 from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_method
+from para_core.layout.sequence import Run, Segment, SequenceLayout
 from para_core.modes.interceptor import intercept
 from para_core.modes.registry import SdpaOwner
 from para_core.plans.apply_rules import RuleExecutor

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from para_core import Segment, SequenceLayout
-from para_core.distributed.layout import even_layout
+from para_core.layout.sequence import even_layout
 
 RANKS = st.integers(1, 9)
 SEGMENTS = st.lists(
@@ -30,8 +30,11 @@ def positions(layout: SequenceLayout, rank: int) -> list[int]:
     return held
 
 
-def test_the_docstrings_are_right():
-    assert doctest.testmod(import_module("para_core.distributed.layout")).failed == 0
+@pytest.mark.parametrize("name", ["sequence", "held", "runs"])
+def test_the_docstrings_are_right(name):
+    results = doctest.testmod(import_module(f"para_core.layout.{name}"))
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
 @given(total=st.integers(0, 200), ranks=RANKS)
