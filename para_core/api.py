@@ -20,8 +20,8 @@ from para_core.cache.options import Observation as Observation
 from para_core.cache.options import Rule as Rule
 from para_core.cache.report import CacheReport as CacheReport
 from para_core.distributed.create_mesh import init_context_parallel_mesh as init_context_parallel_mesh
-from para_core.distributed.layout import Segment as Segment
-from para_core.distributed.layout import SequenceLayout as SequenceLayout
+from para_core.layout.sequence import Segment as Segment
+from para_core.layout.sequence import SequenceLayout as SequenceLayout
 from para_core.modes.batch_parallel import BatchParallelAttnMode as BatchParallelAttnMode
 from para_core.modes.functional import ring_attention as ring_attention
 from para_core.modes.functional import ulysses_attention as ulysses_attention

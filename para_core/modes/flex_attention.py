@@ -34,6 +34,7 @@ from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import mask_length_mismatch
 from para_core.instance_patching import original_class
+from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, position_of_row, shard_block_mask
 from para_core.modes.registry import (
     AttentionOwner,

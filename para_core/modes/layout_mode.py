@@ -12,6 +12,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.distributed.agree import check_consistent, signature
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import Segment, SequenceLayout, even_layout
+from para_core.layout.tokens import gather_tokens
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
 from para_core.modes.registry import ShardMask, mask_sharder
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of

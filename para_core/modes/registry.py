@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import SequenceLayout
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.dataclass_fields import change_field, fields_of, has_fields, leaves_of, like_sequence, with_fields
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import Segment, SequenceLayout
+from para_core.layout.tokens import gather_tokens, shard_tokens
 from para_core.modes.registry import mask_sharder
 from para_core.plans.plan import (
     Count,

@@ -20,6 +20,8 @@ from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import SequenceMesh
 from para_core.instance_patching import original_class
+from para_core.layout.sequence import Segment, SequenceLayout
+from para_core.layout.tokens import gather_tokens
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import at_the_dispatcher, call_original, intercept, not_at_the_dispatcher
 from para_core.modes.registry import RECOMPUTATION, MeshAccess

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import SequenceLayout, UnifiedAttnMode
 from para_core.distributed.mesh import sequence_mesh
+from para_core.layout.sequence import Segment
 from para_core.modes.foreign_operators import has_other_builds
 from para_core.plans.plan import Attention, Gather, Plan, Split
 from para_core.plans.region import apply_plan, remove_plan
