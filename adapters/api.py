@@ -1,8 +1,6 @@
 """All public names of :mod:`para_core.adapters`. The package imports this module when one is first accessed."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.cache.calibration.calibrate import calibrate_cache
-from para_core.adapters.cache.calibration.result import Calibration, CalibrationRow
 from para_core.adapters.cache.pipeline import (
     apply_cache_on_pipe,
     apply_cache_on_transformer,
@@ -23,14 +21,11 @@ from para_core.attention.schedule import AttentionSchedule, KeptKeys
 __all__ = [
     "Adapter",
     "AttentionSchedule",
-    "Calibration",
-    "CalibrationRow",
     "KeptKeys",
     "Proposal",
     "apply_cache_on_pipe",
     "apply_cache_on_transformer",
     "cache_report",
-    "calibrate_cache",
     "from_pretrained_sharded",
     "parallelize_pipe",
     "parallelize_transformer",

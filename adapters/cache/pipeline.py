@@ -149,8 +149,7 @@ def _options(function: str, options: Mapping[str, Any], adapter: Adapter) -> Cac
     if threshold is None and rule_of(chosen.rule) is not FIRST_BLOCK and chosen.compute_steps is None:
         raise ValueError(
             f"rule {chosen.rule_name} was given without residual_diff_threshold; {adapter.threshold:g}, the "
-            "default of these models, is one for first_block. Give one, and calibrate_cache(pipe, ...) finds a better "
-            "one."
+            "default of these models, is one for first_block. Give one."
         )
     return chosen
 
