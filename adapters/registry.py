@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.models import ADAPTERS
-from para_core.adapters.models.unets import UNETS, UnetAdapter
+from para_core.adapters.models.unets import UNETS
 from para_core.adapters.models.unsupported import REFUSED
 from para_core.adapters.refusal import refusal
+from para_core.adapters.row_adapter import UnetAdapter
 from para_core.cache.blocks import CachedBlocks
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance_patching import original_class, uncompiled, wrapper

@@ -36,7 +36,7 @@ LAYERS = (
     ("para_core/__init__.py",),
     ("para_core/planner",),
     ("para_core/doctor.py",),
-    ("adapters/adapter.py", "adapters/refusal.py"),
+    ("adapters/adapter.py", "adapters/refusal.py", "adapters/row_adapter.py"),
     ("adapters/models",),
     ("adapters/registry.py",),
     ("adapters/inspect",),

@@ -14,7 +14,6 @@ from torch import nn
 
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
 from para_core.adapters.inspect.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
-from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.options import ParallelOptions, TransformerPart, resolve_transformer, resolve_unet
 from para_core.adapters.parallel.parts import OffloadPart, TextEncodersPart, TimeoutPart, WeightsPart
@@ -24,6 +23,7 @@ from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
 from para_core.adapters.vae.unet import unparallelize_unet
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.vae.vae_adapter import vae_adapter
 from para_core.adapters.weights.block_offload import OffloadedBlocks, num_resident, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of

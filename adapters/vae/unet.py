@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
+from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
 from para_core.adapters.registry import PARALLEL_UNET, require_kind, supported_unets, unet_adapter
+from para_core.adapters.row_adapter import UnetAdapter
 from para_core.adapters.vae.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
