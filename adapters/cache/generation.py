@@ -15,7 +15,8 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.callbacks import around_callbacks
-from para_core.adapters.compatibility.checks import CheckedModel, check_cached_call
+from para_core.adapters.cache.checks import check_cached_call
+from para_core.adapters.compatibility.checks import CheckedModel
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import adapter_for, plan_for
 from para_core.cache.attachment import ModelCallHook

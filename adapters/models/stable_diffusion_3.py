@@ -24,6 +24,9 @@ SD3 = Adapter(
         # joint_attention_kwargs may hold embeddings of IP-Adapter images, which have a batch dim.
         batched=of_samples("pooled_projections", "block_controlnet_hidden_states", "joint_attention_kwargs"),
     ),
+    refused_pipelines={
+        "pag_applied_layers": "its perturbed attention masks image tokens by their number, which is that of one rank"
+    },
     blocks=chained(
         "transformer_blocks",
         streams=TEXT_FIRST,
