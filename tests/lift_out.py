@@ -71,6 +71,19 @@ FEATURES: dict[str, Feature] = {
         words=("checkpoint", "recompute"),
     ),
     "ComfyUI nodes": Feature(("comfyui_para_core",), tests=("tests/comfyui", "benchmarks/comfyui")),
+    "UNets": Feature(
+        ("adapters/vae/unet.py", "adapters/models/unets.py", "adapters/parallel/unet.py"),
+        line=("adapters/denoisers.py", '"para_core.adapters.vae.unet",'),
+        names=("parallelize_unet", "unparallelize_unet"),
+        tests=("tests/spatial/test_unet_pipelines.py",),
+        words=("unet",),
+    ),
+    "Allegro, a model family": Feature(
+        ("adapters/models/allegro.py",),
+        line=("adapters/models/__init__.py", '"allegro",'),
+        words=("allegro", "Allegro"),
+    ),
+    "norm kernel": Feature(("kernels/norm.py",), tests=("tests/kernels/test_norm.py",), words=("norm",)),
     "propose": Feature(
         ("adapters/propose",), names=("Proposal", "propose_plan"), tests=("tests/adapters/propose",), words=("propose",)
     ),

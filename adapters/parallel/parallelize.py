@@ -6,15 +6,15 @@ from typing import Any, TypeVar
 
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
+from para_core.adapters.denoisers import PARALLEL_DENOISER, other_denoisers_of
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
 from para_core.adapters.parallel.transformer import unparallelize_transformer
-from para_core.adapters.registry import require_kind, transformers_of, unets_of
-from para_core.adapters.vae.unet import unparallelize_unet
+from para_core.adapters.registry import require_kind, transformers_of
 from para_core.declared_options import takes_options
-from para_core.instance_patching import original_class
+from para_core.instance_patching import original_class, unwrap
 from para_core.weights.pipefusion import PipeFusionReport
 
 Pipeline = TypeVar("Pipeline")
@@ -79,8 +79,8 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     remove_parallel_call(pipe)
     for module in transformers_of(pipe).values():
         unparallelize_transformer(module)
-    for module in unets_of(pipe).values():
-        unparallelize_unet(module)
+    for module in other_denoisers_of(pipe).values():
+        unwrap(module, PARALLEL_DENOISER)
     return pipe
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from para_core.attention import backend_selection
 from para_core.attention.backends import LocalAttentionCall, bias_dtype
 from para_core.attention.finite_masks import (
     FiniteMaskedRows,
@@ -98,7 +97,7 @@ class BlockAttention:
     @property
     def _is_of_pytorch(self) -> bool:
         """Whether PyTorch computes each block. Its backends fail for rows without a key, and the others do not."""
-        return not backend_selection.FASTEST and self._backend not in ("triton", "triton-int8")
+        return self._backend not in ("triton", "triton-int8")
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
         """Merge attention to the key block with index ``step`` into the result.

@@ -386,7 +386,7 @@ def fail_in_unet(rank):
         before = state_of(pipe)
         for step in (
             "para_core.adapters.vae.unet.wrap_method",
-            "para_core.adapters.parallel.transformer.resolve_unet",
+            "para_core.adapters.parallel.unet.make_denoiser_run",
         ):
             with pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_unet(pipe.unet, mesh=mesh, batched=False)
