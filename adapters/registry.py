@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import reduce
+from itertools import repeat
+from operator import attrgetter
 from os import PathLike
 from typing import Any, Literal
 
@@ -19,7 +21,10 @@ from para_core.adapters.models.unsupported import REFUSED
 from para_core.adapters.refusal import refusal
 from para_core.cache.blocks import CachedBlocks
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import original_class, uncompiled, wrapper
+from para_core.instance.modules import submodules_of, uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import slot_owner
+from para_core.instance.slots import Slot
 from para_core.plans.plan import Plan, published_plan
 from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
@@ -121,16 +126,13 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     """
     # A pipeline that is an nn.Module keeps its components in ``_modules``; properties have usual names.
     attributes = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
-    others = [
-        name
-        for name, part in attributes.items()
-        if name not in USUAL_NAMES
-        and isinstance(part, nn.Module)
-        and (
-            is_transformer_class(type(wrapped_model(uncompiled(part)) or uncompiled(part)))
-            or getattr(uncompiled(part), "_cp_plan", None) is not None
-        )
-    ]
+    others = []
+    for name, part in attributes.items():
+        if name in USUAL_NAMES or not isinstance(part, nn.Module):
+            continue
+        module = uncompiled(part)
+        if is_transformer_class(type(wrapped_model(module) or module)) or getattr(module, "_cp_plan", None) is not None:
+            others.append(name)
     modules: dict[str, nn.Module] = {}
     for name in (*USUAL_NAMES, *sorted(others)):
         module = uncompiled(getattr(pipe, name, None))
@@ -189,8 +191,9 @@ def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) 
 
 def is_transformer_class(cls: Any) -> bool:
     """Whether an adapter describes this class or one of its base classes, or the class publishes a plan."""
-    described = isinstance(cls, type) and any(base.__name__ in _CLASSES for base in cls.__mro__)
-    return described or getattr(cls, "_cp_plan", None) is not None
+    if isinstance(cls, type) and not _CLASSES.isdisjoint(map(attrgetter("__name__"), cls.__mro__)):
+        return True
+    return getattr(cls, "_cp_plan", None) is not None
 
 
 def unets_of(pipe: Any) -> dict[str, nn.Module]:
@@ -214,8 +217,10 @@ def decoders_of(pipe: Any) -> dict[str, nn.Module]:
 
 def unet_adapter(unet: Any) -> UnetAdapter | None:
     """Return the adapter for the class of ``unet``, or for the nearest of its base classes; None if there is none."""
-    names = [cls.__name__ for cls in original_class(unet).__mro__]
-    return next((UNETS[name] for name in names if name in UNETS), None)
+    for cls in original_class(unet).__mro__:
+        if cls.__name__ in UNETS:
+            return UNETS[cls.__name__]
+    return None
 
 
 def component_of(pipe: Any, path: str) -> Any:
@@ -265,28 +270,19 @@ def _stem(name: str) -> str:
     return re.sub(r"Transformer|Pipeline|Model|Condition|[123]D|[^A-Za-z0-9]", "", name).lower()
 
 
-# Keys of the wrappers of ``__call__`` on parallel pipelines and UNets, whose handlers have a ``mesh``.
-PARALLEL_PIPE = "parallel"
-PARALLEL_UNET = "parallel_unet"
-# Keys of the wrappers of autoencoders that run on all ranks, and of components that only the first rank runs.
-PARALLEL_VAE = "parallel_vae"
-FIRST_RANK = "component on the first rank"
-
-
 def mesh_of(pipe: Any) -> GuidedMesh | None:
     """Return the mesh on which ``pipe`` runs; None if it is not parallel."""
-    return _mesh_of_handler(pipe, PARALLEL_PIPE)
+    return _mesh_in_slot(pipe, Slot.PARALLEL_PIPE)
 
 
 def applied_mesh(module: Any) -> SequenceMesh | None:
     """Return the ranks over which the tokens or rows of ``module`` are sharded; None if they are not."""
-    unet = _mesh_of_handler(module, PARALLEL_UNET)
+    unet = _mesh_in_slot(module, Slot.PARALLEL_UNET)
     return mesh_of_plan(module) or (None if unet is None else unet.sequence)
 
 
-def _mesh_of_handler(instance: Any, key: str) -> GuidedMesh | None:
-    handler = getattr(wrapper(instance, "__call__", key), "__self__", None)
-    mesh = getattr(handler, "mesh", None)
+def _mesh_in_slot(instance: Any, slot: Slot) -> GuidedMesh | None:
+    mesh = getattr(slot_owner(instance, slot, object), "mesh", None)
     return mesh if isinstance(mesh, GuidedMesh) else None
 
 
@@ -335,7 +331,7 @@ def refuse_unsupported_classes(pipeline: str, components: Mapping[str, Any]) -> 
 
 def refuse_fsdp1(module: nn.Module, name: str) -> None:
     """Refuse a model that FSDP1, FullyShardedDataParallel, has sharded."""
-    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+    if any(map(isinstance, submodules_of(module), repeat(FullyShardedDataParallel))):
         raise TypeError(
             f"{name} is sharded by FullyShardedDataParallel (FSDP1), which keeps the weights of a module in one flat "
             f"tensor: neither it nor the {original_class(wrapped_model(module) or module).__name__} inside it can run "

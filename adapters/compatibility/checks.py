@@ -66,7 +66,8 @@ from para_core.cache.attachment import foreign_cache
 from para_core.cache.options import CacheOptions
 from para_core.distributed.agree import Record, differing_fields
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import has_compiled_parts, original_class, submodules_of
+from para_core.instance.modules import has_compiled_parts, submodules_of
+from para_core.instance.private_class import original_class
 from para_core.modes.interceptor import refuse_replaced_attention
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 
 
 @dataclass(frozen=True)

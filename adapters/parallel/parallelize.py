@@ -20,7 +20,7 @@ from para_core.adapters.vae.unet import unparallelize_unet
 from para_core.adapters.weights.sharded_component import Method
 from para_core.attention.local import AttnFunc
 from para_core.attention.schedule import AttentionSchedule
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.option_values import Backend, RotateMethod, TextEncoders, VaePlacement
 from para_core.weights.pipefusion import PipeFusionReport
 from para_core.weights.pipefusion_options import PipeFusion
@@ -178,7 +178,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
         try:
             call.session.stop()
         except BaseException:
-            # Restore the wrapper of ``__call__``: a second call of this function finds the session through it.
+            # Fill the slot of the pipeline again: a second call of this function finds the session through it.
             call.wrap(pipe)
             raise
     # Models that were parallelized without a session, on one rank or as single components, are undone here.

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall, raise_here
 from para_core.dataclass_fields import by_path, fields_of, has_fields, leaves_of, map_leaves
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.modes.flash_attention import OPERATOR_TYPES, attention_kind, flash_attention
 from para_core.plans.module_matching import parameters_of
 from para_core.torch_internals import flex_attention_operator, tree_leaves, tree_map

@@ -11,19 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
-from para_core.adapters.registry import PARALLEL_UNET, require_kind, supported_unets, unet_adapter
+from para_core.adapters.registry import require_kind, supported_unets, unet_adapter
 from para_core.adapters.vae.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
-from para_core.instance_patching import (
-    WrapperPriority,
-    has_compiled_parts,
-    original_class,
-    uncompiled,
-    unwrap,
-    wrap_method,
-    wrapper,
-)
+from para_core.instance.modules import has_compiled_parts, uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot, slot_owner
+from para_core.instance.slots import Slot
 from para_core.plans.attention_check import ModelCode
 from para_core.plans.foreign_code import foreign_code
 from para_core.plans.module_matching import parameters_of
@@ -38,7 +33,7 @@ Unet = TypeVar("Unet", bound=nn.Module)
 def unparallelize_unet(unet: Unet) -> Unet:
     """Undo :func:`parallelize_unet` and return ``unet`` as it was before."""
     require_kind("model", unet, "unparallelize_pipe takes a pipeline.")
-    unwrap(uncompiled(unet), PARALLEL_UNET)
+    empty_slot(uncompiled(unet), Slot.PARALLEL_UNET)
     return unet
 
 
@@ -86,7 +81,7 @@ class UnetRun:
         unparallelize_unet(self.unet)
         if self.mesh.ranks > 1:
             self._warn_of_foreign_code()
-            wrap_method(self.unet, "__call__", PARALLEL_UNET, self.run, order=WrapperPriority.PLAN)
+            fill_slot(self.unet, Slot.PARALLEL_UNET, {"__call__": self.run}, owner=self)
 
     def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
@@ -142,8 +137,7 @@ class UnetRun:
 
 def unet_run(unet: nn.Module) -> UnetRun | None:
     """Return the handler that :meth:`UnetRun.apply` attached to ``unet``; None if there is none."""
-    handler = getattr(wrapper(unet, "__call__", PARALLEL_UNET), "__self__", None)
-    return handler if isinstance(handler, UnetRun) else None
+    return slot_owner(unet, Slot.PARALLEL_UNET, UnetRun)
 
 
 # -- The page docs/refusals.md lists the following checks.

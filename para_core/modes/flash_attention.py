@@ -61,6 +61,7 @@ FLASH_OPERATORS = (
     # diffusers defines this operator on import, whether or not FlashAttention is installed.
     ("_diffusers_flash_attn_3", "_flash_attn_forward"),
 )
+_INTERCEPTED_NAMESPACES = frozenset(namespace for namespace, _ in FLASH_OPERATORS)
 OTHER_OPERATORS = (
     ("xformers", "efficient_attention_forward_cutlass"),
     ("xformers_flash", "flash_fwd"),
@@ -109,8 +110,9 @@ def has_other_builds() -> bool:
     """Whether a build of FlashAttention is loaded that only a mode can intercept, because its namespace is not in
     ``FLASH_OPERATORS``, such as one from the Hugging Face Hub.
     """
-    intercepted = [namespace for namespace, _ in FLASH_OPERATORS]
-    return any("flash_attn" in namespace and namespace not in intercepted for namespace in vars(torch.ops))
+    # A generator would add a Python call for each namespace to each call of a model.
+    builds = {namespace for namespace in vars(torch.ops) if "flash_attn" in namespace}
+    return not builds <= _INTERCEPTED_NAMESPACES
 
 
 def is_called_by_a_graph(operator: Operator) -> bool:

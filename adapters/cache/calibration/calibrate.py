@@ -24,7 +24,7 @@ from para_core.cache.decision import Verdict
 from para_core.cache.report import CachedStep
 from para_core.distributed.agree import exchange
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.option_values import Metric
 from para_core.user_warnings import ThresholdWarning
 
