@@ -12,7 +12,7 @@ import ast
 import inspect
 import re
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -37,7 +37,10 @@ from benchmarks.pipelines import (
 )
 from benchmarks.planner import memory, propose, published, sizes, traffic
 from benchmarks.serving import load, trials
-from para_core.adapters.compatibility.checks import PHASES
+from para_core.adapters.cache.checks import check_cache, check_cached_call
+from para_core.adapters.compatibility.checks import check_parallel_call, check_parallelize
+from para_core.adapters.denoisers import denoiser_kinds
+from para_core.adapters.weights.shard import check_shard
 
 # These fields of messages are the same in all cases. Every other field is an ellipsis on the page.
 _WORDS = {
@@ -48,9 +51,22 @@ _WORDS = {
 }
 
 
+# The checks of each phase, by the name of the phase in docs/refusals.md.
+PHASES: Mapping[str, Callable[..., None]] = {
+    "`parallelize_pipe`": check_parallelize,
+    "a parallel call": check_parallel_call,
+    "`apply_cache_on_pipe`": check_cache,
+    "a cached call": check_cached_call,
+    "`shard_weights`": check_shard,
+}
+
+
 def checks_of(phase: Callable[..., None]) -> list[Callable[..., None]]:
-    """Return the checks that ``phase`` calls, in order."""
-    functions = inspect.getclosurevars(phase).globals.values()
+    """Return the checks that ``phase`` calls, in order, and those of the kinds of denoisers in this phase."""
+    phases = [phase, *[getattr(kind, phase.__name__, None) for kind in denoiser_kinds()]]
+    functions = [
+        function for of_kind in phases if of_kind for function in inspect.getclosurevars(of_kind).globals.values()
+    ]
     return [function for function in functions if (function.__doc__ or "").startswith("Refuse ")]
 
 

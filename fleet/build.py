@@ -16,7 +16,8 @@ from torch import nn
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.inspect.components import encoders_with_blocks, text_encoders_of, vaes_of
-from para_core.adapters.registry import mesh_of, refuse_unsupported_classes, transformers_of
+from para_core.adapters.model_checks import check_component_classes
+from para_core.adapters.registry import mesh_of, transformers_of
 from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.attention.attention_options import COMM_DTYPES
 from para_core.declared_options import values_of
@@ -29,7 +30,7 @@ from para_core.fleet.modular import describe_modular, has_modular_index, is_modu
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.fleet.selection import select_pipeline
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.pipeline_options import PipelineChoices
 from para_core.progress import readable_bytes, report, reporting_components
 from para_core.user_warnings import ParallelWarning
@@ -64,7 +65,7 @@ def find_model(
     if cls is None:
         version = diffusers.__version__
         raise ValueError(f"model {name!r} is for {selection.pipeline}, which diffusers {version} does not have.")
-    refuse_unsupported_classes(selection.pipeline, component_classes(selection.index.content))
+    check_component_classes(selection.pipeline, component_classes(selection.index.content))
     model = replace(describe(name, cls, defaults), config=config, controlnet=tuple(controlnet))
     return replace(model, multiple=multiple_of_model(model))
 

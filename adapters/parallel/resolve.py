@@ -13,18 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
+from para_core.adapters.denoisers import denoisers_by_kind, other_denoisers_of
 from para_core.adapters.inspect.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
-from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
+from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
 from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.parts import OffloadPart, TextEncodersPart, TimeoutPart, WeightsPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer, resolve_unet
+from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer
 from para_core.adapters.planner.default_mesh import mesh_and_method
-from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
-from para_core.adapters.vae.unet import unparallelize_unet
+from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.vae.vae_adapter import vae_adapter
 from para_core.adapters.weights.block_offload import OffloadedBlocks, num_resident, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of
@@ -35,8 +36,8 @@ from para_core.attention.schedule import KeptKeys
 from para_core.distributed.agree import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
-from para_core.instance_patching import original_class
-from para_core.modes.flex_attention import uses_flex_attention
+from para_core.instance.private_class import original_class
+from para_core.modes.registry import needs_mode
 from para_core.option_values import TextEncoders
 
 
@@ -69,9 +70,9 @@ def resolve(pipe: Any, options: ParallelOptions, *, unshards: bool = False) -> P
             for module in transformers_of(pipe).values()
         ]
         runs: list[Part] = []
-        for module in unets_of(pipe).values():
-            run = resolve_unet(module, guided, assume_equal=options.assume_equal, batched=batched)
-            runs.append(Change("the UNet", run.apply, partial(unparallelize_unet, module)))
+        for kind, _, module in denoisers_by_kind(pipe):
+            run = make_denoiser_run(kind, module, guided, assume_equal=options.assume_equal, batched=batched)
+            runs.append(Change("the UNet", run.apply, run.remove))
         session = ParallelSession(guided, [*transformers, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
@@ -128,7 +129,7 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
         if options.pipefusion is not None:
             patches_of(module, mesh, options.adapter)
         middle = None if options.schedule is None else options.schedule.middle
-        if isinstance(middle, KeptKeys) and uses_flex_attention(module):
+        if isinstance(middle, KeptKeys) and needs_mode(module):
             raise ValueError(
                 f"backend= is an AttentionSchedule with {middle}, and pipe.{name} attends by flex_attention, whose "
                 "mask selects the keys. Use a schedule with a backend in the middle."
@@ -154,10 +155,10 @@ def _parts_of_pipe(
     """
     if mesh.ranks == 1 and options.pipefusion is None and not options.offloads and options.schedule is None:
         return []
-    batched = bool(unets_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
+    batched = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
     call = ParallelCall(
         transformers_of(pipe),
-        unets_of(pipe),
+        other_denoisers_of(pipe),
         mesh,
         sequential_cfg=mesh.batch.size > 1 and not batched,
         assume_equal=options.assume_equal,

@@ -1,4 +1,4 @@
-"""Run one transformer, UNet or ControlNet on several ranks."""
+"""Run one transformer on several ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, require_same_call_of_model
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
+from para_core.adapters.model_checks import require_plan
 from para_core.adapters.parallel.options import TransformerOptions
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
-from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
-from para_core.adapters.registry import planned_class, require_kind, require_plan
-from para_core.adapters.vae.unet import UnetRun
+from para_core.adapters.planner.default_mesh import guided_mesh_for
+from para_core.adapters.registry import planned_class, require_kind
 from para_core.adapters.weights.staged_transformer import (
     free_other_stages,
     hold_stage,
@@ -29,21 +29,15 @@ from para_core.cache.apply import cache_options
 from para_core.declared_options import takes_options
 from para_core.distributed.agree import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import (
-    WrapperPriority,
-    original_class,
-    restored_on_failure,
-    uncompiled,
-    unwrap,
-    wrap_method,
-)
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import empty_slots, fill_slot
+from para_core.instance.slots import Slot
 from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, remove_plan
-from para_core.verify.verification import VERIFIED, Verification
+from para_core.verify.verification import Verification
 
 Transformer = TypeVar("Transformer", bound=nn.Module)
-Unet = TypeVar("Unet", bound=nn.Module)
 
 
 @takes_options(TransformerOptions)
@@ -94,8 +88,7 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
     With a ``pipe`` mesh dim this is a collective call: each rank receives the blocks that it does not hold.
     """
     require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
-    for module in (transformer, uncompiled(transformer)):
-        unwrap(module, VERIFIED)
+    empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
     release_stage(uncompiled(transformer))
     remove_plan(uncompiled(transformer))
     return transformer
@@ -161,7 +154,7 @@ class TransformerPart(Part):
         if in_stages:
             hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
         if self.verified is not None:
-            wrap_method(self.verified, "__call__", VERIFIED, Verification().run, order=WrapperPriority.VERIFIED)
+            fill_slot(self.verified, Slot.VERIFIED, {"__call__": Verification().run})
         return partial(unparallelize_transformer, self.module if self.verified is None else self.verified)
 
     def complete(self) -> None:
@@ -169,13 +162,8 @@ class TransformerPart(Part):
 
     def clear(self) -> Undo:
         resume = suspend_stage(self.module)
-        restore = remove_plan(self.module)
-
-        def undo() -> None:
-            restore()
-            resume()
-
-        return undo
+        remove_plan(self.module)
+        return resume
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         return self.clear()
@@ -187,53 +175,3 @@ class TransformerPart(Part):
         cached = {f"{option} of its cache": text for option, text in texts.items()}
         inputs = {**kwargs, **cached, **attention_by_name(self.module)}
         require_same_call_of_model(self.module, self.mesh, inputs, assume_equal=self.options.assume_equal)
-
-
-def parallelize_unet(
-    unet: Unet, *, mesh: Mesh | GuidedMesh | None = None, assume_equal: bool = False, batched: bool = True
-) -> Unet:
-    """Run one UNet or ControlNet on all ranks of a mesh: each rank passes the same inputs and gets the full output.
-
-    Use it in a denoising loop of your own, as :func:`parallelize_transformer`. Ranks along ``ring`` and ``ulysses``
-    shard the rows of the image (columns, if it is wider than high), and ranks along ``batch`` shard the samples. No
-    gradients are computed. Calling it again replaces the previous settings.
-
-    Args:
-        unet (`nn.Module`): A supported UNet or ControlNet of diffusers (docs/vae.md lists them).
-        mesh, assume_equal: As in :func:`parallelize_transformer`.
-        batched (`bool`, defaults to `True`): Whether samples are sharded over ``batch``. Pass `False` if the model's
-            output for a sample depends on its position in the batch.
-
-    Returns:
-        ``unet`` itself.
-
-    Raises:
-        TypeError: If the class is not supported.
-        ValueError: If the mesh does not fit.
-    """
-    module: nn.Module = uncompiled(unet)
-    options = {"assume_equal": assume_equal, "batched": batched}
-    with equal_options("parallelize_unet", mesh, options):
-        require_kind("model", unet, "parallelize_pipe takes a pipeline.")
-        _require_bools(options)
-        check_parallelize([CheckedModel(module, module, "unet")])
-    guided = guided_mesh_for(mesh, module)
-    with (
-        restored_on_failure([module]),
-        raising_on_all(guided, f"this {original_class(module).__name__} cannot run in rows"),
-    ):
-        resolve_unet(module, guided, assume_equal=assume_equal, batched=batched).apply()
-    return unet
-
-
-def resolve_unet(module: nn.Module, mesh: GuidedMesh, *, assume_equal: bool, batched: bool) -> UnetRun:
-    """Return the handler that will run ``module`` with its image rows sharded over ``mesh``. Changes nothing yet."""
-    check_parallelize([CheckedModel(module, module, "unet")], mesh)
-    require_equal = partial(require_same_call_of_model, module, mesh, assume_equal=assume_equal)
-    return UnetRun(module, mesh, batched=batched, require_equal=require_equal)
-
-
-def _require_bools(options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; expected True or False.")
