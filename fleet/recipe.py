@@ -28,21 +28,21 @@ class Recipe(PipelineChoices):
     model: str  # folder, repository on the Hub, or single file
     pipeline: Annotated[
         str | None,  # class of diffusers that loads the model; None for that of its index
-        Option(50, command=Command("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE, loads=True)),
+        Option(50, command=Command("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE)),
     ] = None
     config: str | None = None  # folder or repository with the configs of a single file
     controlnet: Annotated[
         tuple[str, ...],  # folders or repositories of ControlNets for the class
-        Option(60, command=Command("Folder or Hub name of a ControlNet.", "NAME", PIPELINE, loads=True)),
+        Option(60, command=Command("Folder or Hub name of a ControlNet.", "NAME", PIPELINE)),
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],  # "auto": bfloat16 on a GPU, float32 elsewhere
-        Option(300, command=Command("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE, loads=True)),
+        Option(80, command=Command("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)),
     ] = "auto"
     # Largest sizes of mesh dims, with names of mesh_shape.MESH_NAMES. Empty leaves the choice to parallelize_pipe.
     mesh: Annotated[
         tuple[tuple[str, int], ...],
-        Option(10, command=Command("Largest sizes: batch=2,ring=2.", "DIMS", RANKS, loads=True)),
+        Option(10, command=Command("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)),
     ] = ()
     cache: Annotated[
         float | Literal["default"] | None,  # threshold of First Block Cache, or that of the model family
@@ -81,7 +81,7 @@ class Recipe(PipelineChoices):
     timeout: Annotated[float, Option(260, command=Command("Seconds that ranks wait.", "S", RANKS))] = 600
     trust_remote_code: Annotated[
         bool,  # whether code of a modular pipeline's repository may run
-        Option(310, command=Command("Run a modular repository's code.", "", PIPELINE, loads=True)),
+        Option(90, command=Command("Run a modular repository's code.", "", PIPELINE)),
     ] = False
 
     def __post_init__(self) -> None:
@@ -131,13 +131,11 @@ class Recipe(PipelineChoices):
     @property
     def encoders_placement(self) -> TextEncoders:
         """The placement of the text encoders, with the default that follows from the other options."""
-        if self.text_encoders is not None:
-            return self.text_encoders
         if self.offload is not None:
-            return "offload"
+            return self.encoders_or("offload")
         if self.sharding is not None:
-            return "fsdp"
-        return "replicate"
+            return self.encoders_or("fsdp")
+        return self.encoders_or("replicate")
 
     @property
     def encoders_wait_on_host(self) -> bool:

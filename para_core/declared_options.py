@@ -40,7 +40,6 @@ class Command:
         metavar: The word that stands for the value, in capitals. Empty for a flag.
         panel: The panel of ``--help`` that lists the option.
         opposite: Whether a flag has a second form that turns it off, such as ``--no-vae``.
-        loads: Whether commands that only load a pipeline have the option as well.
         plans: Whether ``para_core plan`` has the option as well.
     """
 
@@ -48,7 +47,6 @@ class Command:
     metavar: str
     panel: str
     opposite: bool = False
-    loads: bool = False
     plans: bool = False
 
 

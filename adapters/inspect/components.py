@@ -17,8 +17,8 @@ from para_core.instance.private_class import original_class, unwrapped_class
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
 
-# Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but vae_placement= does not
-# move these, because they are small.
+# Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but these are small and stay
+# on the device.
 VAE_METHODS = ("encode", "decode")
 # Names of the autoencoders for sound, in pipelines that also generate sound.
 SOUND_VAES = ("audio_vae", "sound_tokenizer")

@@ -88,7 +88,7 @@ def parallelize_vae(
     Raises:
         TypeError: If the class is not supported.
         ValueError: If ``method`` or ``gather`` is unknown, ``method`` is ``"tiled"`` and the tiles of the class cannot
-            be distributed, or the first rank alone runs the autoencoder (``vae_placement="first"``).
+            be distributed, or the first rank alone runs the autoencoder.
         RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
     """
     module = uncompiled(vae)
