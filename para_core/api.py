@@ -7,6 +7,7 @@ from para_core.cache.decision import Verdict
 from para_core.cache.forecasts import Forecast
 from para_core.cache.options import CacheOptions, Observation, Rule
 from para_core.cache.report import CacheReport
+from para_core.comparison.difference import Difference
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.modes.batch_parallel import BatchParallelAttnMode
@@ -41,8 +42,8 @@ from para_core.plans.plan import (
     SplitMask,
 )
 from para_core.user_warnings import CacheWarning, ForeignCodeWarning, ParaCoreWarning, ParallelWarning
-from para_core.verify.check import CheckedCase, ParallelCheck, check_parallel
-from para_core.verify.first_difference import Difference
+from para_core.verify.check import check_parallel
+from para_core.verify.check_result import CheckedCase, ParallelCheck
 from para_core.weights.pipefusion import PipeFusionReport
 from para_core.weights.pipefusion_options import PipeFusion
 

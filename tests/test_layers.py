@@ -32,6 +32,7 @@ LAYERS = (
     ("para_core/plans",),
     ("para_core/cfg",),
     ("para_core/spatial", "para_core/weights", "para_core/cache"),
+    ("para_core/comparison",),
     ("para_core/verify",),
     ("para_core/api.py",),
     ("para_core/__init__.py",),

@@ -1,4 +1,7 @@
-"""Events of a model call. Their tensors are those of the call itself, so who keeps an event keeps its tensors."""
+"""Events of a model call.
+
+Their tensors are those of the call itself, so who keeps an event keeps its tensors.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ class AttentionStart:
     Args:
         time: Number of the event.
         name: Name of the innermost module that is running; ``""`` outside of submodules.
-        call: The arguments, as those of ``scaled_dot_product_attention``. The mask of a ``flex_attention`` is left out.
+        call: The arguments, as those of ``scaled_dot_product_attention``. The mask of a ``flex_attention`` is
+            left out.
         form: The function or operator that the model calls.
     """
 
@@ -60,7 +64,10 @@ class AttentionStart:
 
 @dataclass(frozen=True, eq=False)
 class AttentionEnd:
-    """The end of an attention call, with its output ``[..., H, S_q, D_v]``. The rest is as in AttentionStart."""
+    """The end of an attention call, with its output ``[..., H, S_q, D_v]``.
+
+    The rest is as in AttentionStart.
+    """
 
     time: int
     name: str
@@ -91,7 +98,10 @@ class FunctionCall:
 
 @dataclass(frozen=True, eq=False)
 class OperatorCall:
-    """A finished call of an operator, as the dispatcher runs it. The attributes are those of :class:`FunctionCall`."""
+    """A finished call of an operator, as the dispatcher runs it.
+
+    The attributes are those of :class:`FunctionCall`.
+    """
 
     time: int
     name: str

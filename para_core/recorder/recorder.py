@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +32,9 @@ from para_core.torch_internals import (
 
 
 class _RunningModule(NamedTuple):
-    """A module whose call is running: how many modules were running before it, and whether it entered the mode."""
+    """A module whose call is running: how many modules were running before it, and whether it entered the
+    mode.
+    """
 
     module: nn.Module
     depth: int
@@ -41,17 +44,17 @@ class _RunningModule(NamedTuple):
 class Recorder(TorchFunctionMode):
     """A mode that passes each event of a model call to ``handle``, in order of time.
 
-    Inside ``handle`` functions of torch are neither recorded nor intercepted. Attention that a plan or an outer mode
-    computes over several ranks is recorded with this rank's tensors. Record eager code: in a compiled function no call
-    can be seen, so run it under ``torch.compiler.set_stance("force_eager")``.
+    Inside ``handle`` functions of torch are neither recorded nor intercepted. Attention that a plan or an
+    outer mode computes over several ranks is recorded with this rank's tensors. Nothing inside a compiled
+    function is recorded, so call it under ``torch.compiler.set_stance("force_eager")``.
 
     Args:
         handle: Called with each event.
         attend: Computes the recorded attention calls. Defaults to SDPA itself, which outer modes intercept.
 
     Attributes:
-        running: Names of the modules that have not returned, the innermost last. After an error, the innermost module
-            is the one that failed.
+        running: Names of the modules that have not returned, the innermost last. After an error, the
+            innermost module is the one that failed.
 
     Example:
         >>> events = []
@@ -87,8 +90,8 @@ class Recorder(TorchFunctionMode):
 
     def _add_hooks(self, name: str, module: nn.Module) -> list[RemovableHandle]:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A plan enters its own modes around some modules, and only the innermost mode sees a call as the model
-            # makes it.
+            # A plan enters its own modes around some modules, and only the innermost mode sees a call as the
+            # model makes it.
             entered = function_mode_stack()[-1:] != [self]
             self._calls.append(_RunningModule(module, len(self.running), entered))
             self.running.append(name)
@@ -122,7 +125,7 @@ class Recorder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_busy:
+        if self._is_busy or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         self._is_busy = True
         try:
