@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.propose.completion import complete
 from para_core.adapters.propose.larger_call import imagine_larger_calls
 from para_core.adapters.propose.observe import observe
@@ -19,7 +20,7 @@ from para_core.adapters.propose.records import ObservedCall
 from para_core.adapters.propose.region import ObservedRegion
 from para_core.adapters.propose.search import Failure, Search, reasons_of
 from para_core.adapters.propose.start import find_starts
-from para_core.adapters.registry import refuse_fsdp1, refuse_wrapped_model, require_kind
+from para_core.adapters.registry import require_kind
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
 
@@ -73,8 +74,8 @@ def propose_plan(
     """
     require_kind("model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...).")
     module = uncompiled(transformer)
-    refuse_fsdp1(module, "transformer")
-    refuse_wrapped_model(module, "transformer")
+    check_not_fsdp1(module, "transformer")
+    check_not_wrapped(module, "transformer")
     examples = _require_examples(example_inputs)
     require_answers(answers or {})
     # Compile nothing: a mode sees what a function does only in eager code, and flex_attention, for example,

@@ -22,18 +22,18 @@ EntryKind = Literal["call", "return", "attention", "attended"]
 class AttentionRecord:
     """The lengths, mask shape and ``is_causal`` of one attention call.
 
-    The mask of a ``flex_attention`` is not recorded, and ``is_flex`` is True.
+    Of a call that is no SDPA, such as ``flex_attention``, only the lengths are known, and ``function`` is its name.
     """
 
     queries: int
     keys: int
     mask: tuple[int, ...] | None
     is_causal: bool
-    is_flex: bool = False
+    function: str = ""
 
     def __str__(self) -> str:
-        if self.is_flex:
-            return f"{self.queries} queries, {self.keys} keys, in flex_attention"
+        if self.function:
+            return f"{self.queries} queries, {self.keys} keys, in {self.function}"
         mask = "no mask"
         if self.mask is not None:
             mask = f"mask {list(self.mask)}"
@@ -123,13 +123,15 @@ def _digests(value: Any) -> tuple[Digest, ...]:
 
 
 def _describe(event: AttentionStart | AttentionEnd) -> AttentionRecord:
-    call, mask = event.call, None
+    call, mask, function = event.call, None, ""
     if call.attn_mask is not None:
         mask = tuple(call.attn_mask.shape)
+    if not event.is_sdpa:
+        function = getattr(event.function, "__name__", str(event.function))
     return AttentionRecord(
         queries=call.query.shape[-2],
         keys=call.key.shape[-2],
         mask=mask,
         is_causal=bool(call.is_causal),
-        is_flex=event.form == "flex",
+        function=function,
     )

@@ -17,8 +17,8 @@ from para_core.comparison.virtual_ranks import (
     outcomes_on_virtual_ranks,
     with_same_weights,
 )
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes.sharding_mode import TraceSafeLayout
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.current_call import segments_under_way

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.modes.interceptor import AttentionForm
 from para_core.torch_internals import OpOverload
 
 
@@ -51,15 +50,17 @@ class AttentionStart:
     Args:
         time: Number of the event.
         name: Name of the innermost module that is running; ``""`` outside of submodules.
-        call: The arguments, as those of ``scaled_dot_product_attention``. The mask of a ``flex_attention`` is
-            left out.
-        form: The function or operator that the model calls.
+        call: The arguments, as those of ``scaled_dot_product_attention``.
+        function: The function or operator that the model calls.
+        is_sdpa: Whether the call is computed as an SDPA call. Otherwise, as in ``flex_attention``, ``call`` has
+            query, key and value only.
     """
 
     time: int
     name: str
     call: SdpaCall
-    form: AttentionForm
+    function: Callable[..., Any]
+    is_sdpa: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,8 @@ class AttentionEnd:
     time: int
     name: str
     call: SdpaCall
-    form: AttentionForm
+    function: Callable[..., Any]
+    is_sdpa: bool
     output: Tensor
 
 

@@ -17,8 +17,8 @@ from para_core.comparison.runs import Method, ParallelRun, RankRun, run_alone, r
 from para_core.comparison.tensor_parts import relative_error, tensors_in
 from para_core.comparison.tolerances import tolerance_of
 from para_core.comparison.virtual_ranks import device_of, first_error
-from para_core.distributed.layout import Segment
 from para_core.instance_patching import is_wrapped, original_class, uncompiled
+from para_core.layout.sequence import Segment
 from para_core.plans.plan import Plan, published_plan
 from para_core.verify.check_result import CheckedCase, ParallelCheck
 

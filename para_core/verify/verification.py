@@ -23,10 +23,10 @@ from para_core.comparison.tensor_parts import largest_error, tensors_in
 from para_core.comparison.tolerances import tolerance_of
 from para_core.comparison.virtual_ranks import device_of
 from para_core.distributed.agree import exchange, exchange_bytes
-from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_out_of_memory
 from para_core.instance_patching import WrapperPriority, instances_in, original_class, uncompiled, with_wrappers
+from para_core.layout.sequence import Segment
 from para_core.plans.current_call import segments_under_way
 from para_core.plans.region import KEYS_OF_PLANS, Region, region_of
 from para_core.torch_internals import tree_leaves
