@@ -20,7 +20,7 @@ LAYERS = (
     ),
     (
         "para_core/dataclass_fields.py",
-        "para_core/instance_patching.py",
+        "para_core/instance",
         "para_core/triton_support.py",
         "para_core/foreign_errors.py",
     ),

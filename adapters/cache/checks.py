@@ -22,7 +22,8 @@ from para_core.adapters.weights.sharded_component import (
 from para_core.adapters.weights.staged_transformer import refuse_cache_on_stages
 from para_core.cache.apply import cache_options
 from para_core.cache.options import CacheOptions
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
 
 
 def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> None:

@@ -55,7 +55,7 @@ from para_core.adapters.weights.staged_transformer import (
 )
 from para_core.distributed.agree import Record, differing_fields
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.modes.interceptor import refuse_replaced_attention
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
-from para_core.adapters.denoisers import PARALLEL_DENOISER, other_denoisers_of
+from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.resolve import resolve
@@ -14,7 +14,9 @@ from para_core.adapters.parallel.session import replace_session
 from para_core.adapters.parallel.transformer import unparallelize_transformer
 from para_core.adapters.registry import require_kind, transformers_of
 from para_core.declared_options import takes_options
-from para_core.instance_patching import original_class, unwrap
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot
+from para_core.instance.slots import Slot
 from para_core.weights.pipefusion import PipeFusionReport
 
 Pipeline = TypeVar("Pipeline")
@@ -72,7 +74,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
         try:
             call.session.stop()
         except BaseException:
-            # Restore the wrapper of ``__call__``: a second call of this function finds the session through it.
+            # Fill the slot of the pipeline again: a second call of this function finds the session through it.
             call.wrap(pipe)
             raise
     # Models that were parallelized without a session, on one rank or as single components, are undone here.
@@ -80,7 +82,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     for module in transformers_of(pipe).values():
         unparallelize_transformer(module)
     for module in other_denoisers_of(pipe).values():
-        unwrap(module, PARALLEL_DENOISER)
+        empty_slot(module, Slot.PARALLEL_DENOISER)
     return pipe
 
 

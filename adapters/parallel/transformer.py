@@ -29,16 +29,13 @@ from para_core.cache.apply import cache_options
 from para_core.declared_options import takes_options
 from para_core.distributed.agree import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import (
-    WrapperPriority,
-    uncompiled,
-    unwrap,
-    wrap_method,
-)
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import empty_slots, fill_slot
+from para_core.instance.slots import Slot
 from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, remove_plan
-from para_core.verify.verification import VERIFIED, Verification
+from para_core.verify.verification import Verification
 
 Transformer = TypeVar("Transformer", bound=nn.Module)
 
@@ -91,8 +88,7 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
     With a ``pipe`` mesh dim this is a collective call: each rank receives the blocks that it does not hold.
     """
     require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
-    for module in (transformer, uncompiled(transformer)):
-        unwrap(module, VERIFIED)
+    empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
     release_stage(uncompiled(transformer))
     remove_plan(uncompiled(transformer))
     return transformer
@@ -158,7 +154,7 @@ class TransformerPart(Part):
         if in_stages:
             hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
         if self.verified is not None:
-            wrap_method(self.verified, "__call__", VERIFIED, Verification().run, order=WrapperPriority.VERIFIED)
+            fill_slot(self.verified, Slot.VERIFIED, {"__call__": Verification().run})
         return partial(unparallelize_transformer, self.module if self.verified is None else self.verified)
 
     def complete(self) -> None:
@@ -166,13 +162,8 @@ class TransformerPart(Part):
 
     def clear(self) -> Undo:
         resume = suspend_stage(self.module)
-        restore = remove_plan(self.module)
-
-        def undo() -> None:
-            restore()
-            resume()
-
-        return undo
+        remove_plan(self.module)
+        return resume
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         return self.clear()

@@ -23,7 +23,7 @@ from para_core.adapters.propose.records import (
 from para_core.adapters.propose.sources import Sources
 from para_core.comparison.virtual_ranks import fresh
 from para_core.dataclass_fields import by_path, fields_of, has_fields, leaves_of, map_leaves
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.plans.module_matching import parameters_of
 from para_core.recorder.events import AttentionStart, Event, FunctionCall, ModuleEnd, ModuleStart
 from para_core.recorder.recorder import Recorder

@@ -21,7 +21,8 @@ from para_core.adapters.propose.region import ObservedRegion
 from para_core.adapters.propose.search import Failure, Search, reasons_of
 from para_core.adapters.propose.start import find_starts
 from para_core.adapters.registry import require_kind
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
 from para_core.plans.plan import Plan
 
 

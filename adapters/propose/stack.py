@@ -22,7 +22,7 @@ from para_core.adapters.propose.records import ObservedCall
 from para_core.adapters.propose.region import ObservedRegion
 from para_core.cache.blocks import CachedBlocks
 from para_core.comparison.cached_call import CachedCallError, error_of_cached_call
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from para_core.adapters.propose.candidates import Candidate
 from para_core.adapters.propose.observe import observe
 from para_core.adapters.propose.records import ModuleCall, OutputTensor, TensorRecord, output_tensors
 from para_core.adapters.propose.region import ObservedRegion
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.plans.plan import Gather, Plan, ShardRule, Split
 
 

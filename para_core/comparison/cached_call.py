@@ -14,7 +14,7 @@ from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
 from para_core.comparison.tensor_parts import largest_error
 from para_core.comparison.virtual_ranks import fresh, with_same_weights
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 
 
 class CachedCallError(RuntimeError):

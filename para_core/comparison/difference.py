@@ -17,7 +17,7 @@ from para_core.comparison.model_inputs import ModelInputs
 from para_core.comparison.runs import Method, ParallelRun, run_alone, run_parallel
 from para_core.comparison.tensor_parts import differing_dims, largest_error, relative_error
 from para_core.comparison.virtual_ranks import first_error
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.layout.sequence import Segment
 
 _REASONS: dict[EntryKind, str] = {

@@ -17,7 +17,10 @@ from para_core.comparison.runs import Method, ParallelRun, RankRun, run_alone, r
 from para_core.comparison.tensor_parts import relative_error, tensors_in
 from para_core.comparison.tolerances import tolerance_of
 from para_core.comparison.virtual_ranks import device_of, first_error
-from para_core.instance_patching import is_wrapped, original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import is_filled
+from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.plans.plan import Plan, published_plan
 from para_core.verify.check_result import CheckedCase, ParallelCheck
@@ -107,7 +110,7 @@ def _require_unmodified(model: Any) -> nn.Module:
     module = uncompiled(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module (of a pipeline, its transformer).")
-    if any(is_wrapped(submodule, "parallel") for submodule in module.modules()):
+    if any(is_filled(submodule, Slot.PLAN) for submodule in module.modules()):
         raise ValueError(
             f"{original_class(module).__name__} is already parallel. Check the unmodified model, or undo it first: "
             "unparallelize_pipe(pipe), unparallelize_transformer(transformer), remove_context_parallel(model)."

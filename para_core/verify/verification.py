@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -25,17 +25,22 @@ from para_core.comparison.virtual_ranks import device_of
 from para_core.distributed.agree import exchange, exchange_bytes
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_out_of_memory
-from para_core.instance_patching import WrapperPriority, instances_in, original_class, uncompiled, with_wrappers
+from para_core.instance.modules import instances_in, uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import emptied_during
+from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.plans.current_call import segments_under_way
-from para_core.plans.region import KEYS_OF_PLANS, Region, region_of
+from para_core.plans.region import Region, region_of
 from para_core.torch_internals import tree_leaves
 from para_core.user_warnings import ParallelWarning, warn_user
 
 logger = logging.getLogger(__name__)
 
-# The key of the wrappers of verified calls.
-VERIFIED = "verified"
+# The slots of features that move or gather weights, which the unmodified model needs too.
+_SLOTS_OF_WEIGHTS = frozenset(
+    {Slot.OFFLOADED_BLOCK, Slot.TENSOR_WEIGHTS, Slot.LORA, Slot.STAGED_WEIGHTS, Slot.STAGED_MERGE, Slot.WEIGHTS}
+)
 # The error of outputs that cannot be compared, because their number or shapes differ. JSON has no infinity.
 _NOT_COMPARABLE = 1e30
 
@@ -184,7 +189,7 @@ def _call_unmodified(module: nn.Module, inputs: ModelInputs, record: CallRecord 
     with ExitStack() as stack:
         if record is not None:
             stack.enter_context(record_call(module, record))
-        return _call(module, inputs, _is_of_weights)
+        return _call(module, inputs, _SLOTS_OF_WEIGHTS)
 
 
 def _record_parallel(module: nn.Module, inputs: ModelInputs) -> tuple[CallRecord, list[Segment]]:
@@ -200,17 +205,12 @@ def _record_parallel(module: nn.Module, inputs: ModelInputs) -> tuple[CallRecord
             segments.update(dict.fromkeys(under_way[1]))
 
     with record_call(module, record, before_entry=note_segments):
-        _call(module, inputs, lambda key, order: key in KEYS_OF_PLANS or _is_of_weights(key, order))
+        _call(module, inputs, _SLOTS_OF_WEIGHTS | {Slot.PLAN, Slot.ATTENTION_CHECK})
     return record, list(segments)
 
 
-def _is_of_weights(key: str, order: WrapperPriority) -> bool:
-    """Whether a wrapper moves or gathers weights, which the unmodified model needs too."""
-    return order == WrapperPriority.OFFLOADED_BLOCK or (order == WrapperPriority.PLAN and key not in KEYS_OF_PLANS)
-
-
-def _call(module: nn.Module, inputs: ModelInputs, keep: Callable[[str, WrapperPriority], bool]) -> Any:
-    """Return the output of ``module`` for a copy of ``inputs``, with only the wrappers to ``keep``, in eager
+def _call(module: nn.Module, inputs: ModelInputs, keep: Collection[Slot]) -> Any:
+    """Return the output of ``module`` for a copy of ``inputs``, with only the slots to ``keep``, in eager
     code.
     """
     region, device = region_of(module), device_of(module, inputs.leaves())
@@ -221,7 +221,7 @@ def _call(module: nn.Module, inputs: ModelInputs, keep: Callable[[str, WrapperPr
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if region is not None:
             stack.enter_context(region.all_heads())
-        stack.enter_context(with_wrappers(instances_in(module), keep))
+        stack.enter_context(emptied_during(instances_in(module), keep))
         return module(*arguments.args, **arguments.kwargs)
 
 
