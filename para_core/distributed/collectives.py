@@ -228,7 +228,7 @@ def _all_gather(x: Tensor, sizes: list[int], group_name: str, after: Tensor | No
 def _is_nccl(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
         return bool(backend_of(group, device).name() == "nccl")
-    except RuntimeError:  # A process group written in Python, such as that of para_core.verify, has no backend.
+    except RuntimeError:  # A process group written in Python, such as that of para_core.comparison, has no backend.
         return False
 
 

@@ -9,10 +9,10 @@ import torch
 
 from para_core import Gather, Plan, Split
 from para_core.adapters.models.shared.flux import FLUX_PLAN
+from para_core.comparison.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks, run_on_virtual_ranks
 from para_core.distributed.collectives import all_gather
 from para_core.instance.record import is_filled
 from para_core.instance.slots import Slot
-from para_core.verify.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks, run_on_virtual_ranks
 from tests.tiny import relative_error
 from zoo.tiny.transformers.registry import MODELS
 

@@ -1,10 +1,12 @@
-"""Virtual ranks: threads of this process that exchange tensors in memory, to test a plan or a mode on one device.
+"""Virtual ranks: threads of this process that exchange tensors in memory, to test a plan or a mode on one
+device.
 
-If a rank fails, or if ranks wait for each other in different collectives, all waiting ranks raise at once. A wrong plan
-therefore raises here, whereas real ranks may hang or abort.
+If a rank fails, or if ranks wait for each other in different collectives, all waiting ranks raise at once. A
+wrong plan therefore raises here, whereas real ranks may hang or abort.
 
-Only one rank runs at a time, until it waits in a collective. This is needed since torch 2.13, where ``is_compiling()``
-applies to the whole process: a rank that runs while another rank compiles would behave as if it were traced.
+Only one rank runs at a time, until it waits in a collective. This is needed since torch 2.13, where
+``is_compiling()`` applies to the whole process: a rank that runs while another rank compiles would behave as
+if it were traced.
 """
 
 from __future__ import annotations
@@ -32,17 +34,19 @@ _NAMES = itertools.count()
 
 
 class RanksDiffer(RuntimeError):
-    """An error raised on a virtual rank if the collectives of the ranks do not match, or if another rank failed while
-    this rank waited.
+    """An error raised on a virtual rank if the collectives of the ranks do not match, or if another rank
+    failed while this rank waited.
     """
 
 
 class _RankTurns:
-    """The state that all ranks of one run share: whose turn it is, and how many ranks are running and waiting."""
+    """The state that all ranks of one run share: whose turn it is, and how many ranks are running and
+    waiting.
+    """
 
     def __init__(self, running: int) -> None:
-        # The rank that may run holds this lock. A thread never acquires ``turn`` while it holds ``changed``, to avoid
-        # deadlocks.
+        # The rank that may run holds this lock. A thread never acquires ``turn`` while it holds ``changed``,
+        # to avoid deadlocks.
         self.turn = threading.Lock()
         self.changed = threading.Condition()
         self.running = running
@@ -50,7 +54,10 @@ class _RankTurns:
         self.failed = False
 
     def leave(self, *, failed: bool) -> None:
-        """Record that the calling rank has ended. If it failed, or all remaining ranks wait, these then raise."""
+        """Record that the calling rank has ended.
+
+        If it failed, or all remaining ranks wait, these then raise.
+        """
         with self.changed:
             self.running -= 1
             self.failed = self.failed or failed
@@ -80,8 +87,8 @@ class _Meeting:
         self._ranks = ranks
 
     def exchange(self, rank: int, sent: Any, receive: Callable[[list[Any]], None]) -> None:
-        """Send ``sent`` to all ranks of the group, call ``receive`` with the values of all ranks, and wait until all
-        have received.
+        """Send ``sent`` to all ranks of the group, call ``receive`` with the values of all ranks, and wait
+        until all have received.
 
         Raises:
             RanksDiffer: A rank failed, or the other ranks are in different collectives.
@@ -121,20 +128,22 @@ class _Completed:
         return True
 
 
-# Use the type Any, because ProcessGroup declares overloads that _LocalGroup does not implement, which mypy rejects.
+# Use the type Any, because ProcessGroup declares overloads that _LocalGroup does not implement, which mypy
+# rejects.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class _LocalGroup(_ProcessGroup):  # type: ignore[misc]
-    """One rank's process group over threads. It implements the collectives of :mod:`para_core.distributed.collectives`
-    only.
+    """One rank's process group over threads. It implements the collectives of
+    :mod:`para_core.distributed.collectives` only.
     """
 
     def __init__(self, rank: int, meeting: _Meeting, device_type: str) -> None:
         super().__init__(rank, len(meeting.sent))
         self._meeting = meeting
         self._name = f"virtual ranks {next(_NAMES)}"
-        # Include the CPU, so that the small exchanges of eager code use this group and not a separate gloo group.
+        # Include the CPU, so that the small exchanges of eager code use this group and not a separate gloo
+        # group.
         self._devices = [torch.device(name) for name in dict.fromkeys(("cpu", device_type))]
 
     @property
@@ -206,11 +215,11 @@ class RankOutcome:
 def outcomes_on_virtual_ranks(
     run: Callable[[SequenceMesh], Any], *, ring: int = 1, ulysses: int = 1, device: torch.device
 ) -> list[RankOutcome]:
-    """Call ``run(mesh)`` without gradients on each of ``ring × ulysses`` virtual ranks, and return the outcomes by
-    rank.
+    """Call ``run(mesh)`` without gradients on each of ``ring × ulysses`` virtual ranks, and return the
+    outcomes by rank.
 
-    Exceptions of ``run`` are not raised but part of the outcomes. The threads inherit the current device and stream,
-    the autocast state and the context variables of the caller.
+    Exceptions of ``run`` are not raised but part of the outcomes. The threads inherit the current device and
+    stream, the autocast state and the context variables of the caller.
     """
     ranks = _RankTurns(ring * ulysses)
     rings = [_Meeting(ring, ranks) for _ in range(ulysses)]
@@ -259,8 +268,8 @@ def outcomes_on_virtual_ranks(
 def first_error(outcomes: Sequence[RankOutcome]) -> tuple[int, Exception] | None:
     """Return the number and the error of the first rank that failed; None if no rank failed.
 
-    A rank that failed only because another rank did (:class:`RanksDiffer`) is returned only if all failures are of this
-    kind.
+    A rank that failed only because another rank did (:class:`RanksDiffer`) is returned only if all failures
+    are of this kind.
     """
 
     def merely_waited(error: BaseException | None) -> bool:
@@ -275,7 +284,8 @@ def run_on_virtual_ranks(
 ) -> list[Any]:
     """Return the output of ``module(**inputs)`` under ``plan`` on each of ``ring × ulysses`` virtual ranks.
 
-    Each rank runs a copy of ``module`` that shares its weights, without gradients. The module itself does not change.
+    Each rank runs a copy of ``module`` that shares its weights, without gradients. The module itself does not
+    change.
 
     Raises:
         Exception: The error of the rank that :func:`first_error` selects, if a rank failed.
@@ -300,13 +310,16 @@ def device_of(module: nn.Module, inputs: Any = ()) -> torch.device:
 
 
 def fresh(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``inputs`` with lists, dicts and dataclasses copied but not tensors, because some models change them."""
+    """Return ``inputs`` with lists, dicts and dataclasses copied but not tensors, because some models change
+    them.
+    """
     copied: dict[str, Any] = map_leaves(lambda x: x, dict(inputs))
     return copied
 
 
 def with_same_weights(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module`` with the same parameter objects, but with copies of buffers, which a call may update.
+    """Return a copy of ``module`` with the same parameter objects, but with copies of buffers, which a call
+    may update.
 
     Raises:
         RuntimeError: The module cannot be copied.
