@@ -294,7 +294,9 @@ def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh
     parts = [x.narrow(dim, start, length) for start, length in layout.runs(mesh.rank)]
     # Copy the tokens, because a view would keep the whole sequence in memory, and a graph would be specialized for the
     # shape of the whole sequence, too.
-    return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
+    if len(parts) == 1:
+        return parts[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(parts, dim=dim)
 
 
 def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
@@ -320,7 +322,8 @@ def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMes
             rank_by_rank = torch.cat([*halves[0::2], *reversed(halves[1::2])], dim=dim)
         gathered.append(rank_by_rank)
     # Return a contiguous tensor, as models do, because a loss may call view(-1, C) on the output.
-    return (gathered[0] if len(gathered) == 1 else torch.cat(gathered, dim=dim)).contiguous()
+    joined: Tensor = gathered[0] if len(gathered) == 1 else torch.cat(gathered, dim=dim)
+    return joined.contiguous()
 
 
 class HostGroups:
