@@ -85,8 +85,9 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     several modules of one class with parameters.
     """
     adapter = adapter_for(module)
-    groups = () if adapter is None or adapter.blocks is None else adapter.blocks.groups
-    stack = [name for group in groups for name in group.lists]
+    stack: list[str] = []
+    if adapter is not None and adapter.blocks is not None:
+        stack = [name for group in adapter.blocks.groups for name in group.lists]
     others = [name for name in _outermost_lists(module) if name not in stack]
     # Blocks outside the stack come first: most of them (text refiners, blocks of a condition) run before the stack.
     return list(chain.from_iterable(module.get_submodule(name).children() for name in (*others, *stack)))
