@@ -184,7 +184,16 @@ class AttentionPlan:
     @cached_property
     def ulysses(self) -> UlyssesPlan | None:
         """The plan of the Ulysses exchange; None if there is only one Ulysses rank, so that no exchange is needed."""
-        return None if self.spec.mesh.ulysses.size == 1 else UlyssesPlan(self.spec, self.heads)
+        if self.spec.mesh.ulysses.size == 1:
+            return None
+        return UlyssesPlan(self.spec, self.heads, ordered=self.spec.orders_queries)
+
+    @cached_property
+    def ordered_ulysses(self) -> UlyssesPlan | None:
+        """Like :attr:`ulysses`, but with queries in the order of the sequence in every call."""
+        if self.ulysses is None or self.spec.orders_queries:
+            return self.ulysses
+        return UlyssesPlan(self.spec, self.heads, ordered=True)
 
     @cached_property
     def ring(self) -> RingPlan:

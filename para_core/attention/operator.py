@@ -149,9 +149,9 @@ def _attention_to_learn_shape(
     if plan.ulysses is None:
         lse = query.new_empty(query.shape[:3], dtype=lse_dtype(query))
         return out, lse, *[lse.new_empty(0) for _ in range(4)], token
-    batch, index, spec = query.shape[0], plan.spec.mesh.ulysses.index, plan.spec
-    of_query = batch, plan.heads.of_query[index][1], plan.ulysses.block_size(spec.query_layout)
-    of_key = batch, plan.heads.of_key[index][1], plan.ulysses.block_size(spec.key_layout)
+    batch, index = query.shape[0], plan.spec.mesh.ulysses.index
+    of_query = batch, plan.heads.of_query[index][1], plan.ulysses.queries.size
+    of_key = batch, plan.heads.of_key[index][1], plan.ulysses.keys.size
     return (
         out,
         query.new_empty(of_query, dtype=lse_dtype(query)),
