@@ -104,7 +104,7 @@ class RingPlan:
     def tiling(self) -> Tiling:
         steps = self.spec.mesh.ring.size if self.rotates else 1
         runs = [self.key_runs(step) for step in range(steps)]
-        return Tiling(self.query_runs, runs, is_causal=self.spec.is_causal, visible=self.spec.options.block_mask)
+        return Tiling(self.query_runs, runs, self.spec.positional_masks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ class GridPlan:
         return self._tiling(self.row_runs, self.ring.spec.keys.runs(self.ring.dim.index, replicated=False))
 
     def _tiling(self, queries: Sequence[Run], own_keys: Sequence[Run]) -> Tiling:
-        return Tiling(queries, [own_keys, self.column_runs], is_causal=self.ring.spec.is_causal, visible=None)
+        return Tiling(queries, [own_keys, self.column_runs], self.ring.spec.positional_masks)
 
 
 @dataclass(frozen=True, eq=False)

@@ -82,13 +82,13 @@ class BlockAttention:
             self._bias_dtype = bias_dtype(mask, query) if is_finite else None
             if mask.dtype != torch.bool:
                 # By position, numbers that a smaller dtype rounds to -inf may be all that a query sees.
-                rounds = self._bias_dtype is not None and not tiling.by_position
+                rounds = self._bias_dtype is not None and not tiling.masks
                 query, mask = level_rows(query, mask, bias_dtype(mask, query) if rounds else mask.dtype)
             # Convert a mask of keys at once. One with a row per query would need too much memory.
             self._converts_tiles = is_finite and mask.shape[2] > 1
             if is_finite and not self._converts_tiles:
-                mask = finite_bias(mask, query, by_position=tiling.by_position)
-        self._queries = tiling.split(query) if tiling.by_position else [query]
+                mask = finite_bias(mask, query, by_position=bool(tiling.masks))
+        self._queries = tiling.split(query)
         self._rows = rows_of_pieces(mask, tiling)
         self._finite_rows: Sequence[FiniteMaskedRows | None] = (
             [None] * len(self._queries) if finite_rows is None else finite_rows.split(tiling.split)
@@ -105,10 +105,10 @@ class BlockAttention:
 
         If the block ``is_last``, the result may be rounded to the dtype of query.
         """
-        by_position = self._tiling.by_position
+        by_position = bool(self._tiling.masks)
         k, v = block
-        if by_position or self._heads is not None:
-            k, v = [expand(self._tiling.keys[step].arrange(x), self._heads) for x in block]
+        if self._heads is not None:
+            k, v = expand(k, self._heads), expand(v, self._heads)
         if not by_position and self._attn_func is None and self._rows[0] is None:
             # All queries see all keys of the block, so one call computes it.
             call = LocalAttentionCall(self._queries[0], k, v, scale=self._scale)
@@ -120,7 +120,7 @@ class BlockAttention:
             if mask is not None and self._converts_tiles:
                 mask = finite_bias(mask, self._queries[piece], by_position=by_position)
             keys, values = [take(x, 2, tile.runs) if by_position else x for x in (k, v)]
-            call = LocalAttentionCall(self._queries[piece], keys, values, mask, tile.diagonal, self._scale)
+            call = LocalAttentionCall(self._queries[piece], keys, values, mask, tile.is_causal, self._scale)
             if self._attn_func is None:
                 is_final, hides_rows = is_last and not by_position, self._bias_dtype is None
                 continued_attention(self._merged[piece], call, self._backend, is_last=is_final, hides_rows=hides_rows)
@@ -128,7 +128,7 @@ class BlockAttention:
             out, lse = self._attn_func(call)
             finite_rows = self._finite_rows[piece]
             if finite_rows is not None and mask is not None:
-                lse = finite_rows.lse_of_tile(lse, mask, keys.shape[2], diagonal=tile.diagonal)
+                lse = finite_rows.lse_of_tile(lse, mask, keys.shape[2], diagonal=tile.is_causal)
             self._merged[piece].add(out, lse)
 
     def result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ class BlockAttention:
             for q, merged in zip(self._queries, self._merged, strict=True)
         ]
         out, lse = results[0]
-        if self._tiling.by_position:
+        if len(results) > 1:
             out, lse = (self._tiling.join(parts) for parts in zip(*results, strict=True))
         if self._bias_dtype is not None:
             clear_rows_without_key(out, lse, self._bias_dtype)
@@ -195,16 +195,15 @@ class BlockGradients:
 
     def add(self, block: Block, step: int) -> list[Tensor]:
         """Return the gradients of a block's keys and values in the dtype of lse; accumulate those of query and mask."""
-        order = self._tiling.keys[step]
-        key, value = (order.arrange(x) for x in block)
-        grads = [x.new_zeros(x.shape, dtype=self._pieces[0].lse.dtype) for x in (key, value)]
+        key, value = block
+        grads = [x.new_zeros(x.shape, dtype=self._pieces[0].lse.dtype) for x in block]
         key, value = expand(key, self._heads), expand(value, self._heads)
         for number, tile in self._tiling.tiles(step):
             piece = self._pieces[number]
             mask = None if piece.mask is None else columns(piece.mask, tile.positions)
             tensors = piece.query, take(key, 2, tile.runs), take(value, 2, tile.runs)
             grad_query, *grad_block, grad_mask = local_attention_backward(
-                LocalAttentionCall(*tensors, mask, tile.diagonal, self._scale),
+                LocalAttentionCall(*tensors, mask, tile.is_causal, self._scale),
                 piece.grad_out,
                 piece.out,
                 piece.lse[..., 0],
@@ -219,7 +218,7 @@ class BlockGradients:
                     piece.grad_mask.add_(grad_mask.sum_to_size(piece.grad_mask.shape))
                 else:
                     put(piece.grad_mask, 3, tile.positions, grad_mask)
-        return [order.restore(grad) for grad in grads]
+        return grads
 
     def result(self) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of query and mask in the dtype of lse; None for mask without ``mask_gradient``."""

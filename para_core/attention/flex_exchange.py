@@ -11,6 +11,7 @@ Both functions call differentiable operators, in eager code and in graphs. Like 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.local import as_sdpa
-from para_core.attention.tiles import TokenOrder
 from para_core.distributed.collectives import all_gather, all_to_all, define_collective, done
 from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.held import Layout
@@ -58,11 +58,37 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
     return Layout.of(layout, ranks).grouped(width).runs()
 
 
-def _gathered_order(plan: AttentionPlan) -> TokenOrder:
+class _SequenceOrder:
+    """The order of the sequence, into which gathered keys are brought.
+
+    ``runs`` are the positions of the tokens as runs ``(start, length)``, in the order in which the rank holds them.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._order = sorted(range(len(runs)), key=runs.__getitem__)
+        self._lengths = [length for _, length in runs]
+        self._as_held = self._order == list(range(len(runs)))
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Return ``x`` with its tokens, dim 2, rearranged from the order in which the rank holds them to this order."""
+        if self._as_held:
+            return x
+        parts = x.split(self._lengths, dim=2)
+        return torch.cat([parts[index] for index in self._order], dim=2)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Undo :meth:`arrange`: return ``x`` with its tokens, dim 2, in the order in which the rank holds them."""
+        if self._as_held:
+            return x
+        parts = x.split([self._lengths[index] for index in self._order], dim=2)
+        return torch.cat([parts[self._order.index(index)] for index in range(len(parts))], dim=2)
+
+
+def _gathered_order(plan: AttentionPlan) -> _SequenceOrder:
     """Return the order of gathered keys: the sharded tokens of each ring rank, followed by the replicated tokens."""
     keys = plan.spec.keys
     runs = keys.only(*range(plan.spec.mesh.ring.size), replicated=False).runs() + keys.runs(0, replicated=True)
-    return TokenOrder(runs, ascending=True)
+    return _SequenceOrder(runs)
 
 
 # The functions below implement the operators. ``*call`` stands for the spec as text, its numbers, and the argument

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from para_core.attention.attention_options import AttnOptions
+from para_core.attention.tiles import Causal, PositionalMask
 from para_core.distributed.cached_property import cached_property
 from para_core.distributed.mesh import SequenceMesh, read_mesh
 from para_core.layout.held import Layout
@@ -44,6 +45,13 @@ class AttentionSpec:
         key_kinds = None if self.key_layout is self.query_layout else _kinds(self.key_layout)
         text: str = _to_json(self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text)
         return text
+
+    @cached_property
+    def positional_masks(self) -> tuple[PositionalMask, ...]:
+        """The masks of this call that decide by the positions of tokens. A mask tensor applies in addition."""
+        causal: tuple[PositionalMask, ...] = (Causal(),) if self.is_causal else ()
+        blocks = self.options.block_mask
+        return causal if blocks is None else (*causal, blocks)
 
     @property
     def orders_queries(self) -> bool:

@@ -5,7 +5,7 @@ Except for :func:`take` and :func:`put`, everything here is integer arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,13 +41,13 @@ def join_neighbours(runs: Sequence[Run]) -> list[Run]:
     return joined
 
 
-def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Split the ascending ``runs`` ``(start, length)`` at the starts and ends of ``others``.
+def cut(runs: Sequence[Run], edges: Iterable[int]) -> list[Run]:
+    """Split ``runs`` ``(start, length)`` at the positions ``edges``.
 
-    >>> cut([(0, 10)], [(2, 3), (5, 20)])
+    >>> cut([(0, 10)], [5, 2, 25])
     [(0, 2), (2, 3), (5, 5)]
     """
-    edges = sorted({edge for start, length in others for edge in (start, start + length)})
+    edges = sorted(set(edges))
     pieces = []
     for start, length in runs:
         inner = [edge for edge in edges if start < edge < start + length]
@@ -76,9 +76,9 @@ def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 
 
 def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
-    """Convert ``runs`` of positions to runs of offsets in the concatenation of the runs ``block``, both ascending.
+    """Convert ascending ``runs`` of positions to runs of offsets in the concatenation of the runs ``block``.
 
-    Adjacent runs are joined.
+    The result is in the order of the block. Adjacent runs are joined.
 
     >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
     [(2, 1), (5, 2)]

@@ -9,7 +9,7 @@ from benchmarks.harness import fake_group
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.attention.blocks import BlockAttention
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.tiles import Tiling
+from para_core.attention.tiles import Causal, Tiling
 from para_core.distributed.mesh import sequence_mesh
 from tests.attention.cases import MESHES
 from tests.attention.one_device import make_qkv, relative_error
@@ -92,7 +92,7 @@ def merged_over_blocks(query, key, value, mask, lengths, is_causal):
     """Attend to blocks of keys of these lengths, one after the other, as a ring does."""
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     runs = [[run] for run in zip(starts, lengths, strict=True)]
-    tiling = Tiling([(0, query.shape[2])], runs, is_causal=is_causal, visible=None)
+    tiling = Tiling([(0, query.shape[2])], runs, [Causal()] if is_causal else [])
     layout = SequenceLayout((Segment("x", sum(lengths)),), 1)
     mesh = sequence_mesh(init_device_mesh("cpu", (1, 1), mesh_dim_names=("ring", "ulysses")))
     spec = AttentionSpec(layout, layout, mesh, query.shape[1], query.shape[1], is_causal=is_causal)
