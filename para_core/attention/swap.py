@@ -212,12 +212,12 @@ class ToHeads(_Swap):
             views = [see_heads(x, groups[0], run) for x, run in zip(tensors, groups[0].heads, strict=True)]
             return views[0].contiguous() if len(views) == 1 else torch.cat(views, 3)
         if not _writes_into_buffers():
-            slices = [
-                x.narrow(1, *self.heads[index][rank]).permute(2, 0, 1, 3)
-                for rank in range(self.dim.size)
-                for index, x in enumerate(tensors)
-            ]
-            return torch.cat([part.reshape(-1) for part in slices])
+            parts = []
+            for rank in range(self.dim.size):
+                for of in shapes.tables:
+                    own = [tensors[index].narrow(1, *self.heads[index][rank]) for index in of]
+                    parts.append(_joined([x.permute(2, 0, 1, 3) for x in own], 2).reshape(-1))
+            return torch.cat(parts)
         buffer = tensors[0].new_empty(numel)
         for group, part in _parts(buffer, groups, self, shapes):
             before = 0

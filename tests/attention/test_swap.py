@@ -32,8 +32,11 @@ def test_the_docstrings_are_right():
     assert results.failed == 0
 
 
-def run_all(make, tensors_of_ranks):
-    """Run the swap of every rank of a group in this process, and return the results of each rank."""
+def run_all(make, tensors_of_ranks, *, grad=False):
+    """Run the swap of every rank of a group in this process, and return the results of each rank.
+
+    With ``grad``, autograd is on, so that nothing may be written into a buffer.
+    """
     size, sent = len(tensors_of_ranks), []
 
     def start(buffer, send_sizes, receive_sizes, dim, *, even=False):
@@ -46,8 +49,10 @@ def run_all(make, tensors_of_ranks):
         assert [len(parts[index]) for parts in sent] == list(receive_sizes)
         return arrived
 
-    with mock.patch.object(swap, "start_all_to_all", start), mock.patch.object(swap, "wait", arrive), torch.no_grad():
-        finish = [make(MeshDim("ulysses", size, rank, "", None)).start(of) for rank, of in enumerate(tensors_of_ranks)]
+    started = mock.patch.multiple(swap, start_all_to_all=start, wait=arrive)
+    with started, torch.set_grad_enabled(grad):
+        dims = [MeshDim("ulysses", size, rank, "", None) for rank in range(size)]
+        finish = [make(dim).start(of) for dim, of in zip(dims, tensors_of_ranks, strict=True)]
         return [list(of_rank()) for of_rank in finish]
 
 
@@ -56,7 +61,7 @@ def take(x, runs):
     return x[:, :, torch.tensor(index, dtype=torch.long)]
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize(("by_kernel", "grad"), [(False, False), (True, False), (False, True)])
 @given(
     queries=SEGMENTS,
     keys=st.none() | SEGMENTS,
@@ -65,7 +70,9 @@ def take(x, runs):
     heads=st.sampled_from([(4, 4), (3, 3), (1, 1), (6, 2), (4, 1), (6, 3), (0, 0)]),
     widths=st.sampled_from([(4, 4), (4, 8)]),
 )
-def test_swapping_and_swapping_back_moves_each_token_and_head(by_kernel, queries, keys, groups, size, heads, widths):
+def test_swapping_and_swapping_back_moves_each_token_and_head(
+    by_kernel, grad, queries, keys, groups, size, heads, widths
+):
     layouts = [SequenceLayout(segments, groups * size) for segments in (queries, keys or queries)]
     split = Heads(*heads, size)
     of_heads = (split.of_query, split.of_key, split.of_key)
@@ -82,13 +89,13 @@ def test_swapping_and_swapping_back_moves_each_token_and_head(by_kernel, queries
         return (made[0], made[0], made[0]) if keys is None else (made[0], made[1], made[1])
 
     with mock.patch.object(swap, "takes_kernels", lambda _: by_kernel):
-        blocks = run_all(lambda dim: ToHeads(rows(dim.index), of_heads, dim), local)
+        blocks = run_all(lambda dim: ToHeads(rows(dim.index), of_heads, dim), local, grad=grad)
         for rank, of_rank in enumerate(blocks):
             for block, x, layout, runs in zip(of_rank, whole, layout_of, of_heads, strict=True):
                 expected = take(x, Layout.of(layout).grouped(size).runs(group)).narrow(1, *runs[rank])
                 assert torch.equal(block, expected)
         outs = [[of_rank[0]] for of_rank in blocks]
-        back = run_all(lambda dim: ToTokens(rows(dim.index)[:1], of_heads[:1], dim, replicated=True), outs)
+        back = run_all(lambda dim: ToTokens(rows(dim.index)[:1], of_heads[:1], dim, replicated=True), outs, grad=grad)
         for (out,), (query, _, _) in zip(back, local, strict=True):
             assert torch.equal(out, query)
             assert out.transpose(1, 2).is_contiguous()
