@@ -208,6 +208,11 @@ class AttentionPlan:
         return GridPlan(self.ring, choose_grid(spec.mesh.ring.size, spec.num_heads, spec.num_kv_heads))
 
     @cached_property
+    def tiling(self) -> Tiling:
+        """The pieces of this rank's queries, and the tiles of each block of keys that they see."""
+        return self.ring.tiling if self.grid is None else self.grid.own_tiling
+
+    @cached_property
     def is_local(self) -> bool:
         """Whether plain SDPA can compute attention after the Ulysses exchange.
 

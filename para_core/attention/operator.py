@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.attention.attend import Saved
 from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
-from para_core.attention.blocks import Saved
 from para_core.attention.local import lse_dtype
 from para_core.attention.usp import usp_backward, usp_forward
 from para_core.distributed.collectives import define_collective, done

@@ -98,14 +98,11 @@ def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
     return torch.cat([x.narrow(dim, 0, 0), *[x.narrow(dim, *run) for run in runs]], dim=dim)
 
 
-def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor | None = None) -> None:
-    """Add ``x``, ``[B, H, …]``, in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
+def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor) -> None:
+    """Add ``x`` in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
 
-    Head i of ``x`` is added to head ``heads[i]``, or ``x`` is first summed over the dims in which ``total`` has size 1.
+    ``x`` is first summed over the dims in which ``total`` has size 1.
     """
     for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
         where = total.narrow(dim, *run)
-        if heads is None:
-            where.add_(part.sum_to_size(where.shape))
-        else:
-            where.index_add_(1, heads, part.to(total.dtype))
+        where.add_(part.sum_to_size(where.shape))
