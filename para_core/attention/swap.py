@@ -105,14 +105,16 @@ class _Swap:
 
     def start(self, tensors: Sequence[Tensor]) -> Finish:
         """Start the exchange of ``tensors``, and return a function that waits for it and returns its results."""
-        steps, by_kernel = None, takes_kernels(tensors[0])
-        if not torch.compiler.is_compiling():
-            key = (by_kernel, torch.is_grad_enabled(), tensors[0].dtype, *[x.shape for x in tensors])
+        steps, first = None, tensors[0]
+        by_kernel, compiling = takes_kernels(first), torch.compiler.is_compiling()
+        if not compiling:
+            # The widths of key and value, the last tensors, are all that the other tensors do not have from the first.
+            key = (by_kernel, torch.is_grad_enabled(), first.dtype, first.shape, tensors[-1].shape)
             steps = self._steps.get(key)
         if steps is None:
-            steps = self._plan([x.shape for x in tensors], tensors[0].dtype, by_kernel=by_kernel)
+            steps = self._plan([x.shape for x in tensors], first.dtype, by_kernel=by_kernel)
             # Only in eager code are lengths integers.
-            if not torch.compiler.is_compiling():
+            if not compiling:
                 self._steps[key] = steps
         buffer = steps.pack(tensors)
         buffer = buffer.view(self.dim.size, steps.send[0]) if self._is_even else buffer.view(-1)
@@ -197,16 +199,40 @@ class ToHeads(_Swap):
             own = [[rows.own(replicated=self.replicated)] * size for rows in self.rows]
             pack: Pack = partial(_pack_regions, self.regions(shapes, own, by_head=True), sum(send), self.comm_dtype)
         else:
-            pack = partial(self._pack, shapes, group_ranks(self.heads), sum(send))
+            groups = group_ranks(self.heads)
+            pack = partial(self._pack, shapes, groups, sum(send))
+            if self._packs_views(shapes, groups):
+                pack = partial(
+                    _pack_views, [self._view_shape(shapes, of_tensor) for of_tensor in range(len(self.rows))]
+                )
         if rounds or (by_kernel and len(shapes.tables) > 1):
             return _Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
+        if len(shapes.tables) == 1 and all(rows is self.rows[0] and rows.is_rank_by_rank for rows in self.rows):
+            heads = [of_ranks[index][1] for of_ranks in self.heads]
+            table = (sum(self.sizes[0]), shapes.batch, sum(heads), shapes.widths[0])
+            return _Steps(pack, send, receive, partial(_unpack_views, table, heads))
         if len(shapes.tables) == 1:
             return _Steps(pack, send, receive, partial(self._unpack_table, shapes, shapes.tables[0]))
         return _Steps(pack, send, receive, partial(self._unpack_tables, shapes))
 
+    def _packs_views(self, shapes: _Shapes, groups: Sequence[RankGroup]) -> bool:
+        """Whether one view of each tensor, of all its tokens and heads, shows the slices of all ranks."""
+        if len(groups) > 1 or len(shapes.tables) > 1 or groups[0].number == 1 or self._leaves_out_replicated:
+            return False
+        return all(step == count for _, count, step in groups[0].heads)
+
+    def _view_shape(self, shapes: _Shapes, index: int) -> tuple[int, ...]:
+        """Return the shape ``[B, ranks, heads, S, D]`` of tensor ``index``."""
+        tokens = self.sizes[index][self.dim.index]
+        return (shapes.batch, self.dim.size, self.heads[index][0][1], tokens, shapes.widths[index])
+
+    @property
+    def _leaves_out_replicated(self) -> bool:
+        return not self.replicated and any(rows.replicates for rows in self.rows)
+
     def _pack(self, shapes: _Shapes, groups: Sequence[RankGroup], numel: int, tensors: Sequence[Tensor]) -> Tensor:
         """Pack with one copy if all ranks get equally many heads, otherwise with one copy per group of equal ranks."""
-        if not self.replicated and any(rows.replicates for rows in self.rows):
+        if self._leaves_out_replicated:
             tensors = [take(x, 2, rows.own_sharded) for x, rows in zip(tensors, self.rows, strict=True)]
         if len(groups) == 1 and len(shapes.tables) == 1:
             views = [see_heads(x, groups[0], run) for x, run in zip(tensors, groups[0].heads, strict=True)]
@@ -338,7 +364,12 @@ class ToTokens(_Swap):
                 return _Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
             return _Steps(pack, send, receive, partial(self._unpack, shapes))
         if len(self.rows) == 1:
-            return _Steps(partial(self._pack_one, self.rows[0]), send, receive, partial(self._unpack_one, shapes))
+            # Ranks without heads send nothing.
+            tokens, counts = self.sizes[0][index], [count for _, count in self.heads[0] if count] or [0]
+            unpack: Unpack = partial(_unpack_uneven_heads, shapes.batch, tokens, counts, shapes.widths[0])
+            if all(count == counts[0] for count in counts):
+                unpack = partial(_unpack_even_heads, (len(counts), tokens, shapes.batch, counts[0], shapes.widths[0]))
+            return _Steps(partial(self._pack_one, self.rows[0]), send, receive, unpack)
         return _Steps(partial(self._pack, shapes), send, receive, partial(self._unpack, shapes))
 
     def _blocks_of(self, rows: BlockRows, rank: int) -> list[Run]:
@@ -363,22 +394,6 @@ class ToTokens(_Swap):
             return table.contiguous()
         runs = rows.sent_blocks(replicated=self.replicated) or [(0, 0)]
         return _joined([table.narrow(0, *run) for run in runs], 0).contiguous()
-
-    def _unpack_one(self, shapes: _Shapes, buffer: Tensor, _: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Bring the heads of all ranks together, with one copy, in the memory layout of SDPA's result."""
-        tokens, batch, width = self.sizes[0][self.dim.index], shapes.batch, shapes.widths[0]
-        counts = [count for _, count in self.heads[0]]
-        if all(count == counts[0] for count in counts):
-            parts = buffer.view(len(counts), tokens, batch, counts[0], width).permute(2, 1, 0, 3, 4)
-            # Call contiguous(), because with one head per rank reshape() returns a view with another memory layout.
-            whole = parts.reshape(batch, tokens, len(counts) * counts[0], width).contiguous()
-        else:
-            slices = buffer.view(-1).split_with_sizes([tokens * batch * count * width for count in counts])
-            whole = torch.cat(
-                [x.view(tokens, batch, count, width).transpose(0, 1) for x, count in zip(slices, counts, strict=True)],
-                2,
-            )
-        return (whole.transpose(1, 2),)
 
     def _pack(self, shapes: _Shapes, tensors: Sequence[Tensor]) -> Tensor:
         """Concatenate the heads of each table, and the tokens of each rank."""
@@ -441,6 +456,39 @@ def _in_order(rows: BlockRows, table: Tensor, own: Sequence[Tensor]) -> Tensor:
         else:
             parts.append(table.narrow(0, *run))
     return _joined(parts, 0) if parts else table
+
+
+def _pack_views(shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Tensor:
+    """Pack tensors by one concatenation of views. ``shapes`` are ``[B, ranks, heads, S, D]``."""
+    views = [x.view(shape).permute(1, 3, 0, 2, 4) for x, shape in zip(tensors, shapes, strict=True)]
+    return views[0].contiguous() if len(views) == 1 else torch.cat(views, 3)
+
+
+def _unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor, _: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return views of the received table, ``[tokens, B, sum of heads, D]``; ``heads`` has one number per tensor."""
+    blocks = buffer.view(table).permute(1, 2, 0, 3)
+    # Use split_with_sizes(), because split() is implemented in Python and slower.
+    return (blocks,) if len(heads) == 1 else blocks.split_with_sizes(heads, 1)
+
+
+def _unpack_even_heads(shape: Sequence[int], buffer: Tensor, _: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Bring the heads of all ranks together, with one copy, in the memory layout of SDPA's result.
+
+    ``shape`` is that of the buffer, ``[ranks, S, B, heads, D]``.
+    """
+    ranks, tokens, batch, heads, width = shape
+    parts = buffer.view(shape).permute(2, 1, 0, 3, 4)
+    # Call contiguous(), because with one head per rank reshape() returns a view with another memory layout.
+    return (parts.reshape(batch, tokens, ranks * heads, width).contiguous().transpose(1, 2),)
+
+
+def _unpack_uneven_heads(
+    batch: int, tokens: int, counts: Sequence[int], width: int, buffer: Tensor, _: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """Bring the heads of all ranks together, as :func:`_unpack_even_heads` does, if rank i has ``counts[i]`` heads."""
+    slices = buffer.view(-1).split_with_sizes([tokens * batch * count * width for count in counts])
+    parts = [x.view(tokens, batch, count, width).transpose(0, 1) for x, count in zip(slices, counts, strict=True)]
+    return (torch.cat(parts, 2).transpose(1, 2),)
 
 
 class RankGroup(NamedTuple):
