@@ -142,6 +142,18 @@ def test_failure_restores_slots_and_owners():
     assert type(plain) is Greeter
 
 
+def test_what_has_no_attributes_has_no_slots():
+    class Slotted:
+        __slots__ = ("name",)
+
+    for instance in (None, "text", 3, Slotted()):
+        assert not is_filled(instance, Slot.PLAN)
+        assert slot_owner(instance, Slot.PLAN, object) is None
+        empty_slot(instance, Slot.PLAN)
+    with pytest.raises(TypeError, match=r"Slotted.*__slots__"):
+        fill_slot(Slotted(), Slot.PLAN, {"__init__": twice})
+
+
 def test_slots_that_are_kept_stay_filled():
     filled = Greeter()
     fill_slot(filled, Slot.PLAN, {"__call__": twice})
