@@ -49,9 +49,9 @@ from para_core.option_values import (
     TextEncoders,
     VaePlacement,
 )
+from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import Plan
-from para_core.plans.region import apply_plan, remove_plan
 from para_core.verify.verification import Verification
 from para_core.weights.pipefusion_options import PipeFusion
 

@@ -14,7 +14,8 @@ from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import is_filled
 from para_core.instance.slots import Slot
-from para_core.plans.plan import Plan, published_plan
+from para_core.plans.plan import Plan
+from para_core.plans.published_plan import published_plan
 from para_core.verify.first_difference import Difference, Recording, first_difference
 from para_core.verify.parts import largest_error, relative_error, tensors_in
 from para_core.verify.runs import (

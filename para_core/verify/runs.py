@@ -18,9 +18,9 @@ from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.modes.sharding_mode import TraceSafeLayout
 from para_core.modes.unified import UnifiedAttnMode
+from para_core.plans.apply import apply_plan
 from para_core.plans.current_call import segments_under_way
 from para_core.plans.plan import Plan, Split
-from para_core.plans.region import apply_plan
 from para_core.torch_internals import crop_block_mask
 from para_core.verify.first_difference import AttentionRecorder, Recording
 from para_core.verify.virtual_ranks import RankOutcome, device_of, outcomes_on_virtual_ranks, with_same_weights
