@@ -20,7 +20,8 @@ from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import slot_owner
 from para_core.instance.slots import Slot
-from para_core.plans.plan import Plan, published_plan
+from para_core.plans.plan import Plan
+from para_core.plans.published_plan import published_plan
 from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 

@@ -25,6 +25,7 @@ PROGRAMS = (
     ("planner.propose",),
     ("demo.chart",),
     ("one_process",),
+    ("walks",),
     ("notebook",),
     ("pages",),
 )

@@ -307,7 +307,7 @@ def test_disable_torch_function_turns_modes_off():
 
 
 def test_disabled_torch_function_lets_a_subclass_through():
-    """Check that a subclass can bypass torch functions. Otherwise every function on a deferred tensor runs Python."""
+    """Check that a subclass can bypass torch functions. Otherwise every function on a lazy tensor runs Python."""
 
     class Plain(Tensor):
         __torch_function__ = internals.disabled_torch_function
@@ -337,18 +337,18 @@ def test_torch_dispatch_mode_sees_operators():
 
 
 def test_make_wrapper_subclass_has_a_shape_and_no_memory():
-    """Check deferred tensors. Without them guidance branches that are called one after the other cannot run on several
+    """Check lazy tensors. Without them guidance branches that are called one after the other cannot run on several
     ranks.
     """
 
-    class Deferred(Tensor):
+    class Lazy(Tensor):
         __torch_function__ = internals.disabled_torch_function
 
         @classmethod
         def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
             return torch.full((1,), 7.0)
 
-    x = internals.make_wrapper_subclass(Deferred, (2, 3), dtype=torch.float64)
+    x = internals.make_wrapper_subclass(Lazy, (2, 3), dtype=torch.float64)
     assert (x.shape, x.dtype) == ((2, 3), torch.float64)
     assert (x + 1).tolist() == [7.0]
 

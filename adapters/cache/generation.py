@@ -22,7 +22,7 @@ from para_core.adapters.registry import adapter_for, plan_for
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict, step_of
 from para_core.cache.report import CacheReport, rows_of
-from para_core.cfg.deferred import materialize
+from para_core.cfg.lazy import materialize
 from para_core.instance.modules import uncompiled
 from para_core.instance.record import empty_slot, fill_slot, is_filled, slot_owner
 from para_core.instance.slots import Slot

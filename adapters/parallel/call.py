@@ -31,8 +31,8 @@ from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import adapter_for, applied_mesh, transformers_of
 from para_core.adapters.weights.fused_pipe import FusedPipe
 from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
-from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
+from para_core.cfg.lazy import materialize
 from para_core.distributed.agree import inputs_verified
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance.modules import uncompiled

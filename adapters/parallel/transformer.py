@@ -32,9 +32,9 @@ from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import uncompiled
 from para_core.instance.record import empty_slots, fill_slot
 from para_core.instance.slots import Slot
+from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import Plan
-from para_core.plans.region import apply_plan, remove_plan
 from para_core.verify.verification import Verification
 
 Transformer = TypeVar("Transformer", bound=nn.Module)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from para_core.cfg.deferred import materialize
+from para_core.cfg.lazy import materialize
 from para_core.distributed.agree import raising_on_all
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.mesh import GuidedMesh

@@ -74,7 +74,7 @@ def apply_cache(
         if torch.compiler.is_compiling():
             cache.find_mesh()
             # All calls need one order, and Dynamo 2.13 sorts no names.
-            cache.compare_in_graph({name: arguments[name] for name in parameters if name in arguments})
+            cache.graph.compare({name: arguments[name] for name in parameters if name in arguments})
             return call(called, *args, **kwargs)
         return cache.run(partial(call, called, *args, **kwargs), arguments, lambda _: Step())
 

@@ -34,9 +34,10 @@ class Leaf:
     """
 
     def __init__(self, value: Any, keep: bool = False) -> None:
-        is_large = isinstance(value, Tensor) and not keep and value.numel() * value.element_size() > _MOST_KEPT
-        self._value = ref(value) if is_large else lambda: value
         self.is_tensor = isinstance(value, Tensor)
+        is_large = self.is_tensor and not keep and value.numel() * value.element_size() > _MOST_KEPT
+        # A large tensor is held by a weak reference, any other value in a tuple of its own.
+        self._value = ref(value) if is_large else (value,)
         self.is_plain = type(value) in (Tensor, nn.Parameter)
         self.has_version = self.is_plain and not value.is_inference()
         self.version = version_of(value) if self.has_version else 0
@@ -60,7 +61,7 @@ class Leaf:
 
     @property
     def value(self) -> Any:
-        return self._value()
+        return self._value[0] if isinstance(self._value, tuple) else self._value()
 
     def _is_changed(self) -> bool:
         return self.has_version and version_of(self.value) != self.version
@@ -154,8 +155,18 @@ def is_clock(name: str) -> bool:
 
 def clocks_in(leaves: Leaves) -> set[str]:
     """Return the paths of the timestep: of arguments or, if no argument has such a name, of fields in them."""
-    clocks = {path for path in leaves if is_clock(argument_of(path))}
-    return clocks or {path for path in leaves if is_clock(re.split(r"[.\[]", path)[-1].strip("]'"))}
+    clocks = set(filter(_is_clock_argument, leaves))
+    return clocks or set(filter(_is_clock_field, leaves))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_clock_argument(path: str) -> bool:
+    return is_clock(argument_of(path))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_clock_field(path: str) -> bool:
+    return is_clock(re.split(r"[.\[]", path)[-1].strip("]'"))
 
 
 def value_at(arguments: Mapping[str, Any], path: str) -> Any:

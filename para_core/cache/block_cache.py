@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from threading import get_ident
 from typing import Any
 
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from para_core.cache.argument_values import is_clock
 from para_core.cache.attachment import BlockHookHost, attach, detach, require_no_foreign_cache
-from para_core.cache.blocks import BlockRole, CachedBlocks, as_tuple, roles_of, tensors_in
-from para_core.cache.branches import MOST_BRANCHES, Agree, Branches, conditions_of
-from para_core.cache.call_digest import CallDigest, digest_of
-from para_core.cache.cond import GroupBlocks, Streams, cond
+from para_core.cache.blocks import BlockRole, CachedBlocks, roles_of, tensors_in
+from para_core.cache.branch_search import MOST_BRANCHES, Agree
+from para_core.cache.branches import Branches, conditions_of
+from para_core.cache.cond import Streams
 from para_core.cache.decision import (
     DecisionInput,
     DecisionOutcome,
@@ -35,8 +35,8 @@ from para_core.cache.decision import (
     TensorDecider,
     Verdict,
     blocks_before_deciding,
-    forced_if_mixed,
 )
+from para_core.cache.graph import GraphForm
 from para_core.cache.options import CacheOptions
 from para_core.cache.report import Readings, StepRecord, Stopwatch
 from para_core.cache.residuals import CacheState
@@ -86,8 +86,8 @@ class BlockCache:
         self.num_branches, self.batch = 1, 0
         # The name of the argument that made the last call run without the cache; None if the cache was used.
         self.uncached_by: str | None = None
-        self._conditions = conditions_of(module, blocks)
-        self._clocks = tuple(name for name in parameters_of(module) if is_clock(name))
+        self.conditions = conditions_of(module, blocks)
+        self.clocks = tuple(name for name in parameters_of(module) if is_clock(name))
         self._branches = self._new_branches()
         self.readings = Readings()
         self.step = Step()
@@ -98,10 +98,7 @@ class BlockCache:
         self.params_on_device = self.params.tensor(device)
         # For each block group, whether the model may compute something between its blocks in the current call.
         self.unchained = [not group.chained for group in blocks.groups]
-        self._group_blocks = [
-            GroupBlocks([block for block, role in self.roles if role.skipped and role.group == index])
-            for index in range(len(blocks.groups))
-        ]
+        self.graph = GraphForm(self)
         self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, 1)
         self._forget_states()
 
@@ -142,13 +139,17 @@ class BlockCache:
                 f"this {type(self.module).__name__} with a cache is already running, probably in another thread. Both "
                 "would use the same cache. Use one thread, or a copy of the model for each."
             )
-        self.uncached_by = next((name for name in self.blocks.uncached if arguments.get(name) is not None), None)
+        self.uncached_by = None
+        for name in self.blocks.uncached:
+            if arguments.get(name) is not None:
+                self.uncached_by = name
+                break
         if self.uncached_by is not None:
             with self.paused():
                 return call()
         self.find_mesh()
-        device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), self.params_on_device.device)
-        branch, repeated, begins = self._branches.identify(arguments, host.branch, moment, self._agreement(device))
+        device = self.device_of(arguments)
+        branch, repeated, begins = self._branches.identify(arguments, host.branch, moment, self.agreement(device))
         if branch is None:
             self.reset_states()
             self._warnings.warn("branches", self._branches.why_unknown(), CacheWarning)
@@ -160,15 +161,15 @@ class BlockCache:
         if repeated:
             step = replace(step, forced=Verdict.REPEATED)
         state = self.state_of(branch)
-        signature = tuple((name, *_form(x)) for name, x in tensors_in(sorted(arguments.items())))
+        signature = _signature(arguments)
         if begins or state.signature != signature:
             state.clear()
             state.signature = signature
         self.state, self.step = state, step
-        self.unchained = [
-            not group.chained or any(arguments.get(name) is not None for name in group.between)
-            for group in self.blocks.groups
-        ]
+        for index, group in enumerate(self.blocks.groups):
+            self.unchained[index] = not group.chained
+            for name in group.between:
+                self.unchained[index] = self.unchained[index] or arguments.get(name) is not None
         self.params = DecisionParams.of(step, self.options, self.threshold)
         # Create a new tensor instead of overwriting the previous tensor, which the device may still have to read.
         self.params_on_device = self.params.tensor(device)
@@ -206,9 +207,9 @@ class BlockCache:
 
     def _new_branches(self) -> Branches:
         name = original_class(self.module).__name__
-        return Branches(self._conditions, name, lambda key, text: self._warnings.warn(key, text, CacheWarning))
+        return Branches(self.conditions, name, lambda key, text: self._warnings.warn(key, text, CacheWarning))
 
-    def _agreement(self, device: torch.device) -> Agree | None:
+    def agreement(self, device: torch.device) -> Agree | None:
         """Return the function by which ranks agree on values of arguments; None if each rank has all of them.
 
         Without a plan, the arguments may be this rank's part of the inputs, which may be equal on one rank only.
@@ -224,6 +225,13 @@ class BlockCache:
             return values
 
         return agree
+
+    def device_of(self, arguments: Mapping[str, Any]) -> torch.device:
+        """Return the device of the first tensor among ``arguments``, or that of the last call."""
+        for value in arguments.values():
+            if isinstance(value, Tensor):
+                return value.device
+        return self.params_on_device.device
 
     def find_mesh(self) -> None:
         """Set ``mesh`` for the next call, because a plan may have been applied or removed since the last one.
@@ -271,8 +279,7 @@ class BlockCache:
         """Drop all stored residuals and forget all branches. The report is kept."""
         self.reset_states()
         self._branches = self._new_branches()
-        for group in self._group_blocks:
-            group.refresh()
+        self.graph.refresh()
 
     def reset_states(self) -> None:
         for state in (*self.states.values(), self.state):
@@ -282,33 +289,13 @@ class BlockCache:
     def _forget_states(self) -> None:
         self.states: dict[str, CacheState] = {}
         self.state = self._empty_state()
-        # The state of the current call. Two attributes are lists whose items are set, because Dynamo 2.13 loses the new
-        # value of an attribute that is set after torch.cond.
-        self._group_outputs: list[Streams | None] = [None] * len(self.blocks.groups)
-        self._entries: list[Streams | None] = [None] * len(self.blocks.groups)
+        self.graph.forget()
+        # The state of the current call: the inputs of each group, in a list whose items are set, because Dynamo 2.13
+        # loses the new value of an attribute that is set after torch.cond.
+        self.entries: list[Streams | None] = [None] * len(self.blocks.groups)
         self._before: tuple[Any, ...] | None = None
-        # In a graph that identifies no branches, a tensor that is 1 if calls of several branches share the state.
-        self._mixed: Tensor | None = None
-        self._skip: bool | Tensor | None = None
-        self._skip_on_device: Any = None
-
-    def compare_in_graph(self, arguments: Mapping[str, Any]) -> None:
-        """Compare a call that a graph makes with the last call of the state, which may have been of another branch.
-
-        A graph cannot look up the state of a branch. If the calls of several branches share one, all are computed.
-        """
-        device = next((x.device for x in arguments.values() if isinstance(x, Tensor)), self.params_on_device.device)
-        now, last = digest_of(arguments, self._conditions, self._clocks, device), self.state.last_call
-        mixed = None
-        if last is None:
-            self.state.last_call = now
-        elif last.conditions.shape == now.conditions.shape and last.clock.shape == now.clock.shape:
-            agree = self._agreement(device)
-            mixed = last.update(now, (lambda x: x) if agree is None else agree)
-        else:
-            mixed = torch.ones_like(now.mixed)
-            self.state.last_call = CallDigest(now.conditions, now.clock, mixed)
-        self._mixed = mixed
+        # Whether to skip the remaining blocks: a bool, in a graph a bool tensor, None if nothing can be compared.
+        self.skip: bool | Tensor | None = None
 
     def run_block(
         self, role: BlockRole, block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -326,7 +313,7 @@ class BlockCache:
             self._before = inputs
         elif role.opens and self.blocks.modulated is not None:
             self._decide(self.blocks.modulated(block, {**dict(zip(role.parameters, args, strict=False)), **kwargs}))
-            if self._skip is True:
+            if self.skip is True:
                 attention_is_skipped(self.module)
         if not role.skipped:
             output = call(block, *args, **kwargs)
@@ -337,36 +324,29 @@ class BlockCache:
                 measured = role.measured_index(given, before, outputs)
                 self._decide(outputs[measured] - before[measured])
                 self._before = None
-                if self._skip is True:
+                if self.skip is True:
                     attention_is_skipped(self.module)
             return output
         if role.enters:
-            self._entries[role.group] = inputs
-        if self._skip is None or self._skip is False:
+            self.entries[role.group] = inputs
+        if self.skip is None or self.skip is False:
             output = call(block, *args, **kwargs)
             if role.exits:
-                entries, outputs = self._entries[role.group] or (), role.checked_outputs(block, inputs, output)
+                entries, outputs = self.entries[role.group] or (), role.checked_outputs(block, inputs, output)
                 in_graph = isinstance(self.state.decider, TensorDecider)
                 self.state.groups[role.group].store(entries, outputs, in_graph=in_graph)
-        elif self._skip is True:
-            output = role.as_output(given, self._forecast(role) if role.exits else inputs)
-        elif role.chained and not self.unchained[role.group] and not role.has_fields(given):
-            output = role.as_output(given, self._run_group_in_graph(role, inputs, args, kwargs))
+        elif self.skip is True:
+            output = role.as_output(given, self.forecast(role) if role.exits else inputs)
         else:
-            blocks = self._group_blocks[role.group]
-
-            def compute() -> Streams:
-                return role.checked_outputs(block, inputs, blocks.call(block, call, *args, **kwargs))
-
-            output = role.as_output(given, self._run_in_graph(role, inputs, compute))
+            output = self.graph.run_block(role, block, call, args, kwargs)
         if role.exits:
-            self._entries[role.group] = None
+            self.entries[role.group] = None
         return output
 
     def _decide(self, residual: Tensor) -> None:
-        """Decide whether to skip the remaining blocks. Set ``_skip`` to a bool, in a graph to a bool tensor.
+        """Decide whether to skip the remaining blocks. Set ``skip`` to a bool, in a graph to a bool tensor.
 
-        ``_skip`` is None, and the blocks run, if no earlier step can be compared with this one. ``residual`` is the
+        ``skip`` is None, and the blocks run, if no earlier step can be compared with this one. ``residual`` is the
         tensor that the rule compares: the first-block residual or the modulated input of the first block.
         """
         state = self.state
@@ -375,82 +355,36 @@ class BlockCache:
         # Some models pass tokens as ``[S, C]``, so add a batch dim of 1.
         if sample.dim() < 3:
             sample = sample[None]
-        params = self.params_on_device if traced else self.params
-        if traced and self._mixed is not None:
-            params = forced_if_mixed(self.params_on_device, self._mixed)
+        params = self.graph.params() if traced else self.params
         inputs = DecisionInput(sample, self.options, params, self.mesh, ranks_sharing_samples(self.module))
         decider = state.decider
         if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):
-            self._skip, self.outcome = None, DecisionOutcome(None, Verdict.WARMUP, 0, inputs.samples)
+            self.skip, self.outcome = None, DecisionOutcome(None, Verdict.WARMUP, 0, inputs.samples)
             state.drop_residuals()
             state.decider = TensorDecider(inputs) if traced else NumberDecider(inputs)
             return
-        self._skip, self.outcome = decider.decide(inputs)
-        if isinstance(self._skip, Tensor):
-            self._skip_on_device = self._skip
-            # Copy the decision to the host once, because otherwise every torch.cond would wait for the device.
-            self._skip = self._skip.to("cpu")
+        self.skip, self.outcome = decider.decide(inputs)
+        if isinstance(self.skip, Tensor):
+            self.skip = self.graph.copy_to_host(self.skip)
 
-    def _forecast(self, role: BlockRole) -> Streams:
+    def forecast(self, role: BlockRole) -> Streams:
         """Return the forecast output of the block group of ``role``: its input plus weighted stored residuals."""
         decider: Any = self.state.decider
         params = self.params_on_device if isinstance(decider, TensorDecider) else self.params
         weights = decider.weights(self.options, params)
-        return self.state.groups[role.group].forecast(self._entries[role.group] or (), weights)
+        return self.state.groups[role.group].forecast(self.entries[role.group] or (), weights)
 
-    def _run_in_graph(self, role: BlockRole, inputs: tuple[Any, ...], compute: Callable[[], Streams]) -> Streams:
-        """Return the streams of one block in a graph, in which a ``torch.cond`` for this block runs or skips it."""
-        if role.exits:
-            return self._end_group_in_graph(role, inputs, compute)
 
-        def skipped() -> Streams:
-            # The values are not used, because the last block of the group replaces the outputs of skipped blocks.
-            return tuple([x.new_empty(x.shape) for x in inputs])
-
-        return cond(self._skip, skipped, compute, list(range(len(inputs))), inputs)
-
-    def _run_group_in_graph(
-        self, role: BlockRole, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Streams:
-        """Return the streams of one block in a graph in which one ``torch.cond`` runs or skips the whole group.
-
-        The call of the group's first block contains this ``cond``. The calls of the other blocks return their inputs.
-        """
-        if not role.enters:
-            before = self._group_outputs[role.group] or (None,) * len(inputs)
-            # Use a list, not a generator: Dynamo 2.13 evaluates a generator beyond the item at which all() stops.
-            if not all([x is y for x, y in zip(inputs, before, strict=True)]):  # noqa: C419
-                raise RuntimeError(
-                    f"{type(self.module).__name__} does something between the blocks of "
-                    f"{self.blocks.groups[role.group].lists}. Name the arguments that make it do so in "
-                    "BlockGroup(between=...), or leave chained= out."
-                )
-            if role.exits:
-                self._group_outputs[role.group] = None
-            return inputs
-        streams = role.streams
-        indices = [streams.index(name) if name in streams else None for name in role.parameters[: len(args)]]
-
-        def compute() -> Streams:
-            values = inputs
-            for call in self._group_blocks[role.group]:
-                positional = [x if index is None else values[index] for index, x in zip(indices, args, strict=False)]
-                named = {name: values[streams.index(name)] if name in streams else x for name, x in kwargs.items()}
-                values = as_tuple(call(*positional, **named))
-            return values
-
-        outputs = self._end_group_in_graph(role, inputs, compute)
-        if not role.exits:
-            self._group_outputs[role.group] = outputs
-        return outputs
-
-    def _end_group_in_graph(self, role: BlockRole, inputs: Streams, compute: Callable[[], Streams]) -> Streams:
-        """Return the output of a block group in a graph, computed or forecast, and store its residual if computed."""
-        residuals = self.state.groups[role.group]
-        present = [i for i, history in enumerate(residuals.histories) if history is not None]
-        outputs = cond(self._skip, lambda: self._forecast(role), compute, present, inputs)
-        residuals.store_unless(self._skip_on_device, self._entries[role.group] or (), outputs)
-        return outputs
+def _signature(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the shape, dtype and device of each tensor among ``arguments``, by name, for which residuals are valid."""
+    forms = []
+    for name in sorted(arguments):
+        value = arguments[name]
+        if isinstance(value, Tensor):
+            forms.append((name, value.shape, value.dtype, value.device))
+        elif is_dataclass(value):
+            forms += [(path, x.shape, x.dtype, x.device) for path, x in tensors_in([(name, value)])]
+    return tuple(forms)
 
 
 def _form(x: Tensor) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from para_core.distributed.cached_property import cached_property
 from para_core.instance.private_class import original_class
 from para_core.plans.module_matching import parameters_of
 
@@ -130,15 +131,28 @@ class BlockRole:
     chained: bool
     samples: int
 
-    @property
+    @cached_property
     def stream_parameters(self) -> tuple[str, ...]:
         """The parameters that hold the streams, in the order in which the block returns them."""
-        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.streams))
+        return tuple(dict.fromkeys([name.partition(".")[0] for name in self.streams]))
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the parameters that hold streams, with their values; None if one was not passed."""
         arguments = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        return {name: arguments.get(name) for name in self.stream_parameters}
+        given = {}
+        for name in self.stream_parameters:
+            given[name] = arguments.get(name)
+        return given
+
+    def _are_plain(self, values: Iterable[Any]) -> bool:
+        """Whether each stream is a whole parameter, and each of ``values`` is a tensor or None, as in most models."""
+        if self.stream_parameters != self.streams:
+            return False
+        # A generator would add a Python call for each value to each call of a block.
+        for value in values:  # noqa: SIM110
+            if value is not None and not isinstance(value, Tensor):
+                return False
+        return True
 
     def has_fields(self, given: Mapping[str, Any]) -> bool:
         """Whether some streams are fields of dataclasses."""
@@ -150,6 +164,8 @@ class BlockRole:
         Raises:
             TypeError: A stream is not a tensor, or a dataclass that holds tensors.
         """
+        if self._are_plain(given.values()):
+            return tuple(given.values())
         return tuple([x for name in self.streams for _, x in self._leaves(name, given)])
 
     def as_output(self, given: Mapping[str, Any], values: tuple[Any, ...]) -> Any:
@@ -157,6 +173,8 @@ class BlockRole:
 
         A dataclass keeps its other fields, and those whose value is None.
         """
+        if self._are_plain(given.values()):
+            return values[0] if len(values) == 1 else values
         outputs, remaining = dict(given), list(values)
         for name in self.streams:
             parameter = name.partition(".")[0]
@@ -169,6 +187,8 @@ class BlockRole:
 
     def measured_index(self, given: Mapping[str, Any], before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
         """Return the index of the measured tensor: if it is a dataclass, of its first float field that changed."""
+        if self._are_plain(given.values()):
+            return self.streams.index(self.measured)
         begin = sum(len(self._leaves(name, given)) for name in self.streams[: self.streams.index(self.measured)])
         leaves = self._leaves(self.measured, given)
         if len(leaves) == 1:
@@ -212,6 +232,12 @@ class BlockRole:
                 the block.
         """
         returned = as_tuple(output)
+        if len(returned) == len(inputs) and self._are_plain(returned) and not torch.compiler.is_compiling():
+            for x, y in zip(inputs, returned, strict=True):
+                if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape):
+                    break
+            else:
+                return returned
         names = self.stream_parameters
         outputs = self.tensors(dict(zip(names, returned, strict=True))) if len(names) == len(returned) else returned
         before, after = (

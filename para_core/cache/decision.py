@@ -233,7 +233,7 @@ class NumberDecider:
         if verdict is Verdict.HIT:
             differences = inputs.differences(self.first).tolist()
             verdict = Verdict.NOT_FINITE
-            if all(math.isfinite(x) for x in differences):
+            if all(map(math.isfinite, differences)):
                 verdict = Verdict.HIT if bool(inputs.may_skip(max(differences), params, counts)) else Verdict.MISS
         skip = verdict.skips
         self._counts = counts.after(skip, params.time, _where)
@@ -245,8 +245,9 @@ class NumberDecider:
         """Return the weights of the stored residuals in the forecast, newest first. Call :meth:`decide` before."""
         if options.num_residuals == 1:
             return [1.0]
-        numbers = self._counts.times, params.time, self._counts.computed
-        times, now, computed = (torch.tensor(x, dtype=torch.float64) for x in numbers)
+        times = torch.tensor(self._counts.times, dtype=torch.float64)
+        now = torch.tensor(params.time, dtype=torch.float64)
+        computed = torch.tensor(self._counts.computed, dtype=torch.float64)
         weights: list[float] = options.chosen_forecast.weights(times, now, computed).tolist()
         return weights
 

@@ -115,10 +115,10 @@ def _added(entry: Tensor | None, history: list[Tensor] | None, weights: list[Any
         return None
     if not history:
         return entry
-    pairs = list(zip(weights, history, strict=False))
-    if not any(isinstance(weight, Tensor) for weight, _ in pairs):
-        return forecast(entry, [residual for _, residual in pairs], [weight for weight, _ in pairs])
+    if not isinstance(weights[0], Tensor):
+        count = min(len(weights), len(history))
+        return forecast(entry, history[:count], weights[:count])
     total = entry
-    for weight, residual in pairs:
+    for weight, residual in zip(weights, history, strict=False):
         total = total + (weight * residual).to(entry.dtype)
     return total

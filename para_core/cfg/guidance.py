@@ -1,7 +1,7 @@
 """CFG parallelism: distribute the model calls of CFG branches over ranks, without changes to pipeline code.
 
 Each model call is computed only by the ranks that have a certain index along the ``batch`` mesh dim. The other ranks
-get a deferred tensor (:class:`~para_core.cfg.deferred.Deferred`) and continue. When the values of a deferred tensor are
+get a lazy tensor (:class:`~para_core.cfg.lazy.LazyTensor`) and continue. When the values of a lazy tensor are
 needed, usually after the call of the next branch, one exchange gives every rank the results of all branches. The calls
 between two exchanges are a *round*.
 
@@ -18,14 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize
+from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors, materialize
+from para_core.cfg.rounds import ModelCall, Round, RoundOutput
 from para_core.distributed.agree import check_consistent, signature
 from para_core.distributed.collectives import all_gather, tensor_bytes
 from para_core.distributed.mesh import MeshDim, one_guided_rank
@@ -57,41 +58,6 @@ class _Form:
         return pytree.tree_unflatten([None if x is None else next(rest) for x in self.leaves], self.spec)
 
 
-@dataclass
-class _Call:
-    """One model call of a round, computed by the ranks with index ``owner`` along the mesh dim, or by all if None.
-
-    ``leaves`` are the output's tensors, empty until the exchange if this rank does not compute the call, and
-    ``failure`` is the exception that this rank raised while computing it.
-    """
-
-    owner: int | None
-    expected: list[Expected]
-    leaves: list[Tensor]
-    failure: Exception | None
-
-    def leaf(self, index: int) -> Tensor:
-        return self.leaves[index]
-
-
-@dataclass
-class _Round:
-    """A round: the model calls between two exchanges, distributed over ``size`` ranks. ``finish`` ends the round."""
-
-    size: int
-    finish: Callable[[], None]
-    live: LiveDeferred
-    calls: list[_Call] = field(default_factory=list)
-    # Whether the exchange has taken place, so that each call has its output.
-    is_over: bool = False
-    # Operator calls on deferred tensors, postponed to the end of the round, in the order of the calls.
-    later: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def waits_for_more(self) -> bool:
-        return len(self.calls) < self.size
-
-
 class Guidance:
     """CFG parallelism of one pipeline: distributes its model calls over the ranks of ``dim``. Eager, in one thread.
 
@@ -103,7 +69,7 @@ class Guidance:
         self._dim = dim
         self._mesh = replace(one_guided_rank("cpu"), batch=dim)
         self._predict = predict
-        self._live = LiveDeferred()
+        self._live = LiveTensors()
         self._round = self._begin()
         # The known or predicted form of a model's output. The key is the model and the shapes, dtypes, bools and
         # strings of its inputs.
@@ -119,8 +85,8 @@ class Guidance:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Distribute model calls over ranks inside the ``with`` block. At its end, deferred tensors get their data."""
-        self._live = LiveDeferred()
+        """Distribute model calls over ranks inside the ``with`` block. At its end, lazy tensors get their data."""
+        self._live = LiveTensors()
         self._round, self.rounds = self._begin(), []
         self._drop_unverified()
         self.active = True
@@ -132,7 +98,7 @@ class Guidance:
             self._live.become_tensors()
 
     def call(self, model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of ``compute(*args, **kwargs)``, which only some of the ranks compute, as deferred tensors.
+        """Return the output of ``compute(*args, **kwargs)``, which only some of the ranks compute, as lazy tensors.
 
         The ranks with a certain index along the mesh dim compute the call. If the form of its output is neither known
         nor predicted, all ranks compute the call. Calls whose arguments have equal shapes, dtypes, devices, bools and
@@ -147,7 +113,7 @@ class Guidance:
             RuntimeError: The form of the output was predicted wrongly. This is raised on all ranks when the round ends.
         """
         leaves = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(x, Deferred) and x.of is self._round for x in leaves):
+        if any(isinstance(x, LazyTensor) and getattr(x.source, "round", None) is self._round for x in leaves):
             # An argument is the result of a call in this round, so end the round. Do this even on ranks that have
             # computed that result, because ending a round is a collective call.
             self.finish()
@@ -182,11 +148,10 @@ class Guidance:
                 if key not in self._unverified:
                     raise
                 failure = error
-        call = _Call(owner, [x for x in form.leaves if x is not None], computed, failure)
+        call = ModelCall(owner, [x for x in form.leaves if x is not None], computed, failure)
         self._round.calls.append(call)
-        return form.with_tensors(
-            [Deferred.make(self._round, x, partial(call.leaf, index)) for index, x in enumerate(call.expected)]
-        )
+        sources = [RoundOutput(self._round, partial(call.leaf, index)) for index in range(len(call.expected))]
+        return form.with_tensors([LazyTensor.make(*pair) for pair in zip(sources, call.expected, strict=True)])
 
     def finish(self) -> None:
         """End the round: give all ranks the results of its calls, then run the postponed operators. Collective."""
@@ -212,8 +177,8 @@ class Guidance:
             done.later.pop(0)()
         self.rounds.append(len(done.calls))
 
-    def _begin(self) -> _Round:
-        return _Round(self._dim.size, self.finish, self._live)
+    def _begin(self) -> Round:
+        return Round(self._dim.size, self.finish, self._live)
 
     def _predict_form(self, key: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         predicted = None
@@ -231,7 +196,7 @@ class Guidance:
             self._forms.pop(key, None)
         self._unverified = {}
 
-    def _exchange(self, calls: list[_Call]) -> None:
+    def _exchange(self, calls: list[ModelCall]) -> None:
         """Give all ranks the output tensors of each call of the round, as bytes in one all-gather."""
         of_ranks = [[call for call in calls if call.owner == rank] for rank in range(self._dim.size)]
         distributed = [call for of_rank in of_ranks for call in of_rank]

@@ -21,9 +21,9 @@ from para_core.distributed.mesh import SequenceMesh
 from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes.sharding_mode import TraceSafeLayout
 from para_core.modes.unified import UnifiedAttnMode
+from para_core.plans.apply import apply_plan
 from para_core.plans.current_call import segments_under_way
 from para_core.plans.plan import Plan
-from para_core.plans.region import apply_plan
 
 # The mesh dim over which ranks share attention.
 Method = Literal["ring", "ulysses"]

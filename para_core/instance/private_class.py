@@ -62,7 +62,7 @@ def enter_private_class(instance: Any, methods: Iterable[str]) -> None:
         private = _PRIVATE_CLASSES[id(base)] = _private_class(base)
     for method in methods:
         if method not in vars(private):
-            setattr(private, method, _entry(method, getattr(base, method)))
+            setattr(private, method, _entry(base, method))
     if type(instance) is not private:
         _CLASS.__set__(instance, private)
 
@@ -133,27 +133,29 @@ def is_entry(function: Any) -> bool:
     return hasattr(getattr(function, "__func__", function), "_para_core_entry")
 
 
-def _entry(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that becomes ``method`` of a private class. It runs the slots of the instance around
-    ``original``.
+def _entry(base: type, method: str) -> Callable[..., Any]:
+    """Return the function that becomes ``method`` of the private class of ``base``. It runs the slots of the instance
+    around the method of ``base``.
 
-    It looks up the record in each call, because code such as Module.compile keeps this bound method while slots change.
+    It looks up the record in each call, because code such as Module.compile keeps this bound method while slots change,
+    and the method of ``base``, because other code may replace it there.
     """
 
     def enter(self: Any, *args: Any, **kwargs: Any) -> Any:
         record = self.__dict__.get(RECORD)
         if record is None or method not in record.chains:
-            return original(self, *args, **kwargs)
+            return getattr(base, method)(self, *args, **kwargs)
         return record.chains[method](self, *args, **kwargs)
 
     def enter_module(self: Any, *args: Any, **kwargs: Any) -> Any:
         record = self.__dict__.get(RECORD)
         if record is None or method not in record.chains:
-            return original(self, *args, **kwargs)
+            return getattr(base, method)(self, *args, **kwargs)
         if not torch.compiler.is_compiling() and self.__dict__.get(COMPILED_CALL) is not None:
             return (record.compiled_call or record.chains[method])(self, *args, **kwargs)
         return record.chains[method](self, *args, **kwargs)
 
+    original = getattr(base, method)
     entry: Any = enter_module if method == "__call__" else enter
     entry.__name__, entry.__doc__ = method, original.__doc__
     # Set __wrapped__, so that inspect.signature returns the signature of the original method.

@@ -98,10 +98,17 @@ def fill_slot(
         name: The name of one of several fillings of the slot.
         permits_copies: Whether ``copy`` and ``pickle`` may make an instance without this filling. By default they raise
             ``TypeError``.
+
+    Raises:
+        TypeError: The instance cannot have attributes.
     """
-    record: InstanceRecord = instance.__dict__.get(RECORD) or InstanceRecord()
-    earlier = record.fillings.get((slot, name), Filling({}))
-    fillings = dict(record.fillings)
+    if not hasattr(instance, "__dict__"):
+        raise TypeError(
+            f"a {type(instance).__name__} has no attributes of its own (its class has only __slots__), so para_core "
+            "cannot keep its state on it. Give the class a __dict__: leave __slots__ out of it or of a subclass."
+        )
+    fillings = dict(filled_slots(instance))
+    earlier = fillings.get((slot, name), Filling({}))
     fillings[slot, name] = replace(
         earlier,
         methods={**earlier.methods, **methods},
@@ -119,9 +126,9 @@ def fill_slots(instances: Iterable[Any], slot: Slot, methods: Mapping[str, Aroun
 
 def empty_slot(instance: Any, slot: Slot, name: str = "") -> None:
     """Empty ``slot`` of ``instance``, if it is filled. The last one that is emptied restores the instance's class."""
-    record: InstanceRecord | None = instance.__dict__.get(RECORD)
-    if record is not None and (slot, name) in record.fillings:
-        _set_fillings(instance, {key: filling for key, filling in record.fillings.items() if key != (slot, name)})
+    fillings = filled_slots(instance)
+    if (slot, name) in fillings:
+        _set_fillings(instance, {key: filling for key, filling in fillings.items() if key != (slot, name)})
 
 
 def empty_slots(instances: Iterable[Any], *slots: Slot) -> None:
@@ -135,8 +142,7 @@ def empty_slots(instances: Iterable[Any], *slots: Slot) -> None:
 
 def is_filled(instance: Any, slot: Slot, name: str = "") -> bool:
     """Whether ``slot`` of ``instance`` is filled."""
-    record: InstanceRecord | None = instance.__dict__.get(RECORD)
-    return record is not None and (slot, name) in record.fillings
+    return (slot, name) in filled_slots(instance)
 
 
 def filled_slots(instance: Any) -> Mapping[Key, Filling]:
@@ -149,7 +155,7 @@ def slot_owner(instance: Any, slot: Slot, kind: type[Owner], name: str = "") -> 
     """Return the object of the feature that fills ``slot`` of ``instance``; None if it is empty, or of another
     ``kind``. Dynamo can trace this function.
     """
-    record: InstanceRecord | None = instance.__dict__.get(RECORD)
+    record: InstanceRecord | None = getattr(instance, "__dict__", {}).get(RECORD)
     if record is None or (slot, name) not in record.fillings:
         return None
     owner = record.fillings[slot, name].owner

@@ -14,8 +14,8 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.distributed.create_mesh import init_context_parallel_mesh, require_own_gpus
 from para_core.distributed.mesh import SequenceMesh, one_rank, require_process_group, sequence_mesh
 from para_core.option_values import RotateMethod
+from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.plan import Plan
-from para_core.plans.region import apply_plan, remove_plan
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ hooks, ``forward`` and attributes unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, replace
 from functools import cache, partial
@@ -46,18 +46,12 @@ from para_core.plans.plan import (
     Split,
     attention_calls,
     coarse_segments,
-    published_plan,
 )
-from para_core.plans.planned_attention import Interception, PlannedAttention, PreparedAttention
+from para_core.plans.planned_attention import BindRecomputation, Interception, PlannedAttention, PreparedAttention
+from para_core.plans.recomputation import bind_to_call
 from para_core.plans.samples import all_samples, own_arguments
 from para_core.plans.whole_arguments import explain_whole_tensor
-from para_core.torch_internals import (
-    CALL_WITH_HOOKS,
-    COMPILED_CALL,
-    ORIGINAL_CALLABLE,
-    function_mode_stack,
-    is_in_backward,
-)
+from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
 from para_core.user_warnings import WarningLog
 
 
@@ -88,9 +82,9 @@ class Region:
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(self.options, self.cross_backend)
         encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
-        self._has_encoders = any(map(isinstance, submodules_of(module), repeat(encoders)))
+        self.has_encoders = any(map(isinstance, submodules_of(module), repeat(encoders)))
         # Only a mode intercepts attention in fused encoder layers, and in operators that run functions: flex_attention.
-        self._must_use_mode = self._has_encoders or needs_mode(module)
+        self._must_use_mode = self.has_encoders or needs_mode(module)
         attending = self.plan.attention.values()
         # Parameters that ranks do not compare, because each rank fills in the cached keys of its own heads.
         self._caches_by_heads = {
@@ -118,8 +112,10 @@ class Region:
         self._hook_of = cache(self._submodule_hook)
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set before
         # torch.cond (which a cache adds) and again after it.
-        self._interceptions: list[Interception] = []
-        self._executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
+        self.interceptions: list[Interception] = []
+        self.executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
+        # Binds a function to a call of this region, for the recomputation of activation checkpointing.
+        self.bind: BindRecomputation = partial(bind_to_call, self)
         self._is_parallel = self.mesh.ranks > 1
         self._joint_attention = (Attention(self.plan.joint_order),)
         # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this call.
@@ -142,12 +138,12 @@ class Region:
     @property
     def interception(self) -> Interception | None:
         """The :class:`Interception` of the current call; None outside of a call."""
-        return self._interceptions[-1] if self._interceptions else None
+        return self.interceptions[-1] if self.interceptions else None
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The segments of the current call, sharded and replicated."""
-        return tuple(self._executor.segments.values())
+        return tuple(self.executor.segments.values())
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this."""
@@ -177,7 +173,7 @@ class Region:
                 intercepted although its tokens are sharded.
             ValueError: An argument is refused by the plan or does not fit it, or a block mask was not sharded.
         """
-        if self._interceptions:
+        if self.interceptions:
             raise RuntimeError(
                 f"this {type(module).__name__} is already running in another thread, on the same ranks: their "
                 "collectives would mix. Use one thread, or a copy of the model with its own mesh."
@@ -186,21 +182,21 @@ class Region:
             self._refuse_arguments(module, args, kwargs)
         if self._mixes_over_ranks:
             check_exchanges(module)
-        planned = PlannedAttention(self._prepared, self._joint_attention, self._bound)
+        planned = PlannedAttention(self._prepared, self._joint_attention, self.bind)
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         is_checked = not torch.compiler.is_compiling() and self.check.due
         by_hand = HandwrittenAttention(PACKAGES_OF_MODELS) if is_checked else None
         interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module), by_hand=by_hand)
-        self._interceptions.append(interception)
+        self.interceptions.append(interception)
         try:
             samples = None
             if self.batch is not None:
                 own = own_arguments(self.plan, self.parameters, args, kwargs, self.batch, self._warnings)
                 args, kwargs, samples = own
                 self.sharing_samples += [self.batch] if samples is not None else []
-            args, kwargs = self._executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
+            args, kwargs = self.executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
             encoders: AbstractContextManager[None] = nullcontext()
-            if self._has_encoders:
+            if self.has_encoders:
                 encoders = fused_encoder.disabled_if(True)
             with encoders, interception.entered():
                 inputs = [*args, *kwargs.values()]
@@ -212,7 +208,7 @@ class Region:
                 if interception.mode is None:
                     output = call(module, *args, **kwargs)
                 else:
-                    with recomputed_under(partial(self._bound, planned), module):
+                    with recomputed_under(partial(self.bind, planned), module):
                         output = call(module, *args, **kwargs)
                 if caches is not None:
                     caches.gather(inputs, output, self.segments, self.mesh)
@@ -221,7 +217,7 @@ class Region:
                     self._conclude(module, planned, by_hand)
             rule = self.plan.outputs.get("")
             if rule is not None:
-                output = self._executor.outputs(output, as_tuple(rule))
+                output = self.executor.outputs(output, as_tuple(rule))
             return output if samples is None or self.batch is None else all_samples(output, samples, self.batch)
         # flex_attention raises a ValueError for a wrong mask size, and a RuntimeError since torch 2.15.
         except (ValueError, RuntimeError, IndexError) as error:
@@ -230,9 +226,9 @@ class Region:
             explain_whole_tensor(error, name, self.parameters, args, kwargs, self.segments, self.mesh)
             raise
         finally:
-            self._interceptions.clear()
+            self.interceptions.clear()
             self.sharing_samples.clear()
-            self._executor.segments.clear()
+            self.executor.segments.clear()
 
     def _conclude(self, module: nn.Module, planned: PlannedAttention, by_hand: HandwrittenAttention | None) -> None:
         """Raise ``RuntimeError`` if the finished call sharded tokens and none of its attention was intercepted."""
@@ -250,26 +246,6 @@ class Region:
         """
         planned = {name: part for name, part in self.submodules.items() if name in self._named_attention}
         self.check.begin(module, planned)
-
-    def _bound(self, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of ``function`` that, if a backward calls it, restores the segments and attention of now."""
-        planned, segments = planned.within(planned.attending), dict(self._executor.segments)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not is_in_backward():
-                return function(*args, **kwargs)
-            before = self._executor.segments
-            interception = Interception(planned.within(planned.attending), at_dispatcher=False)
-            self._interceptions.append(interception)
-            self._executor.segments = dict(segments)
-            try:
-                with fused_encoder.disabled_if(self._has_encoders), interception.entered():
-                    return function(*args, **kwargs)
-            finally:
-                self._interceptions.pop()
-                self._executor.segments = before
-
-        return run
 
     def may_use_dispatcher(self, module: nn.Module) -> bool:
         """Whether the next call of ``module`` can be intercepted at the dispatcher, which is cheaper than a mode."""
@@ -294,13 +270,13 @@ class Region:
 
     def _intercept_if_sharded(self, rules: Collection[ShardRule]) -> None:
         """Start to intercept attention if one of the applied ``rules`` has split the tokens of a segment."""
-        if not self._interceptions:
+        if not self.interceptions:
             return
-        planned = self._interceptions[-1].planned
+        planned = self.interceptions[-1].planned
         for rule in rules:
-            if isinstance(rule, Split) and rule.segment in self._executor.segments:
+            if isinstance(rule, Split) and rule.segment in self.executor.segments:
                 past = [Segment(PAST, 0, replicated=True)] if self._continues else []
-                planned.set_segments((*self._executor.segments.values(), *past))
+                planned.set_segments((*self.executor.segments.values(), *past))
                 planned.active[0] = True
                 return
 
@@ -351,9 +327,9 @@ class Region:
         def attend(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if isinstance(attention, AttentionByHeads):
                 setattr(module, attention.heads, heads)
-            if not attention or not self._interceptions:
+            if not attention or not self.interceptions:
                 return call(module, *args, **kwargs)
-            interception = self._interceptions[-1]
+            interception = self.interceptions[-1]
             interception.planned.bind_checkpoint()
             if isinstance(attention, (tuple, OneForEach)):
                 with interception.attending_to(attention_calls(attention, parameters, args, kwargs)) as planned:
@@ -371,7 +347,7 @@ class Region:
                     output = call(module, *args, **kwargs)
                 sums.require_summed()
             else:
-                segment = self._executor.segment(attention.segment)
+                segment = self.executor.segment(attention.segment)
                 exchange = HeadExchange(attention, segment, self.mesh, module, heads)
                 self._head_exchanges.append(exchange)
                 try:
@@ -383,24 +359,24 @@ class Region:
             return output
 
         def hook(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not self._interceptions:
+            if not self.interceptions:
                 return call(module, *args, **kwargs)
-            interception, rows = self._interceptions[-1], None
+            interception, rows = self.interceptions[-1], None
             interception.planned.bind_checkpoint()
             if of_inputs:
-                args, kwargs = self._executor.arguments(of_inputs, parameters, args, kwargs, name)
+                args, kwargs = self.executor.arguments(of_inputs, parameters, args, kwargs, name)
                 self._intercept_if_sharded(of_inputs.values())
             if halo is not None and self._is_sharded(halo.segment):
                 rows = args[0].shape[halo.dim]
-                args = (add_halo(args[0], halo, self._executor.segment(halo.segment), self.mesh), *args[1:])
+                args = (add_halo(args[0], halo, self.executor.segment(halo.segment), self.mesh), *args[1:])
             output = attend(call, module, *args, **kwargs)
             if halo is not None and rows is not None:
                 output = drop_halo(output, halo, rows, self.mesh)
             if of_outputs:
-                output = self._executor.outputs_at(output, of_outputs, name)
+                output = self.executor.outputs_at(output, of_outputs, name)
                 self._intercept_if_sharded(of_outputs.values())
             if gathers:
-                output = self._executor.outputs(output, gathers)
+                output = self.executor.outputs(output, gathers)
                 interception.planned.active[0] = False
             return output
 
@@ -408,7 +384,7 @@ class Region:
         return hook if of_inputs or of_outputs or gathers or halo is not None else attend
 
     def _is_sharded(self, segment: str) -> bool:
-        return self._is_parallel and not self._executor.segment(segment).replicated
+        return self._is_parallel and not self.executor.segment(segment).replicated
 
     def _enter_heads(self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         output = call(projection, *args, **kwargs)
@@ -416,64 +392,6 @@ class Region:
 
     def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return call(projection, self._head_exchanges[-1].leave(x) if self._head_exchanges else x, *args, **kwargs)
-
-
-def apply_plan(
-    module: nn.Module,
-    plan: Plan | Mapping[str, Any],
-    mesh: SequenceMesh,
-    *,
-    batch: MeshDim | None = None,
-    require_equal: RequireEqual | None = None,
-    options: AttnOptions | None = None,
-    attn_func: AttnFunc | None = None,
-    cross_backend: Backend | None = None,
-    on_one_rank: bool = False,
-    around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    written_for: type | None = None,
-) -> None:
-    """Change ``module`` in place so that its calls run over ``mesh``, with sharded inputs, attention over all ranks and
-    gathered outputs. A plan that was applied before is replaced.
-
-    On a mesh of one rank nothing is applied, unless ``options.backend``, ``attn_func``, ``cross_backend`` or
-    ``on_one_rank`` is given, or ``batch`` splits samples. Inside
-    :func:`~para_core.distributed.agree.inputs_verified`, neither ``require_equal`` nor ``around`` is called.
-
-    Args:
-        plan: A :class:`Plan`, or a ``_cp_plan`` of diffusers.
-        batch: The mesh dim over which the samples of a batch are split, if ``plan.batched`` is set.
-        require_equal: Called with the arguments of each eager call; raises if they differ between ranks.
-        attn_func: Computes local attention instead of SDPA.
-        options, cross_backend: As in :meth:`Region.use`.
-        on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other options later.
-        around: Returns a context manager in which each eager call runs, entered after ``require_equal``.
-        written_for: The class of ``module``, or a base class of it, whose code the plan describes. Other code inside
-            ``module`` then gets a :class:`ForeignCodeWarning`. None if the plan was written for this very module.
-
-    Raises:
-        ValueError: The plan names a module that does not exist.
-    """
-    remove_plan(module)
-    if not isinstance(plan, Plan):
-        plan = published_plan(plan)
-    options = options or AttnOptions()
-    region = Region(module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around, written_for)
-    is_default_attention = options.backend is None and cross_backend is None and attn_func is None
-    if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
-        return
-    region.attach(module)
-    region.check_new_code(module)
-    fill_slot(module, Slot.PLAN, {CALL_WITH_HOOKS: region.run, "__call__": region.call_outer}, owner=region)
-
-
-def remove_plan(module: nn.Module) -> None:
-    """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
-    region = region_of(module)
-    if region is not None:
-        for submodule, (attribute, heads) in region.heads.items():
-            setattr(submodule, attribute, heads)
-        region.check.release()
-        empty_slots([*submodules_of(module), *region.submodules.values()], Slot.PLAN)
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:

@@ -22,7 +22,8 @@ from para_core.instance.private_class import original_class
 from para_core.instance.record import is_filled
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
-from para_core.plans.plan import Plan, published_plan
+from para_core.plans.plan import Plan
+from para_core.plans.published_plan import published_plan
 from para_core.verify.check_result import CheckedCase, ParallelCheck
 
 _METHODS: tuple[Method, ...] = ("ring", "ulysses")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.cfg.deferred import Expected, LiveDeferred, materialize
+from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors, materialize
 from para_core.instance.modules import has_compiled_parts, is_compiled
 from para_core.instance.record import empty_slot, empty_slots, fill_slot, fill_slots, slot_owner
 from para_core.instance.slots import Slot
@@ -37,7 +37,7 @@ from para_core.weights.patch_plan import (
     PatchRuleExecutor,
     patch_attention_handler,
 )
-from para_core.weights.patches import Arrival, Patched
+from para_core.weights.patches import Arrival, source_of_patches
 from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion
 from para_core.weights.stages import Stages, stages_of
 from para_core.weights.stale_keys import StaleKeys
@@ -116,7 +116,7 @@ class Fusion:
         self._in_graphs = False
         # Outputs of earlier model calls whose patches may still be in flight.
         self._pending: list[Arrival] = []
-        self._live = LiveDeferred()
+        self._live = LiveTensors()
         # Number of tensors that this rank had sent before each of the last two patched calls.
         self._sent_before: list[int] = []
 
@@ -251,11 +251,12 @@ class Fusion:
         """Run the model on one patch after the other, and return an output whose patches may still be in flight."""
         stages, dim, start = self._stages, self._plan.dim, time.perf_counter()
         tokens = arguments["hidden_states"]
-        overlapping = isinstance(tokens, Patched) and not tokens.source.is_complete
+        source = source_of_patches(tokens)
+        overlapping = source is not None and not source.is_complete
         waited, sent = (0.0, 0) if stages is None else (stages.links.seconds_waited, stages.links.bytes_sent)
         runs = self._plan.runs(tokens, self.options.num_patches)
         whole = torch.empty(expected.like.shape, dtype=expected.like.dtype, device=expected.device)
-        arrival = Arrival(whole, runs, dim)
+        arrival = Arrival(whole, runs, self._live, dim)
         self._pending = [earlier for earlier in self._pending if not earlier.is_complete] + [arrival]
         if stages is not None:
             stages.whole = False
@@ -266,9 +267,9 @@ class Fusion:
                 stages.links.drain(self._sent_before.pop(0))
         try:
             for patch, run in enumerate(runs):
-                if isinstance(tokens, Patched) and (stages is None or stages.dim.index == 0):
-                    arguments = {**arguments, "hidden_states": tokens.source.up_to(patch)}
-                elif isinstance(tokens, Patched):
+                if source is not None and (stages is None or stages.dim.index == 0):
+                    arguments = {**arguments, "hidden_states": source.up_to(patch)}
+                elif source is not None:
                     # Stages after the first receive embedded tokens from the previous stage.
                     zeros = torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
                     arguments = {**arguments, "hidden_states": zeros}
@@ -277,17 +278,17 @@ class Fusion:
         finally:
             if stages is not None:
                 stages.whole = True
-        if isinstance(tokens, Patched):
+        if source is not None:
             # All patches of the tokens have arrived: this stage or an earlier one has computed with them. Reading the
             # value releases the recorded scheduler operations of the step.
-            tokens.value()
+            source.value()
         if stages is not None:
             waited, sent = stages.links.seconds_waited - waited, stages.links.bytes_sent - sent
         seconds = time.perf_counter() - start
         self._count(
             patched_calls=1, overlapping_calls=overlapping, seconds=seconds, seconds_waited=waited, bytes_sent=sent
         )
-        patched = Patched.of_source(arrival, expected, self._live)
+        patched = LazyTensor.make(arrival, expected)
         return pytree.tree_map_only(Tensor, lambda _: patched, output)
 
     def _exchange_output(self, output: Any, like: Tensor, arrival: Arrival, run: Run) -> None:

@@ -372,7 +372,7 @@ def test_kept_results_are_ordinary_tensors_after_the_call(rank_pool, options, ba
             assert relative_error(x, wanted) < 1e-5 or torch.equal(x, wanted)
 
 
-def test_deferred_tensor_without_data_becomes_nan():
+def test_lazy_tensor_without_data_becomes_nan():
     guidance = Guidance(MeshDim("batch", 2, 1, "", None), lambda *_: torch.zeros(2, 3, device="meta"))
     with pytest.raises(KeyError), guidance.generation():
         out = guidance.call(None, lambda x: x, (torch.ones(2, 3),), {})

@@ -173,7 +173,7 @@ def run_shared(name, foresee):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("foresee", [None, on_meta], ids=["seen once", "foreseen"])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-def test_code_on_deferred_results_is_exact(rank_pool, body, foresee):
+def test_code_on_lazy_results_is_exact(rank_pool, body, foresee):
     model = Model()
     expected = run(body, model, model)
     for rank, outs in enumerate(rank_pool.run(run_shared, 2, body.__name__, foresee)):

@@ -142,6 +142,32 @@ def test_failure_restores_slots_and_owners():
     assert type(plain) is Greeter
 
 
+def test_what_has_no_attributes_has_no_slots():
+    class Slotted:
+        __slots__ = ("name",)
+
+    for instance in (None, "text", 3, Slotted()):
+        assert not is_filled(instance, Slot.PLAN)
+        assert slot_owner(instance, Slot.PLAN, object) is None
+        empty_slot(instance, Slot.PLAN)
+    with pytest.raises(TypeError, match=r"Slotted.*__slots__"):
+        fill_slot(Slotted(), Slot.PLAN, {"__init__": twice})
+
+
+def test_instance_without_the_slot_of_another_runs_its_own_methods():
+    class Replaced(Scaled):
+        def forward(self, x):
+            return self.scale * x
+
+    first, second, x = Replaced(), Replaced(), torch.ones(())
+    fill_slot(first, Slot.PLAN, {"__call__": twice, "_call_impl": plus_one, "forward": twice})
+    fill_slot(second, Slot.CACHE, {"__call__": plus_one})
+    assert (first(x), second(x)) == (2 * (2 * 3 + 1), 4)
+    Replaced.forward = lambda self, x: 5 * x
+    assert second(x) == 6
+    assert torch.compile(second, backend="eager", fullgraph=True)(x) == 6
+
+
 def test_slots_that_are_kept_stay_filled():
     filled = Greeter()
     fill_slot(filled, Slot.PLAN, {"__call__": twice})

@@ -16,8 +16,8 @@ from para_core import SequenceLayout, UnifiedAttnMode
 from para_core.distributed.mesh import sequence_mesh
 from para_core.layout.sequence import Segment
 from para_core.modes.foreign_operators import has_other_builds
+from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.plan import Attention, Gather, Plan, Split
-from para_core.plans.region import apply_plan, remove_plan
 from tests.attention.one_device import relative_error
 from tests.modes import fake_flash_attn as flash
 

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from para_core import Gather, Plan, Split
 from para_core.distributed.mesh import sequence_mesh
+from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.plan import AttentionByHeads
-from para_core.plans.region import apply_plan, remove_plan
 from tests.tiny import cpu_mesh, fill, relative_error
 
 

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from para_core.distributed.mesh import sequence_mesh
+from para_core.plans.apply import apply_plan
 from para_core.plans.plan import Attention, Gather, Plan, Split
-from para_core.plans.region import apply_plan
 from tests.attention.one_device import relative_error
 
 

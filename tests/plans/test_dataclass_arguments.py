@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from para_core import Attention, Gather, Plan, Split
 from para_core.distributed.mesh import sequence_mesh
-from para_core.plans.region import apply_plan, remove_plan
+from para_core.plans.apply import apply_plan, remove_plan
 from tests.adapters.propose.models import attend
 from tests.tiny import cpu_mesh, fill, relative_error
 

@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from para_core import Gather, Plan, Split, SplitMask
 from para_core.distributed.mesh import sequence_mesh
-from para_core.plans.region import apply_plan, remove_plan
+from para_core.plans.apply import apply_plan, remove_plan
 from tests.tiny import cpu_mesh, relative_error
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from para_core.distributed.mesh import sequence_mesh
-from para_core.plans.region import apply_plan
+from para_core.plans.apply import apply_plan
 from tests.adapters.propose.test_structures import FRAMES, OfFrames, frames_of
 from tests.tiny import cpu_mesh, fill, relative_error
 

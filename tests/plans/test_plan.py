@@ -11,9 +11,10 @@ from torch._dynamo.testing import CompileCounter
 from transformers import LlamaConfig, LlamaModel
 
 from para_core.distributed.mesh import one_rank, sequence_mesh
+from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.plan import Entries, Gather, Plan, Split
-from para_core.plans.region import apply_plan, mesh_of_plan, remove_plan
+from para_core.plans.region import mesh_of_plan
 from tests.plans.test_published_plan import GATHER, cut
 from tests.tiny import cpu_mesh, fill, relative_error
 

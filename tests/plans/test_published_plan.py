@@ -7,8 +7,9 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from torch import nn
 
 from para_core.distributed.mesh import sequence_mesh
-from para_core.plans.plan import published_plan
-from para_core.plans.region import apply_plan, mesh_of_plan, remove_plan
+from para_core.plans.apply import apply_plan, remove_plan
+from para_core.plans.published_plan import published_plan
+from para_core.plans.region import mesh_of_plan
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer, relative_error
 
 

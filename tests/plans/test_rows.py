@@ -11,7 +11,7 @@ from torch import nn
 
 from para_core import Gather, Halo, LinearAttention, Plan, Split
 from para_core.distributed.mesh import sequence_mesh
-from para_core.plans.region import apply_plan, remove_plan
+from para_core.plans.apply import apply_plan, remove_plan
 from tests.tiny import cpu_mesh, fill, relative_error
 
 

@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from para_core.instance.private_class import RECORD
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks")
 
 
@@ -109,5 +111,5 @@ def tensors_of_ours(pipe: Any) -> list[str]:
         for path, part in parts.items()
         for name, value in getattr(part, "__dict__", {}).items()
         for kind in sorted(_kinds(value))
-        if kind.startswith("para_core")
+        if kind.startswith("para_core") and name != RECORD
     ]

@@ -26,9 +26,9 @@ from para_core.adapters import (
     pipefusion_report,
     unparallelize_pipe,
 )
-from para_core.cfg.deferred import LiveDeferred
+from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors
 from para_core.weights.patch_plan import patch_runs
-from para_core.weights.patches import Arrival, Expected, Patched
+from para_core.weights.patches import Arrival
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 from zoo.tiny.pipelines import PIPELINES
 
@@ -551,7 +551,7 @@ def test_raising_stage_ends_all_ranks_with_cause(rank_pool):
 def test_patched_modules_run_per_patch():
     rows, computed = patch_runs(5, 2), []
     whole = torch.full((1, 5, 2), torch.nan)
-    arrival, tokens = Arrival(whole.clone(), rows), torch.randn(1, 5, 2)
+    arrival, tokens = Arrival(whole.clone(), rows, LiveTensors()), torch.randn(1, 5, 2)
     for index, (begin, length) in enumerate(rows):
 
         def get(index=index, begin=begin, length=length):
@@ -559,17 +559,17 @@ def test_patched_modules_run_per_patch():
             return tokens[:, begin : begin + length]
 
         arrival.add(get)
-    noise = Patched.of_source(arrival, Expected(whole.to("meta"), whole.device), LiveDeferred())
+    noise = LazyTensor.make(arrival, Expected(whole.to("meta"), whole.device))
     latents = torch.ones(1, 5, 2)
     stepped = (latents + 0.5 * noise).to(torch.float64)
     latents.zero_()
-    assert isinstance(stepped, Patched)
+    assert isinstance(stepped, LazyTensor)
     first = stepped.source.up_to(0)
     assert computed == [0]
     assert torch.equal(first[:, :3], (1 + 0.5 * tokens[:, :3]).double())
     assert bool(first[:, 3:].isnan().all())
     # A sum is not a function of single elements, so it waits for all patches.
-    assert not isinstance(noise.sum(), Patched)
+    assert not isinstance(noise.sum(), LazyTensor)
     assert computed == [0, 1]
     assert torch.equal(torch.stack([stepped, stepped])[1], (1 + 0.5 * tokens).double())
     assert noise.equal(tokens)

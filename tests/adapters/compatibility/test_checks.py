@@ -41,7 +41,8 @@ from para_core.adapters.weights.staged_transformer import hold_stage
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import guided_mesh
-from para_core.plans.region import apply_plan, mesh_of_plan
+from para_core.plans.apply import apply_plan
+from para_core.plans.region import mesh_of_plan
 from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import weights_mesh
 from para_core.weights.tensor import shard_tensors

@@ -8,7 +8,7 @@ from torch import nn
 
 from para_core.adapters import propose_plan
 from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
-from para_core.plans.region import apply_plan
+from para_core.plans.apply import apply_plan
 
 pytestmark = pytest.mark.slow
 

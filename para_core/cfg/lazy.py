@@ -1,0 +1,177 @@
+"""Lazy tensors: placeholders for data that other ranks are computing, and for results of operators on them.
+
+There is one tensor subclass. What it waits for, and which operators can be postponed, is the policy of its source:
+a round of guidance (:mod:`para_core.cfg.rounds`), or patches that arrive one after the other
+(:mod:`para_core.weights.patches`).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from para_core.torch_internals import disabled_torch_function, make_wrapper_subclass, pytree
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The expected shape, strides, dtype and device of a tensor that has no data yet."""
+
+    like: Tensor  # On the meta device: it has a shape, strides and a dtype, but no data.
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        return self.like.numel() * self.like.element_size()
+
+
+class LazySource(Protocol):
+    """The policy of a lazy tensor: where its data comes from, and which operators on it can be postponed."""
+
+    # All lazy tensors of the pipeline call.
+    live: LiveTensors
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether :meth:`value` neither waits nor exchanges anything."""
+
+    def value(self) -> Tensor:
+        """Return an ordinary tensor with the data. May wait, and may be a collective call."""
+
+    def postpone(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the results of the operator call ``func(*args, **kwargs)`` as lazy tensors; None to run it now.
+
+        The arguments contain lazy tensors, of which this is the source of the first.
+        """
+
+
+class LiveTensors:
+    """Weak references to all lazy tensors of one pipeline call.
+
+    When the call ends, those still alive, in schedulers or callbacks, become ordinary tensors.
+    """
+
+    def __init__(self) -> None:
+        self._live = WeakTensorKeyDictionary()
+
+    def add(self, x: LazyTensor) -> None:
+        self._live[x] = None
+
+    def become_tensors(self) -> None:
+        """Turn each lazy tensor that still exists into an ordinary tensor, in place.
+
+        If its data never came, because the call failed, it is filled with NaN, or 0 if its dtype has no NaN.
+        """
+        live = list(self._live)
+        # Drop the weak references, because swap_tensors refuses tensors that have any.
+        self._live.clear()
+        for x in live:
+            if x.source.is_ready:
+                value = x.source.value().detach()
+            else:
+                fill = float("nan") if x.is_floating_point() or x.is_complex() else 0
+                value = torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
+            # If the user holds a weak reference to the tensor, it cannot be swapped, and remains a lazy tensor that has
+            # its data.
+            if not weakref.getweakrefs(x):
+                torch.utils.swap_tensors(x, value)
+
+
+class LazyTensor(Tensor):
+    """A tensor whose data comes later from its :attr:`source`. An operator that cannot be postponed waits for it."""
+
+    source: LazySource
+
+    @staticmethod
+    def make(source: LazySource, expected: Expected) -> LazyTensor:
+        """Return a lazy tensor like ``expected`` with the data of ``source``, and add it to the live tensors."""
+        like = expected.like
+        lazy: LazyTensor = make_wrapper_subclass(
+            LazyTensor, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
+        )
+        lazy.source = source
+        source.live.add(lazy)
+        return lazy
+
+    # The methods below read data without the dispatcher, so __torch_dispatch__ does not intercept them.
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.source.value().numpy(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.source.value().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.source.value(), memo)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.source.value())
+
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = pytree.tree_map_only(LazyTensor, _ready_value, (args, kwargs or {}))
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, LazyTensor):
+                results = x.source.postpone(func, args, kwargs)
+                if results is not None:
+                    return results
+                break
+        return func(*materialize(args), **materialize(kwargs))
+
+
+def _ready_value(x: LazyTensor) -> Tensor:
+    return x.source.value() if x.source.is_ready else x
+
+
+def materialize(tree: Any) -> Any:
+    """Return the pytree ``tree`` with each lazy tensor replaced by its data. Waits for it; may be a collective call."""
+    if not any(isinstance(x, LazyTensor) for x in pytree.tree_leaves(tree)):
+        return tree
+
+    def change(x: Any) -> Any:
+        if _is_model_output(x):
+            return replace(x, **{name: materialize(value) for name, value in x.items()})
+        return x.source.value() if isinstance(x, LazyTensor) else x
+
+    return pytree.tree_map(change, tree, is_leaf=_is_model_output)
+
+
+def _is_model_output(x: Any) -> bool:
+    """Whether ``x`` is an output of diffusers or transformers, a dataclass that is also a dict of its fields.
+
+    The dict has no entries for fields that are None. A pytree contains only the entries of the dict, so it cannot
+    rebuild ``x`` if such a field is required.
+    """
+    return isinstance(x, dict) and is_dataclass(x)
+
+
+def copy_ordinary_tensors(tree: Any) -> Any:
+    """Return ``tree``, arguments of a postponed operator, with copies of its ordinary tensors, because pipelines may
+    change these (latents, for example) in place.
+    """
+    return pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, LazyTensor) else x.clone(), tree)
+
+
+def run_without_data(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return the results of ``func`` as meta tensors; None if their shapes cannot be computed without data."""
+
+    def without_data(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    args, kwargs = pytree.tree_map_only(Tensor, without_data, (args, kwargs))
+    try:
+        return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        # Either the operator has no meta kernel, or the shapes of its results depend on data, or the arguments are
+        # invalid. The caller then runs the operator on data, which raises the right error for invalid arguments.
+        return None

@@ -1,0 +1,80 @@
+"""Apply a plan to a model in place, and remove it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from para_core.attention.attention_options import AttnOptions
+from para_core.attention.local import AttnFunc
+from para_core.distributed.agree import RequireEqual
+from para_core.distributed.mesh import MeshDim, SequenceMesh
+from para_core.instance.modules import submodules_of
+from para_core.instance.record import empty_slots, fill_slot
+from para_core.instance.slots import Slot
+from para_core.option_values import Backend
+from para_core.plans.plan import Plan
+from para_core.plans.published_plan import published_plan
+from para_core.plans.region import Region, region_of
+from para_core.torch_internals import CALL_WITH_HOOKS
+
+
+def apply_plan(
+    module: nn.Module,
+    plan: Plan | Mapping[str, Any],
+    mesh: SequenceMesh,
+    *,
+    batch: MeshDim | None = None,
+    require_equal: RequireEqual | None = None,
+    options: AttnOptions | None = None,
+    attn_func: AttnFunc | None = None,
+    cross_backend: Backend | None = None,
+    on_one_rank: bool = False,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    written_for: type | None = None,
+) -> None:
+    """Change ``module`` in place so that its calls run over ``mesh``, with sharded inputs, attention over all ranks and
+    gathered outputs. A plan that was applied before is replaced.
+
+    On a mesh of one rank nothing is applied, unless ``options.backend``, ``attn_func``, ``cross_backend`` or
+    ``on_one_rank`` is given, or ``batch`` splits samples. Inside
+    :func:`~para_core.distributed.agree.inputs_verified`, neither ``require_equal`` nor ``around`` is called.
+
+    Args:
+        plan: A :class:`Plan`, or a ``_cp_plan`` of diffusers.
+        batch: The mesh dim over which the samples of a batch are split, if ``plan.batched`` is set.
+        require_equal: Called with the arguments of each eager call; raises if they differ between ranks.
+        attn_func: Computes local attention instead of SDPA.
+        options, cross_backend: As in :meth:`Region.use`.
+        on_one_rank: Whether to apply the plan on one rank too, because :meth:`Region.use` may set other options later.
+        around: Returns a context manager in which each eager call runs, entered after ``require_equal``.
+        written_for: The class of ``module``, or a base class of it, whose code the plan describes. Other code inside
+            ``module`` then gets a :class:`ForeignCodeWarning`. None if the plan was written for this very module.
+
+    Raises:
+        ValueError: The plan names a module that does not exist.
+    """
+    remove_plan(module)
+    if not isinstance(plan, Plan):
+        plan = published_plan(plan)
+    options = options or AttnOptions()
+    region = Region(module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around, written_for)
+    is_default_attention = options.backend is None and cross_backend is None and attn_func is None
+    if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
+        return
+    region.attach(module)
+    region.check_new_code(module)
+    fill_slot(module, Slot.PLAN, {CALL_WITH_HOOKS: region.run, "__call__": region.call_outer}, owner=region)
+
+
+def remove_plan(module: nn.Module) -> None:
+    """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
+    region = region_of(module)
+    if region is not None:
+        for submodule, (attribute, heads) in region.heads.items():
+            setattr(submodule, attribute, heads)
+        region.check.release()
+        empty_slots([*submodules_of(module), *region.submodules.values()], Slot.PLAN)

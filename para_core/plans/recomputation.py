@@ -1,0 +1,34 @@
+"""Bind functions that a backward computes again to the call of a planned model in which they ran first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from para_core.modes import fused_encoder
+from para_core.plans.planned_attention import Interception, PlannedAttention
+from para_core.torch_internals import is_in_backward
+
+if TYPE_CHECKING:
+    from para_core.plans.region import Region
+
+
+def bind_to_call(region: Region, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that, if a backward calls it, runs ``function`` with the segments and attention of now."""
+    planned, segments = planned.within(planned.attending), dict(region.executor.segments)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not is_in_backward():
+            return function(*args, **kwargs)
+        before = region.executor.segments
+        interception = Interception(planned.within(planned.attending), at_dispatcher=False)
+        region.interceptions.append(interception)
+        region.executor.segments = dict(segments)
+        try:
+            with fused_encoder.disabled_if(region.has_encoders), interception.entered():
+                return function(*args, **kwargs)
+        finally:
+            region.interceptions.pop()
+            region.executor.segments = before
+
+    return run
