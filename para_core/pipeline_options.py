@@ -27,9 +27,9 @@ class AttentionChoices:
         RotateMethod | None,
         Option(
             200,
-            "How keys and values travel around the ring: from neighbour to neighbour; all at once; or in a grid of "
-            "ring ranks, where queries travel along rows and keys along columns. All are exact. Defaults to "
-            '`"alltoall"`, or to the prediction of `plan_mesh` if there is no `mesh`.',
+            "How keys and values travel around the ring: from neighbour to neighbour; all at once; or in a"
+            " grid of ring ranks, where queries travel along rows and keys along columns. All are exact. "
+            'Defaults to `"alltoall"`, or to the prediction of `plan_mesh` if there is no `mesh`.',
             default='`"alltoall"`, or as the planner predicts',
             needs_ranks=True,
             command=Command("Ring: alltoall, allgather or 2d.", "HOW", RANKS),
@@ -39,11 +39,11 @@ class AttentionChoices:
         Backend | AttentionSchedule | None,
         Option(
             65,
-            'The backend of local attention in the transformers, also on one rank: one of PyTorch\'s, `"triton"` '
-            '(docs/kernels.md), or a library that is installed: `"flash3"`, `"flash4"`. `"triton-int8"` and `"sage"` '
-            "are **not exact**; an `AttentionSchedule` confines them to the steps in the middle. Defaults to the "
-            "choice of SDPA, or on several ranks to what the transformer's own `set_attention_backend` names "
-            "(docs/pipelines.md).",
+            "The backend of local attention in the transformers, also on one rank: one of PyTorch's, "
+            '`"triton"` (docs/kernels.md), or a library that is installed: `"flash3"`, `"flash4"`. '
+            '`"triton-int8"` and `"sage"` are **not exact**; an `AttentionSchedule` confines them to the '
+            "steps in the middle. Defaults to the choice of SDPA, or on several ranks to what the "
+            "transformer's own `set_attention_backend` names (docs/pipelines.md).",
             form="`str` or `AttentionSchedule`",
             default="see below",
             page="own_model.md#attention-of-your-own-on-each-device",
@@ -55,8 +55,8 @@ class AttentionChoices:
         Backend | None,
         Option(
             70,
-            "The backend of attention to another sequence, such as the text of Wan. Defaults to the choice of SDPA, or "
-            "to `backend` if that sequence is sharded.",
+            "The backend of attention to another sequence, such as the text of Wan. Defaults to the choice"
+            " of SDPA, or to `backend` if that sequence is sharded.",
             form="`str`",
             default="see below",
             expected=f"one of {', '.join(BACKENDS)}",
@@ -67,10 +67,11 @@ class AttentionChoices:
         bool,
         Option(
             270,
-            "Whether to compare the transformers with the unmodified ones, which run on the whole inputs: at the first "
-            "call with each size, and again after code inside them has changed. It costs one more call of the "
-            "transformer, and its memory. If they differ by more than rounding, every rank raises and names the first "
-            "module that differs; if not, the error is logged at level INFO.",
+            "Whether to compare the transformers with the unmodified ones, which run on the whole inputs: "
+            "at the first call with each size, and again after code inside them has changed. It costs one "
+            "more call of the transformer, and its memory. If they differ by more than rounding, every "
+            "rank raises and names the first module that differs; if not, the error is logged at level "
+            "INFO.",
             page="pipelines.md#code-of-your-own-and-verifytrue",
             command=Command("Compare each new size with the unmodified model.", "", RANKS),
         ),
@@ -119,10 +120,11 @@ class PipelineChoices(AttentionChoices):
         TextEncoders | None,
         Option(
             130,
-            "Where the weights of the text encoders are: on every rank; sharded over all ranks by FSDP2; in host "
-            "memory, from which each layer is copied to the device while it runs; or the same, but only the first rank "
-            'runs them and sends their outputs to the others. All are exact (docs/weights.md). Defaults to `"fsdp"` '
-            "if `weights` shards the transformer, and to leaving them as they are otherwise.",
+            "Where the weights of the text encoders are: on every rank; sharded over all ranks by FSDP2; "
+            "in host memory, from which each layer is copied to the device while it runs; or the same, but"
+            " only the first rank runs them and sends their outputs to the others. All are exact "
+            '(docs/weights.md). Defaults to `"fsdp"` if `weights` shards the transformer, and to leaving '
+            "them as they are otherwise.",
             default='`"fsdp"` with sharded `weights`, else unchanged',
             page="weights.md#text-encoders",
             none="to leave them as they are",
@@ -134,8 +136,8 @@ class PipelineChoices(AttentionChoices):
         VaePlacement | None,
         Option(
             180,
-            "Where the weights of the autoencoders of images and of sound are, as for text encoders. With `vae=True` "
-            'all but `"first"` are possible. Defaults to leaving them as they are.',
+            "Where the weights of the autoencoders of images and of sound are, as for text encoders. With "
+            '`vae=True` all but `"first"` are possible. Defaults to leaving them as they are.',
             default="unchanged",
             page="weights.md#text-encoders",
             none="to leave them as they are",
@@ -146,8 +148,9 @@ class PipelineChoices(AttentionChoices):
         int | None,
         Option(
             150,
-            "With `offload`, the number of first blocks that stay on the device, by default 1. Without `offload` it is "
-            "refused. A step that a cache skips copies nothing if these include the first blocks of the cache.",
+            "With `offload`, the number of first blocks that stay on the device, by default 1. Without "
+            "`offload` it is refused. A step that a cache skips copies nothing if these include the first "
+            "blocks of the cache.",
             default="1",
             expected="a number of blocks",
             at_least=0,

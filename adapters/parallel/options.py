@@ -34,13 +34,14 @@ class TransformerOptions(AttentionChoices):
         Mesh | GuidedMesh | None,
         Option(
             10,
-            "Ranks to use, with a `ring` or `ulysses` dim, or both; it may be a slice of a larger mesh. Ranks along "
-            "`batch` compute different branches of guidance. Ranks along `pipe` hold consecutive transformer blocks "
-            "and free the others (docs/stages.md), so move the pipeline to its device before. With a UNet, the ranks "
-            "of the other dims shard the rows of its images. Defaults to all ranks, in the mesh that `plan_mesh` "
-            "predicts to be fastest at the pipeline's default sizes. If there is no prediction (unknown device or "
-            "model, several hosts), two branches of guidance get half of the ranks each; the ranks of a branch go to "
-            "Ulysses, up to the number of heads, then to the ring. Defaults to one rank if `WORLD_SIZE` is unset or 1. "
+            "Ranks to use, with a `ring` or `ulysses` dim, or both; it may be a slice of a larger mesh. "
+            "Ranks along `batch` compute different branches of guidance. Ranks along `pipe` hold "
+            "consecutive transformer blocks and free the others (docs/stages.md), so move the pipeline to "
+            "its device before. With a UNet, the ranks of the other dims shard the rows of its images. "
+            "Defaults to all ranks, in the mesh that `plan_mesh` predicts to be fastest at the pipeline's "
+            "default sizes. If there is no prediction (unknown device or model, several hosts), two "
+            "branches of guidance get half of the ranks each; the ranks of a branch go to Ulysses, up to "
+            "the number of heads, then to the ring. Defaults to one rank if `WORLD_SIZE` is unset or 1. "
             "The choice is logged at level INFO.",
             form="`DeviceMesh` or `ProcessGroup`",
             default="predicted to be fastest by [`plan_mesh`](planner.md)",
@@ -53,8 +54,8 @@ class TransformerOptions(AttentionChoices):
         Text | None,
         Option(
             20,
-            "Whether text tokens are sharded like image tokens or kept on every rank. Both are exact. Defaults to the "
-            "faster one for the model.",
+            "Whether text tokens are sharded like image tokens or kept on every rank. Both are exact. "
+            "Defaults to the faster one for the model.",
             default="the faster one for the model",
             none="for the faster one",
         ),
@@ -63,8 +64,8 @@ class TransformerOptions(AttentionChoices):
         Adapter | None,
         Option(
             30,
-            "Facts about a transformer that is not supported. For a supported class it replaces the adapter of "
-            "para_core.",
+            "Facts about a transformer that is not supported. For a supported class it replaces the "
+            "adapter of para_core.",
             default="that of the class",
             page="new_model.md",
             # Checked with the model that it describes.
@@ -75,8 +76,9 @@ class TransformerOptions(AttentionChoices):
         bool,
         Option(
             40,
-            "Whether to skip the comparison of arguments over the ranks, made once per call. Arguments that differ "
-            "then give wrong results or a hang. Random numbers are those of the first rank in both cases.",
+            "Whether to skip the comparison of arguments over the ranks, made once per call. Arguments "
+            "that differ then give wrong results or a hang. Random numbers are those of the first rank in "
+            "both cases.",
         ),
     ] = False
     comm_dtype: Annotated[
@@ -164,10 +166,10 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         timedelta | float | None,
         Option(
             260,
-            "How long the ranks of the mesh wait for a rank that does not answer; set on the process groups of the "
-            "mesh. Afterwards gloo raises, and NCCL ends the process. If several pipelines set it on the same groups, "
-            "the latest one that has not been undone is in effect. Defaults to leaving the time-outs of the groups "
-            "unchanged.",
+            "How long the ranks of the mesh wait for a rank that does not answer; set on the process "
+            "groups of the mesh. Afterwards gloo raises, and NCCL ends the process. If several pipelines "
+            "set it on the same groups, the latest one that has not been undone is in effect. Defaults to "
+            "leaving the time-outs of the groups unchanged.",
             form="`timedelta` or `float` in seconds",
             default="that of the groups",
             page="several_nodes.md#time-outs",
@@ -179,8 +181,8 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         Method | Literal["replicate"] | None,
         Option(
             120,
-            "How weights are distributed: sharded as by `shard_weights(pipe, mesh, method=weights)`, or all of them on "
-            "every rank. Defaults to leaving them as they are.",
+            "How weights are distributed: sharded as by `shard_weights(pipe, mesh, method=weights)`, or "
+            "all of them on every rank. Defaults to leaving them as they are.",
             default="unchanged",
             page="weights.md",
             none="to leave them as they are",
@@ -190,9 +192,9 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         Literal["blocks"] | None,
         Option(
             140,
-            "Keeps the blocks of the transformers in host memory, also on one rank; each is copied to the device "
-            "before it runs, and on CUDA while the block before it runs. Exact (docs/weights.md). Defaults to leaving "
-            "them on the device.",
+            "Keeps the blocks of the transformers in host memory, also on one rank; each is copied to the "
+            "device before it runs, and on CUDA while the block before it runs. Exact (docs/weights.md). "
+            "Defaults to leaving them on the device.",
             default="off",
             page="weights.md#blocks-in-host-memory",
             none="to leave them as they are",
@@ -202,9 +204,9 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         PipeFusion | None,
         Option(
             250,
-            "Lets the stages of a mesh with `pipe` work at the same time, on patches that attend to keys of the "
-            "previous step. **Not exact.** On a mesh without stages a single process can compute the same result "
-            "(docs/stages.md). Defaults to exact stages.",
+            "Lets the stages of a mesh with `pipe` work at the same time, on patches that attend to keys "
+            "of the previous step. **Not exact.** On a mesh without stages a single process can compute "
+            "the same result (docs/stages.md). Defaults to exact stages.",
             default="off",
             page="stages.md",
             expected="a PipeFusion of para_core",

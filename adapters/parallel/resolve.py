@@ -86,11 +86,14 @@ def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOp
 
     Also None if ``weights="fsdp"`` and the user chose no placement: :class:`WeightsPart` then shards text encoders too.
     """
-    if options.text_encoders is None:
-        names = encoders_with_blocks(pipe) if options.weights == "tensor" and mesh.ranks > 1 else []
-        # If the user has offloaded the text encoders, leave them in host memory.
-        return "fsdp" if names and not any(map(offloader_of, text_encoders_of(pipe).values())) else None
-    return "replicate" if options.text_encoders == "fsdp" and mesh.ranks == 1 else options.text_encoders
+    if options.text_encoders == "fsdp" and mesh.ranks == 1:
+        return "replicate"
+    if options.places_encoders or options.weights != "tensor" or mesh.ranks == 1:
+        return options.text_encoders
+    # If the user has offloaded the text encoders, leave them in host memory.
+    if not encoders_with_blocks(pipe) or any(map(offloader_of, text_encoders_of(pipe).values())):
+        return None
+    return "fsdp"
 
 
 def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None) -> None:

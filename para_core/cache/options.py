@@ -135,9 +135,9 @@ class CacheOptions:
         float,
         Option(
             10,
-            "Skip a step if mean|r - r₀| / mean|r₀| is below this value, where r is the first-block residual of the "
-            "step and r₀ that of the last computed step. Larger values are faster and deviate more from the original "
-            "result; 0 computes every step.",
+            "Skip a step if mean|r - r₀| / mean|r₀| is below this value, where r is the first-block "
+            "residual of the step and r₀ that of the last computed step. Larger values are faster and "
+            "deviate more from the original result; 0 computes every step.",
             default="of the model family",
             at_least=0.0,
         ),
@@ -162,9 +162,9 @@ class CacheOptions:
         Collection[int] | Sequence[bool] | None,
         Option(
             50,
-            "The steps to compute, as indices in the schedule (-1 is the last step) or as one bool per step. Indices "
-            "that a shorter schedule does not have are left out. All other steps are skipped, except the first step of "
-            "a branch. The threshold and the rule then have no effect.",
+            "The steps to compute, as indices in the schedule (-1 is the last step) or as one bool per "
+            "step. Indices that a shorter schedule does not have are left out. All other steps are "
+            "skipped, except the first step of a branch. The threshold and the rule then have no effect.",
             form="`Collection[int]` or `Sequence[bool]`",
             is_checked=False,
         ),
@@ -182,8 +182,8 @@ class CacheOptions:
         int,
         Option(
             90,
-            "Number of blocks at the start of the stack that always run. The residual of all of them together is "
-            "compared.",
+            "Number of blocks at the start of the stack that always run. The residual of all of them "
+            "together is compared.",
             at_least=1,
         ),
     ] = 1
@@ -195,9 +195,9 @@ class CacheOptions:
         int | None,
         Option(
             110,
-            "0 adds the residual of the last computed step, as plain First Block Cache does. 1 and 2 extrapolate the "
-            "last two or three residuals by a polynomial in the timestep, as TaylorSeer (arXiv:2503.06923) does. "
-            "Defaults to 1 for a pipeline with a schedule, otherwise to 0.",
+            "0 adds the residual of the last computed step, as plain First Block Cache does. 1 and 2 "
+            "extrapolate the last two or three residuals by a polynomial in the timestep, as TaylorSeer "
+            "(arXiv:2503.06923) does. Defaults to 1 for a pipeline with a schedule, otherwise to 0.",
             default="1 with a schedule, else 0",
             form="`0`, `1` or `2`",
             at_least=0,
@@ -208,8 +208,8 @@ class CacheOptions:
         str | Forecast | None,
         Option(
             120,
-            'Another rule to forecast residuals, in place of `forecast_order`. `"foca"` extrapolates the last three '
-            "residuals, as FoCa (arXiv:2508.16211) does.",
+            'Another rule to forecast residuals, in place of `forecast_order`. `"foca"` extrapolates the '
+            "last three residuals, as FoCa (arXiv:2508.16211) does.",
             form='`"foca"` or `Forecast`',
             is_checked=False,
         ),
@@ -219,8 +219,8 @@ class CacheOptions:
         str | Rule,
         Option(
             140,
-            'How steps are compared. `"modulated_input"` compares the input of the first block, so a skipped step runs '
-            "no block; for FLUX.1 only, and without a default threshold.",
+            'How steps are compared. `"modulated_input"` compares the input of the first block, so a '
+            "skipped step runs no block; for FLUX.1 only, and without a default threshold.",
             form='`"first_block"`, `"modulated_input"` or `Rule`',
             is_checked=False,
         ),
@@ -229,10 +229,10 @@ class CacheOptions:
         Policy | None,
         Option(
             150,
-            "A function that takes an `Observation` and returns whether to skip the step, in place of the threshold. "
-            "It must return the same on all ranks that share a sequence, or they wait for each other. Ranks get equal "
-            "observations, so use nothing but the observation: no clock, rank or random number. In a graph its numbers "
-            "are 0-dim tensors.",
+            "A function that takes an `Observation` and returns whether to skip the step, in place of the "
+            "threshold. It must return the same on all ranks that share a sequence, or they wait for each "
+            "other. Ranks get equal observations, so use nothing but the observation: no clock, rank or "
+            "random number. In a graph its numbers are 0-dim tensors.",
             expected="a function of an Observation",
         ),
     ] = None

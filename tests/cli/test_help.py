@@ -1,5 +1,7 @@
 """``--help`` and ``--version`` answer at once, without the libraries that only a generation needs."""
 
+import dataclasses
+import inspect
 import os
 import resource
 import subprocess
@@ -10,6 +12,8 @@ import pytest
 
 import para_core
 from para_core.cli.app import app, run
+from para_core.declared_options import declarations
+from para_core.fleet.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [command.name for command in app.registered_commands]
@@ -61,6 +65,16 @@ def test_flags_are_shown_without_a_value(monkeypatch, capsys):
     run(["generate", "--help"])
     shown = " ".join(capsys.readouterr().out.replace("│", "").split())
     assert "--vae --no-vae Run the VAE on all ranks. [default: no-vae]" in shown
+
+
+def test_every_field_with_a_command_is_an_option_of_generate():
+    generate = next(command for command in app.registered_commands if command.name == "generate")
+    options = inspect.signature(generate.callback).parameters
+    declared = [each for each in declarations(Recipe) if each.option.command is not None]
+    assert {each.name for each in declared} <= {*options}
+    fields = {field.name for field in dataclasses.fields(Recipe)}
+    # The model is one of the command's inputs, and files of options are values of --config as well.
+    assert fields - {each.name for each in declared} == {"model", "config"}
 
 
 @pytest.mark.slow
