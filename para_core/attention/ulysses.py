@@ -32,7 +32,9 @@ from torch import Tensor
 
 from para_core.attention.block_rows import BlockRows
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.swap import Finish, ToHeads, ToTokens
+from para_core.attention.swap import Finish
+from para_core.attention.to_heads import ToHeads
+from para_core.attention.to_tokens import ToTokens
 from para_core.distributed.cached_property import cached_property
 from para_core.layout.sequence import Run, Segment
 

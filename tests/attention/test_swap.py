@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from para_core import Segment, SequenceLayout
 from para_core.attention import swap
 from para_core.attention.block_rows import BlockRows
-from para_core.attention.swap import ToHeads, ToTokens
+from para_core.attention.to_heads import ToHeads
+from para_core.attention.to_tokens import ToTokens
 from para_core.attention.ulysses import Heads
 from para_core.distributed.collectives import Travelling
 from para_core.distributed.mesh import MeshDim
@@ -27,7 +28,7 @@ SEGMENTS = st.lists(
 
 
 def test_the_docstrings_are_right():
-    results = doctest.testmod(import_module("para_core.attention.swap"))
+    results = doctest.testmod(import_module("para_core.attention.to_heads"))
     assert results.attempted > 0
     assert results.failed == 0
 

@@ -1,0 +1,278 @@
+"""The swap of all heads of this rank's tokens for this rank's heads of all tokens of its Ulysses group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from para_core.attention.block_rows import BlockRows
+from para_core.attention.swap import (
+    Pack,
+    Shapes,
+    Steps,
+    Swap,
+    Unpack,
+    join,
+    pack_regions,
+    pack_views,
+    unpack_regions,
+    unpack_views,
+)
+from para_core.layout.runs import join_neighbours, take
+from para_core.layout.sequence import Run
+
+
+class ToHeads(Swap):
+    """The exchange of ``[B, H, S_local, D]`` for ``[B, H_local, S_block, D]``.
+
+    Replicated tokens are not sent: each rank takes its own heads of them. With ``replicated`` they are sent and summed
+    over the ranks, as the gradients of copies are.
+    """
+
+    def share_tokens(self, index: int, other: int) -> bool:
+        return self.rows[index].sequence is self.rows[other].sequence
+
+    def steps_of(self, shapes: Shapes, dtype: torch.dtype, *, by_kernel: bool) -> Steps:
+        size, index = self.dim.size, self.dim.index
+        send = [
+            sum([self.numel_of_token(of, rank, shapes) * self.sizes[of[0]][index] for of in shapes.tables])
+            for rank in range(size)
+        ]
+        receive = [
+            sum([self.numel_of_token(of, index, shapes) * self.sizes[of[0]][rank] for of in shapes.tables])
+            for rank in range(size)
+        ]
+        rounds = self.comm_dtype is not None
+        if rounds or (by_kernel and len(self.rows) > 1):
+            own = [[rows.own(replicated=self.replicated)] * size for rows in self.rows]
+            pack: Pack = partial(pack_regions, self.regions(shapes, own, by_head=True), sum(send), self.comm_dtype)
+        else:
+            groups = group_ranks(self.heads)
+            pack = partial(self._pack, shapes, groups, sum(send))
+            if self._packs_views(shapes, groups):
+                pack = partial(pack_views, [self._view_shape(shapes, of_tensor) for of_tensor in range(len(self.rows))])
+        if rounds or (by_kernel and len(shapes.tables) > 1):
+            return Steps(pack, send, receive, self._regions_unpacker(shapes, dtype))
+        if len(shapes.tables) == 1 and all(rows is self.rows[0] and rows.is_rank_by_rank for rows in self.rows):
+            heads = [of_ranks[index][1] for of_ranks in self.heads]
+            table = (sum(self.sizes[0]), shapes.batch, sum(heads), shapes.widths[0])
+            return Steps(pack, send, receive, partial(unpack_views, table, heads))
+        if len(shapes.tables) == 1:
+            return Steps(pack, send, receive, partial(self._unpack_table, shapes, shapes.tables[0]))
+        return Steps(pack, send, receive, partial(self._unpack_tables, shapes))
+
+    def _packs_views(self, shapes: Shapes, groups: Sequence[RankGroup]) -> bool:
+        """Whether one view of each tensor, of all its tokens and heads, shows the slices of all ranks."""
+        if len(groups) > 1 or len(shapes.tables) > 1 or groups[0].number == 1 or self._leaves_out_replicated:
+            return False
+        return all(step == count for _, count, step in groups[0].heads)
+
+    def _view_shape(self, shapes: Shapes, index: int) -> tuple[int, ...]:
+        """Return the shape ``[B, ranks, heads, S, D]`` of tensor ``index``."""
+        tokens = self.sizes[index][self.dim.index]
+        return (shapes.batch, self.dim.size, self.heads[index][0][1], tokens, shapes.widths[index])
+
+    @property
+    def _leaves_out_replicated(self) -> bool:
+        return not self.replicated and any(rows.replicates for rows in self.rows)
+
+    def _pack(self, shapes: Shapes, groups: Sequence[RankGroup], numel: int, tensors: Sequence[Tensor]) -> Tensor:
+        """Pack with one copy if all ranks get equally many heads, otherwise with one copy per group of equal ranks."""
+        if self._leaves_out_replicated:
+            tensors = [take(x, 2, rows.own_sharded) for x, rows in zip(tensors, self.rows, strict=True)]
+        if len(groups) == 1 and len(shapes.tables) == 1:
+            views = [see_heads(x, groups[0], run) for x, run in zip(tensors, groups[0].heads, strict=True)]
+            return views[0].contiguous() if len(views) == 1 else torch.cat(views, 3)
+        if not _writes_into_buffers():
+            parts = []
+            for rank in range(self.dim.size):
+                for of in shapes.tables:
+                    own = [tensors[index].narrow(1, *self.heads[index][rank]) for index in of]
+                    parts.append(join([x.permute(2, 0, 1, 3) for x in own], 2).reshape(-1))
+            return torch.cat(parts)
+        buffer = tensors[0].new_empty(numel)
+        for group, part in _parts(buffer, groups, self, shapes):
+            before = 0
+            for of in shapes.tables:
+                views = [see_heads(tensors[index], group, group.heads[index]) for index in of]
+                count = sum([view.shape[3] for view in views])
+                shape = (*views[0].shape[:3], count, views[0].shape[4])
+                target = part.narrow(1, before, prod(shape[1:])).view(shape)
+                torch.cat(views, 3, out=target)
+                before += prod(shape[1:])
+        return buffer
+
+    def _unpack_table(
+        self, shapes: Shapes, of: Sequence[int], buffer: Tensor, tensors: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Return views of the received table if its tokens are in order, otherwise of one concatenation of its rows."""
+        heads = [self.heads[index][self.dim.index][1] for index in of]
+        table = buffer.view(sum(self.sizes[of[0]]), shapes.batch, sum(heads), shapes.widths[of[0]])
+        if all(self.rows[index] is self.rows[of[0]] for index in of):
+            return self._blocks_of(table, of, heads, tensors)
+        # Queries stay in the order of arrival, and keys and values do not.
+        queries, rest = table.split_with_sizes([heads[0], sum(heads[1:])], 2)
+        return (
+            *self._blocks_of(queries, of[:1], heads[:1], tensors),
+            *self._blocks_of(rest, of[1:], heads[1:], tensors),
+        )
+
+    def _blocks_of(
+        self, table: Tensor, of: Sequence[int], heads: list[int], tensors: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        rows = self.rows[of[0]]
+        if not rows.is_rank_by_rank:
+            own = [tensors[i].narrow(1, *self.heads[i][self.dim.index]).permute(2, 0, 1, 3) for i in of]
+            table = self._summed(rows, table) if self.replicated else _in_order(rows, table, own)
+        blocks = table.permute(1, 2, 0, 3)
+        # Use split_with_sizes(), because split() is implemented in Python and slower.
+        return (blocks,) if len(heads) == 1 else blocks.split_with_sizes(heads, 1)
+
+    def _summed(self, rows: BlockRows, table: Tensor) -> Tensor:
+        """Return ``table``, which arrived rank by rank, in the order of the block, with sums of replicated tokens."""
+        starts, parts = rows.arrival_starts(replicated=True), []
+        for rank, number in rows.in_order:
+            row = rows.of_peers[rank][number]
+            if row.replicated:
+                copies = [table.narrow(0, of[number], row.length) for of in starts]
+                parts.append(torch.stack(copies).sum(0))
+            else:
+                parts.append(table.narrow(0, starts[rank][number], row.length))
+        return join(parts, 0)
+
+    def _unpack_tables(self, shapes: Shapes, buffer: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Concatenate the parts of each table, and put its rows in order."""
+        buffer, results = buffer.view(-1), list(tensors)
+        received: list[list[Tensor]] = [[] for _ in shapes.tables]
+        offset = 0
+        for rank in range(self.dim.size):
+            for number, of in enumerate(shapes.tables):
+                heads = sum([self.heads[index][self.dim.index][1] for index in of])
+                shape = (self.sizes[of[0]][rank], shapes.batch, heads, shapes.widths[of[0]])
+                received[number].append(buffer.narrow(0, offset, prod(shape)).view(shape))
+                offset += prod(shape)
+        for of, parts in zip(shapes.tables, received, strict=True):
+            blocks = self._unpack_table(shapes, of, torch.cat(parts), tensors)
+            for index, block in zip(of, blocks, strict=True):
+                results[index] = block
+        return results
+
+    def _regions_unpacker(self, shapes: Shapes, dtype: torch.dtype) -> Unpack:
+        index = self.dim.index
+        blocks = [[_sharded_blocks(rows, rank) for rank in range(self.dim.size)] for rows in self.rows]
+        regions = self.regions(shapes, blocks, by_head=False)
+        # B, H, S and D of each result.
+        sizes = [
+            size
+            for rows, heads, width in zip(self.rows, self.heads, shapes.widths, strict=True)
+            for size in (shapes.batch, heads[index][1], rows.size, width)
+        ]
+
+        def unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            results = unpack_regions(buffer, regions, sizes, self.comm_dtype, dtype)
+            for result, x, rows, heads in zip(results, tensors, self.rows, self.heads, strict=True):
+                for row in rows.of_peers[index]:
+                    if row.replicated:
+                        own = x.narrow(2, row.local, row.length).narrow(1, *heads[index])
+                        result.narrow(2, row.block, row.length).copy_(own)
+            return results
+
+        return unpack
+
+
+def _in_order(rows: BlockRows, table: Tensor, own: Sequence[Tensor]) -> Tensor:
+    """Return ``table``, ``[tokens, B, heads, D]``, which arrived rank by rank, in the order of the block.
+
+    Replicated tokens come from ``own``: this rank's tensors, ``[S_local, B, heads, D]`` with this rank's heads.
+    """
+    parts = []
+    for replicated, run in rows.arrivals:
+        if replicated:
+            parts.append(join([x.narrow(0, *run) for x in own], 2))
+        else:
+            parts.append(table.narrow(0, *run))
+    return join(parts, 0) if parts else table
+
+
+class RankGroup(NamedTuple):
+    """Consecutive ranks from ``first`` on whose slices of heads are equally large and begin at equal distances.
+
+    ``heads`` has ``(start, count, step)`` for each tensor: rank ``first + i`` gets ``count`` heads from ``start + i ·
+    step`` on. ``step`` is ``count``, or 0 if all ranks get the same heads.
+    """
+
+    first: int
+    number: int
+    heads: tuple[tuple[int, int, int], ...]
+
+
+def group_ranks(heads: Sequence[Sequence[Run]]) -> list[RankGroup]:
+    """Split the ranks into groups with equal numbers of heads. ``heads[k][i]`` is the run of rank i for tensor k.
+
+    >>> group_ranks([[(0, 2), (2, 2), (4, 1)]])
+    [RankGroup(first=0, number=2, heads=((0, 2, 2),)), RankGroup(first=2, number=1, heads=((4, 1, 1),))]
+    """
+    groups: list[RankGroup] = []
+    for rank, runs in enumerate(zip(*heads, strict=True)):
+        steps = _steps_to(groups[-1], runs) if groups else None
+        if steps is None:
+            groups.append(RankGroup(rank, 1, tuple([(start, count, count) for start, count in runs])))
+        else:
+            last = groups[-1]
+            grown = tuple([(start, count, step) for (start, count, _), step in zip(last.heads, steps, strict=True)])
+            groups[-1] = RankGroup(last.first, last.number + 1, grown)
+    return groups
+
+
+def _steps_to(group: RankGroup, runs: Sequence[Run]) -> list[int] | None:
+    """Return the step of each run of ``group`` if a rank with ``runs`` joins it; None if it cannot.
+
+    If the group has only one rank, its step is still open: it may become ``count`` or 0.
+    """
+    steps = []
+    for (first, count, step), (start, number) in zip(group.heads, runs, strict=True):
+        possible = (count, 0) if group.number == 1 else (step,)
+        fitting = [distance for distance in possible if start == first + group.number * distance]
+        if number != count or not fitting:
+            return None
+        steps.append(fitting[0])
+    return steps
+
+
+def see_heads(x: Tensor, group: RankGroup, run: tuple[int, int, int]) -> Tensor:
+    """Return a view ``[ranks, S, B, heads, D]`` of ``x``, ``[B, H, S, D]``, that shows the heads of each rank."""
+    start, count, step = run
+    batch, heads, tokens, width = x.shape
+    if step == 0 or group.number == 1:
+        own = x if count == heads else x.narrow(1, start, count)
+        return own.permute(2, 0, 1, 3).expand(group.number, tokens, batch, count, width)
+    if group.number * count != heads:
+        x = x.narrow(1, start, group.number * count)
+    return x.view(batch, group.number, count, tokens, width).permute(1, 3, 0, 2, 4)
+
+
+def _parts(
+    buffer: Tensor, groups: Sequence[RankGroup], swap: ToHeads, shapes: Shapes
+) -> Iterator[tuple[RankGroup, Tensor]]:
+    """Yield each group of ranks with its part of the buffer, ``[ranks, elements per rank]``."""
+    offset = 0
+    for group in groups:
+        each = sum(
+            [swap.numel_of_token(of, group.first, shapes) * swap.sizes[of[0]][swap.dim.index] for of in shapes.tables]
+        )
+        yield group, buffer.narrow(0, offset, group.number * each).view(group.number, each)
+        offset += group.number * each
+
+
+def _sharded_blocks(rows: BlockRows, rank: int) -> list[Run]:
+    return join_neighbours([(row.block, row.length) for row in rows.of_peers[rank] if not row.replicated])
+
+
+def _writes_into_buffers() -> bool:
+    """Whether tensors may be written into a buffer: autograd and graphs need a concatenation in its place."""
+    return not (torch.is_grad_enabled() or torch.compiler.is_compiling())
