@@ -75,7 +75,9 @@ def tensor_plan_for(module: nn.Module) -> TensorPlan | None:
     if adapter.tensor is not None:
         return adapter.tensor
     published: Any = getattr(module, "_tp_plan", None)
-    return published_tensor_plan(published) if published else None
+    if not published:
+        return None
+    return published_tensor_plan(published)
 
 
 def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | None:
@@ -83,7 +85,9 @@ def adapter_for(module: nn.Module, adapter: Adapter | None = None) -> Adapter | 
 
     ``adapter`` has priority over the library's for the same class.
     """
-    candidates = ADAPTERS if adapter is None else (adapter, *ADAPTERS)
+    candidates = list(ADAPTERS)
+    if adapter is not None:
+        candidates.insert(0, adapter)
     names = [cls.__name__ for cls in type(module).__mro__]
     return next((candidate for name in names for candidate in candidates if candidate.transformer == name), None)
 
