@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     (
         "kernels",
+        "para_core/declared_options.py",
         "para_core/option_values.py",
         "para_core/progress.py",
         "para_core/torch_internals.py",
@@ -24,11 +25,12 @@ LAYERS = (
         "para_core/triton_support.py",
         "para_core/foreign_errors.py",
     ),
+    ("para_core/call_checks.py",),
     ("para_core/launcher",),
     ("para_core/distributed",),
     ("para_core/layout",),
     ("para_core/attention",),
-    ("para_core/modes",),
+    ("para_core/pipeline_options.py", "para_core/modes"),
     ("para_core/recorder",),
     ("para_core/plans",),
     ("para_core/cfg",),
