@@ -112,14 +112,6 @@ class RunOptions(RecipeOptions):
     """Options of the commands that generate."""
 
 
-class LoadOptions(RecipeOptions):
-    """Options of commands that only load a pipeline."""
-
-    @classmethod
-    def parameters(cls) -> list[Parameter]:
-        return [_CONFIG, *_parameters_of_recipe(lambda command: command.loads)]
-
-
 class PlanOptions(RecipeOptions):
     """Options of ``para_core plan`` that are those of a recipe."""
 
@@ -129,11 +121,11 @@ class PlanOptions(RecipeOptions):
 
 
 def _parameters_of_recipe(has: Callable[[Command], bool]) -> list[Parameter]:
-    """Return a parameter for each field of a recipe whose command ``has``, those that loading needs first."""
+    """Return a parameter for each field of a recipe for which ``has`` its command, in the order of the help."""
     commands = [(declaration, declaration.option.command) for declaration in declarations(Recipe)]
     declared = [(declaration, command) for declaration, command in commands if command is not None and has(command)]
     parameters: list[Parameter] = []
-    for declaration, command in sorted(declared, key=lambda each: (each[1].panel, not each[1].loads)):
+    for declaration, command in sorted(declared, key=lambda each: each[1].panel):
         parameters.append(_parameter(declaration, command))
         if declaration.name == "backend":
             parameters.append(_SCHEDULE)
@@ -214,10 +206,9 @@ def with_fields(command: Callable[..., None]) -> Callable[..., None]:
     A group is a dataclass, whose fields are the options, or :class:`RecipeOptions`.
 
     Example:
-        >>> def generate(*, load: LoadOptions, seed: int = 0) -> None: ...
-        >>> list(signature(with_fields(generate)).parameters)
-        ['config', 'pipeline', 'controlnet', 'backend', 'attention_schedule', 'cross_backend', 'dtype',
-        'trust_remote_code', 'mesh', 'seed']
+        >>> def bench(*, group: GroupOptions, runs: int = 3) -> None: ...
+        >>> list(signature(with_fields(bench)).parameters)
+        ['ranks', 'memory', 'replicas', 'runs']
     """
     parameters: list[Parameter] = []
     groups: dict[str, Any] = {}

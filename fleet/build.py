@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -55,8 +55,9 @@ def find_model(
     """
     import diffusers
 
-    defaults = TINY_FLUX_FIELDS if name is None else {}
-    name = str(find_tiny_flux()) if name is None else name
+    defaults: Mapping[str, Any] = {}
+    if name is None:
+        defaults, name = TINY_FLUX_FIELDS, str(find_tiny_flux())
     selection = select_pipeline(name, pipeline=pipeline, config=config, controlnet=controlnet)
     if selection.index.modular:
         return describe_modular(name, open_modular(name, trust_remote_code=trust_remote_code))
@@ -77,15 +78,19 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
 
     Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = _device_type()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     sizes = {f"max_{name}_dim_size": size for name, size in recipe.mesh}
-    mesh: Any = init_context_parallel_mesh(device, **sizes) if sizes and ranks > 1 else None
+    mesh: Any = None
+    if sizes and ranks > 1:
+        mesh = init_context_parallel_mesh(device, **sizes)
     if not dist.is_initialized():
         # A launcher may have set WORLD_SIZE, which parallelize_pipe takes for a missing process group.
         mesh = one_guided_rank(device)
-    weights = None if ranks == 1 else recipe.sharding
+    weights = recipe.sharding
     options = values_of(recipe, PipelineChoices)
+    if ranks == 1:
+        weights, options["vae"] = None, False
     if recipe.offload == "blocks" and not recipe.places_encoders:
         options["text_encoders"] = "offload"
     if weights is not None and not recipe.lora and recipe.config is None and not has_modular_index(recipe.model):
@@ -108,8 +113,12 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         pipe = _load_whole(recipe, weights, device, encode_first)
     if not recipe.places_encoders and not text_encoders_of(pipe):
         options["text_encoders"] = None
-    if ranks == 1:
-        options["vae"] = False
+    if recipe.offload == "blocks":
+        options["offload"] = "blocks"
+    if recipe.pipefusion is not None:
+        options["pipefusion"] = PipeFusion(recipe.pipefusion)
+    if recipe.comm_dtype is not None:
+        options["comm_dtype"] = COMM_DTYPES[recipe.comm_dtype]
     if recipe.verify:
         _show_checks()
     if ranks > 1:
@@ -118,9 +127,6 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         pipe,
         mesh=mesh,
         weights=weights,
-        offload="blocks" if recipe.offload == "blocks" else None,
-        pipefusion=None if recipe.pipefusion is None else PipeFusion(recipe.pipefusion),
-        comm_dtype=None if recipe.comm_dtype is None else COMM_DTYPES[recipe.comm_dtype],
         timeout=recipe.timeout,
         **options,
     )
@@ -129,11 +135,20 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     if recipe.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     if recipe.cache is not None:
-        apply_cache_on_pipe(pipe, residual_diff_threshold=None if recipe.cache == "default" else recipe.cache)
+        options_of_cache: dict[str, Any] = {}
+        if recipe.cache != "default":
+            options_of_cache["residual_diff_threshold"] = recipe.cache
+        apply_cache_on_pipe(pipe, **options_of_cache)
     _compile(pipe, recipe.compile)
     if not is_modular(pipe):
         pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _device_type() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
 
 
 def _show_checks() -> None:
@@ -152,8 +167,10 @@ def build_unmodified(recipe: Recipe) -> Any:
     LoRAs and quantization are applied. If the recipe shards weights or keeps them in host memory, diffusers' model
     offload is enabled, because all weights may not fit on this rank's GPU.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    offload: Offload | None = "model" if recipe.moves_weights and device == "cuda" else None
+    device = _device_type()
+    offload: Offload | None = None
+    if recipe.moves_weights and device == "cuda":
+        offload = "model"
     pipe = _load_whole(replace(recipe.without_placements, weights="replicate", offload=offload), None, device, None)
     if offload is not None:
         pipe.enable_model_cpu_offload(device=device)
@@ -168,7 +185,9 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
     ``weights`` says how the caller will shard the weights, None for not at all.
     """
     quantize, dtype = recipe.quantize, dtype_of(recipe)
-    early = quantize if weights is None else None
+    early = quantize
+    if weights is not None:
+        early = None
     if recipe.config is None and has_modular_index(recipe.model):
         pipe = load_modular(recipe.model, dtype=dtype, quantize=early, trust_remote_code=recipe.trust_remote_code)
     else:
@@ -225,7 +244,9 @@ def mesh_shape(pipe: Any) -> dict[str, int]:
 def dtype_of(recipe: Recipe) -> torch.dtype:
     """Return the dtype in which this process loads the pipeline of ``recipe``."""
     if recipe.dtype == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        if torch.cuda.is_available():
+            return torch.bfloat16
+        return torch.float32
     dtype: torch.dtype = getattr(torch, recipe.dtype)
     return dtype
 

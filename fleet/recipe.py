@@ -28,21 +28,21 @@ class Recipe(PipelineChoices):
     model: str  # folder, repository on the Hub, or single file
     pipeline: Annotated[
         str | None,  # class of diffusers that loads the model; None for that of its index
-        Option(50, command=Command("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE, loads=True)),
+        Option(50, command=Command("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE)),
     ] = None
     config: str | None = None  # folder or repository with the configs of a single file
     controlnet: Annotated[
         tuple[str, ...],  # folders or repositories of ControlNets for the class
-        Option(60, command=Command("Folder or Hub name of a ControlNet.", "NAME", PIPELINE, loads=True)),
+        Option(60, command=Command("Folder or Hub name of a ControlNet.", "NAME", PIPELINE)),
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],  # "auto": bfloat16 on a GPU, float32 elsewhere
-        Option(300, command=Command("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE, loads=True)),
+        Option(80, command=Command("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)),
     ] = "auto"
     # Largest sizes of mesh dims, with names of mesh_shape.MESH_NAMES. Empty leaves the choice to parallelize_pipe.
     mesh: Annotated[
         tuple[tuple[str, int], ...],
-        Option(10, command=Command("Largest sizes: batch=2,ring=2.", "DIMS", RANKS, loads=True)),
+        Option(10, command=Command("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)),
     ] = ()
     cache: Annotated[
         float | Literal["default"] | None,  # threshold of First Block Cache, or that of the model family
@@ -81,7 +81,7 @@ class Recipe(PipelineChoices):
     timeout: Annotated[float, Option(260, command=Command("Seconds that ranks wait.", "S", RANKS))] = 600
     trust_remote_code: Annotated[
         bool,  # whether code of a modular pipeline's repository may run
-        Option(310, command=Command("Run a modular repository's code.", "", PIPELINE, loads=True)),
+        Option(90, command=Command("Run a modular repository's code.", "", PIPELINE)),
     ] = False
 
     def __post_init__(self) -> None:
@@ -119,7 +119,9 @@ class Recipe(PipelineChoices):
     @property
     def sharding(self) -> Literal["fsdp", "tensor"] | None:
         """The way to shard the weights. None if each rank holds all of them."""
-        return None if self.weights == "replicate" else self.weights
+        if self.weights == "replicate":
+            return None
+        return self.weights
 
     @property
     def moves_weights(self) -> bool:
@@ -129,11 +131,11 @@ class Recipe(PipelineChoices):
     @property
     def encoders_placement(self) -> TextEncoders:
         """The placement of the text encoders, with the default that follows from the other options."""
-        if self.text_encoders is not None:
-            return self.text_encoders
         if self.offload is not None:
-            return "offload"
-        return "replicate" if self.sharding is None else "fsdp"
+            return self.encoders_or("offload")
+        if self.sharding is not None:
+            return self.encoders_or("fsdp")
+        return self.encoders_or("replicate")
 
     @property
     def encoders_wait_on_host(self) -> bool:
@@ -178,12 +180,14 @@ def _check_host_memory(recipe: Recipe) -> None:
 def _check_gguf(recipe: Recipe) -> None:
     """Raise ValueError if an option needs plain weights, while the model is a GGUF file, whose weights stay packed."""
     pipe = dict(recipe.mesh).get("pipe", 1)
-    values = {
+    values: dict[str, str | None] = {
         "weights": recipe.sharding,
         "quantize": recipe.quantize,
-        "compile": None if recipe.compile == "no" else recipe.compile,
-        "mesh": f"pipe={pipe}" if pipe > 1 else None,
     }
+    if recipe.compile != "no":
+        values["compile"] = recipe.compile
+    if pipe > 1:
+        values["mesh"] = f"pipe={pipe}"
     for name, value in values.items():
         if value is not None:
             raise ValueError(
@@ -220,8 +224,10 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
     names = [name for name, value in values.items() if value is not None]
     for name in recipe.approximate_backends:
         # In a command, a schedule is an option of its own.
-        by_schedule = name == "backend" and recipe.schedule is not None
-        names.append("attention_schedule" if by_schedule else name)
+        if name == "backend" and recipe.schedule is not None:
+            names.append("attention_schedule")
+        else:
+            names.append(name)
     if recipe.comm_dtype is not None:
         names.append("comm_dtype")
     return tuple(names)

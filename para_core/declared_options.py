@@ -40,7 +40,6 @@ class Command:
         metavar: The word that stands for the value, in capitals. Empty for a flag.
         panel: The panel of ``--help`` that lists the option.
         opposite: Whether a flag has a second form that turns it off, such as ``--no-vae``.
-        loads: Whether commands that only load a pipeline have the option as well.
         plans: Whether ``para_core plan`` has the option as well.
     """
 
@@ -48,7 +47,6 @@ class Command:
     metavar: str
     panel: str
     opposite: bool = False
-    loads: bool = False
     plans: bool = False
 
 
@@ -112,7 +110,9 @@ class Declaration:
     @property
     def expected(self) -> str:
         """A description of valid values for an error message."""
-        words = [self.option.expected] if self.option.expected else self._expected_by_type()
+        words = [self.option.expected]
+        if not self.option.expected:
+            words = self._expected_by_type()
         if not self.is_optional:
             return join_words(words)
         none = f"None {self.option.none}".strip()
@@ -146,9 +146,10 @@ class Declaration:
         """
         option = self.option
         if not self.accepts(value):
-            is_unknown_name = bool(self.choices) and (isinstance(value, str) or not self.classes)
-            error = ValueError if is_unknown_name else TypeError
-            raise error(f"{self.name} is {value!r}; expected {self.expected}.")
+            message = f"{self.name} is {value!r}; expected {self.expected}."
+            if self.choices and (isinstance(value, str) or not self.classes):
+                raise ValueError(message)
+            raise TypeError(message)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_number and not option.at_least <= value <= option.at_most:
             limits = f"at least {option.at_least}"
@@ -287,7 +288,9 @@ def describe_options(options: type[Subject]) -> type[Subject]:
 
 
 def _parameter(declaration: Declaration) -> inspect.Parameter:
-    default = inspect.Parameter.empty if declaration.default is MISSING else declaration.default
+    default = declaration.default
+    if default is MISSING:
+        default = inspect.Parameter.empty
     annotation = " | ".join(_type_name(member) for member in declaration.members)
     if declaration.is_optional:
         annotation += " | None"
@@ -347,4 +350,6 @@ def join_words(words: Iterable[str]) -> str:
     'a, b or c'
     """
     *first, last = words
-    return f"{', '.join(first)} or {last}" if first else last
+    if not first:
+        return last
+    return f"{', '.join(first)} or {last}"

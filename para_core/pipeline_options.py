@@ -38,7 +38,7 @@ class AttentionChoices:
     backend: Annotated[
         Backend | AttentionSchedule | None,
         Option(
-            210,
+            65,
             'The backend of local attention in the transformers, also on one rank: one of PyTorch\'s, `"triton"` '
             '(docs/kernels.md), or a library that is installed: `"flash3"`, `"flash4"`. `"triton-int8"` and `"sage"` '
             "are **not exact**; an `AttentionSchedule` confines them to the steps in the middle. Defaults to the "
@@ -48,19 +48,19 @@ class AttentionChoices:
             default="see below",
             page="own_model.md#attention-of-your-own-on-each-device",
             expected=f"one of {', '.join(BACKENDS)}, an AttentionSchedule",
-            command=Command("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE, loads=True),
+            command=Command("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE),
         ),
     ] = None
     cross_backend: Annotated[
         Backend | None,
         Option(
-            220,
+            70,
             "The backend of attention to another sequence, such as the text of Wan. Defaults to the choice of SDPA, or "
             "to `backend` if that sequence is sharded.",
             form="`str`",
             default="see below",
             expected=f"one of {', '.join(BACKENDS)}",
-            command=Command("Attention to another sequence.", "NAME", PIPELINE, loads=True),
+            command=Command("Attention to another sequence.", "NAME", PIPELINE),
         ),
     ] = None
     verify: Annotated[
@@ -177,6 +177,10 @@ class PipelineChoices(AttentionChoices):
     def places_encoders(self) -> bool:
         """Whether the user chose where the text encoders are."""
         return self.text_encoders is not None
+
+    def encoders_or(self, default: TextEncoders) -> TextEncoders:
+        """Return the placement of the text encoders that the user chose, else ``default``."""
+        return self.text_encoders or default
 
     @property
     def encoders_in_host_memory(self) -> bool:

@@ -116,14 +116,18 @@ class SchedulerTracker:
         It is not if copies of the scheduler take the steps, or if it takes a step for each tile.
         """
         self._called = True
-        return None if self._scheduler is None or self._with_copies or self._repeats else self._num_taken
+        if self._scheduler is None or self._with_copies or self._repeats:
+            return None
+        return self._num_taken
 
     def position(self, branch: str) -> Position:
         """Return the step that the next call of the model for ``branch`` belongs to."""
         if not self._times:
             # Leave out the timesteps that the call skips at the beginning of the schedule.
             listed = getattr(self._scheduler, "timesteps", None)
-            times = [] if listed is None else [float(t) for t in listed.tolist()]
+            times = []
+            if listed is not None:
+                times = [float(t) for t in listed.tolist()]
             if original_class(self._scheduler).__name__ in _END_IS_LISTED:
                 times = times[:-1]
             begin = getattr(self._scheduler, "begin_index", None)

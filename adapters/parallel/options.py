@@ -136,8 +136,10 @@ class TransformerOptions(AttentionChoices):
     @property
     def approximations(self) -> list[str]:
         """The options with which a transformer call differs from that of one device by more than rounding."""
-        rounded = [] if self.comm_dtype is None else ["comm_dtype"]
-        return [*rounded, *self.approximate_backends]
+        names = self.approximate_backends
+        if self.comm_dtype is not None:
+            names.insert(0, "comm_dtype")
+        return names
 
     def attention(self, default_method: RotateMethod | None) -> AttnOptions:
         """Return the attention options. If ``backend`` is a schedule, they contain the exact backend of the schedule.
@@ -228,8 +230,10 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
 
     @property
     def approximations(self) -> list[str]:
-        fused = [] if self.pipefusion is None else ["pipefusion"]
-        return [*fused, *super().approximations]
+        names = super().approximations
+        if self.pipefusion is not None:
+            names.insert(0, "pipefusion")
+        return names
 
     @property
     def offloads(self) -> bool:

@@ -28,7 +28,7 @@ from para_core.adapters.vae.vae_adapter import rows_per_latent, vae_adapter
 from para_core.adapters.vae.vae_compile import traceable
 from para_core.distributed.agree import Record, check_consistent, differing_fields, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.mesh import GuidedMesh, one_guided_rank
+from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
 from para_core.instance.modules import has_compiled_parts, uncompiled
 from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slots, fill_slot, is_filled, restored_on_failure
@@ -47,9 +47,9 @@ Way = Literal["encode", "decode"]
 
 # With more ranks than this, parallelize_vae warns: the ranks wait for each other at every layer, which then takes
 # longer than the computation that they save.
-_MANY = 8
+_MOST_USEFUL_RANKS = 8
 # Ranks compare their inputs up to this number of bytes. Of a larger input they compare evenly spaced values.
-_MAX_COMPARED = 1 << 24
+_MAX_COMPARED_BYTES = 1 << 24
 _NO_TILES_IN_GRAPHS = (
     "ranks exchange the shapes of tiles, which a graph cannot do. Call the VAE uncompiled; or compile it with "
     "method='exact', and vae.disable_tiling()."
@@ -88,7 +88,7 @@ def parallelize_vae(
     Raises:
         TypeError: If the class is not supported.
         ValueError: If ``method`` or ``gather`` is unknown, ``method`` is ``"tiled"`` and the tiles of the class cannot
-            be distributed, or the first rank alone runs the autoencoder (``vae_placement="first"``).
+            be distributed, or the first rank alone runs the autoencoder.
         RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
     """
     module = uncompiled(vae)
@@ -110,12 +110,12 @@ def parallelize_vae(
     if ranks.size == 1:
         unparallelize_vae(vae)
         return vae
-    if ranks.size > _MANY and ranks.index == 0:
+    if ranks.size > _MOST_USEFUL_RANKS and ranks.index == 0:
         logger.warning(
             "parallelize_vae: %d ranks; beyond %d an image of 720 rows is not decoded faster, because ranks wait for "
             "each other at every layer. Pass a smaller mesh, and gather='first' if only one rank needs the image.",
             ranks.size,
-            _MANY,
+            _MOST_USEFUL_RANKS,
         )
     row_ranks = RowRanks(ranks, dim_groups(mesh))
     with (
@@ -161,6 +161,14 @@ def unparallelize_vae(vae: Vae) -> Vae:
     return vae
 
 
+def _gather_if_sharded(x: Any, ranks: MeshDim) -> Any:
+    """Return all rows of ``x`` if it is a tensor of which this rank holds some; ``x`` itself otherwise. Collective."""
+    rows = rows_of(x)
+    if rows is None:
+        return x
+    return gather_rows(x, rows, ranks)
+
+
 def _parts(vae: nn.Module) -> list[nn.Module]:
     parts = [getattr(vae, name, None) for name in ("encoder", "decoder")]
     return [*[part for part in parts if isinstance(part, nn.Module)], *window_attentions(vae)]
@@ -180,7 +188,9 @@ class _VaeRun:
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
             for way, name in self.ways.items()
         }
-        self.decoder = DecoderRows(self.ranks) if self.adapter.windows else None
+        self.decoder: DecoderRows | None = None
+        if self.adapter.windows:
+            self.decoder = DecoderRows(self.ranks)
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
         self.places: Places = {}
         # Sharding mode of the current call, None outside of a call that runs on rows.
@@ -290,10 +300,12 @@ class _VaeRun:
         if torch.compiler.is_compiling():
             raise RuntimeError(_NO_TILES_IN_GRAPHS)
         mode, self.mode = self.mode, None
-        ranks = self.ranks if mode is None else mode.ranks
+        ranks = self.ranks
+        if mode is not None:
+            ranks = mode.ranks
         try:
             with DisableTorchFunction():
-                args = tuple([gather_rows(x, rows, ranks) if (rows := rows_of(x)) else x for x in args])
+                args = tuple([_gather_if_sharded(x, ranks) for x in args])
             if not self.adapter.distributes_tiles:
                 return call(vae, *args, **kwargs)
             self.distributed_tiles = Tiles(ranks, replace(one_guided_rank("cpu"), batch=ranks))
@@ -332,11 +344,15 @@ class _VaeRun:
                 "ranks. Compile the method around it (vae.decode = torch.compile(vae.decode)), or "
                 "unparallelize_vae(vae)."
             )
-        values = x if x.nbytes <= _MAX_COMPARED else x.flatten()[:: -(-x.nbytes // _MAX_COMPARED)]
+        values = x
+        if x.nbytes > _MAX_COMPARED_BYTES:
+            values = x.flatten()[:: -(-x.nbytes // _MAX_COMPARED_BYTES)]
         tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
         record = {"sample": f"{list(x.shape)} {describe(values)}", "tiling": repr(sorted(tiling.items()))}
-        listed = [item for value in others for item in (value if isinstance(value, (list, tuple)) else [value])]
-        generators = [item for item in listed if isinstance(item, torch.Generator)]
+        generators: list[torch.Generator] = []
+        for value in others:
+            items = value if isinstance(value, (list, tuple)) else [value]
+            generators += [item for item in items if isinstance(item, torch.Generator)]
         if generators:
             record["generators"] = describe(generators)
         check_consistent(problem or signature(record), self.mesh, explain=self.explain, call=f"the {self.adapter.vae}")

@@ -104,7 +104,7 @@ class RingPlan:
     def tiling(self) -> Tiling:
         steps = self.spec.mesh.ring.size if self.rotates else 1
         runs = [self.key_runs(step) for step in range(steps)]
-        return Tiling(self.query_runs, runs, is_causal=self.spec.is_causal, visible=self.spec.options.block_mask)
+        return Tiling(self.query_runs, runs, self.spec.positional_masks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ class GridPlan:
         return self._tiling(self.row_runs, self.ring.spec.keys.runs(self.ring.dim.index, replicated=False))
 
     def _tiling(self, queries: Sequence[Run], own_keys: Sequence[Run]) -> Tiling:
-        return Tiling(queries, [own_keys, self.column_runs], is_causal=self.ring.spec.is_causal, visible=None)
+        return Tiling(queries, [own_keys, self.column_runs], self.ring.spec.positional_masks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +184,16 @@ class AttentionPlan:
     @cached_property
     def ulysses(self) -> UlyssesPlan | None:
         """The plan of the Ulysses exchange; None if there is only one Ulysses rank, so that no exchange is needed."""
-        return None if self.spec.mesh.ulysses.size == 1 else UlyssesPlan(self.spec, self.heads)
+        if self.spec.mesh.ulysses.size == 1:
+            return None
+        return UlyssesPlan(self.spec, self.heads, ordered=self.spec.orders_queries)
+
+    @cached_property
+    def ordered_ulysses(self) -> UlyssesPlan | None:
+        """Like :attr:`ulysses`, but with queries in the order of the sequence in every call."""
+        if self.ulysses is None or self.spec.orders_queries:
+            return self.ulysses
+        return UlyssesPlan(self.spec, self.heads, ordered=True)
 
     @cached_property
     def ring(self) -> RingPlan:
@@ -197,6 +206,11 @@ class AttentionPlan:
         if options.rotate_method != "2d" or options.by_position or not self.ring.rotates:
             return None
         return GridPlan(self.ring, choose_grid(spec.mesh.ring.size, spec.num_heads, spec.num_kv_heads))
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """The pieces of this rank's queries, and the tiles of each block of keys that they see."""
+        return self.ring.tiling if self.grid is None else self.grid.own_tiling
 
     @cached_property
     def is_local(self) -> bool:

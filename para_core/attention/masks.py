@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, GridPlan
-from para_core.attention.ulysses import split_by_kind
 from para_core.distributed.collectives import all_to_all
 from para_core.layout.sequence import SequenceLayout
 from para_core.layout.tokens import gather_tokens
@@ -106,11 +105,7 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
     heads = plan.heads.of_query if mask.shape[1] > 1 else [(0, 1)] * mesh.ulysses.size
     if extents.queries == "local" and plan.ulysses is not None:
         # Exchange this rank's rows for all heads for the rows of the Ulysses group for this rank's heads.
-        layout = plan.spec.query_layout
-        sharded, text = split_by_kind(mask, layout, mesh.rank)
-        (mask,) = plan.ulysses.transfer([layout], [tuple(heads)], to_heads=True).start([sharded])()
-        if text is not None:
-            mask = torch.cat([mask, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)
+        mask = plan.ulysses.enter_mask(mask, heads)
     elif mask.shape[1] > 1:
         mask = mask.narrow(1, *heads[mesh.ulysses.index])
     if extents.queries == "global":

@@ -5,18 +5,21 @@ Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the g
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from para_core.attention.attend import Accumulator, Attend, Mask, QueryGradients, Saved, columns
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
-from para_core.attention.blocks import LocalAttention, Saved, columns, expand
-from para_core.attention.grid_2d import attention_2d, attention_2d_backward
+from para_core.attention.blocks import LocalAttention, expand, expand_key_heads, local, of_function
+from para_core.attention.grid_2d import grid_2d
 from para_core.attention.local import as_sdpa, local_attention
-from para_core.attention.ring import ring_attention, ring_attention_backward
+from para_core.attention.low_rows import correct_low_rows, level_low_rows
+from para_core.attention.ring import ring
 from para_core.torch_internals import is_any_autocast_enabled
 
 
@@ -95,13 +98,56 @@ def attend_block(
     kept_keys = plan.spec.options.kept_keys
     if kept_keys is not None:
         out, lse = _load_snapkv().sparse_attention(
-            kept_keys, query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func, save=save
+            kept_keys, query, key, value, mask, plan, heads=key_heads, attn_func=attn_func, save=save
         )
-    elif plan.grid is not None:
-        out, lse = attention_2d(query, key, value, mask, plan.grid, heads=key_heads, attn_func=attn_func)
     else:
-        out, lse = ring_attention(query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func)
+        out, lse = attend_all(plan, query, key, value, mask, key_heads, attn_func)
     return out, lse if save else None
+
+
+def attend_all(
+    plan: AttentionPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    key_heads: Tensor | None,
+    attn_func: LocalAttention | None,
+) -> tuple[Tensor, Tensor]:
+    """Return out in the dtype of query, and lse, of this rank's queries over the keys of all ring ranks.
+
+    Args:
+        key_heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
+        plan, query, key, value, mask, attn_func: As in :func:`attend_block`.
+    """
+    masked = mask is not None
+    attend = composed(plan, masked) if attn_func is None else compose(plan, masked, attn_func)
+    into = Accumulator(query, None if mask is None else Mask(mask), plan.tiling, key_heads)
+    attend.forward(into, key, value, 0, True)
+    return into.rounded_result(key, value)
+
+
+def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None = None) -> Attend:
+    """Return the attention of a call: to one block, with key heads expanded, over all ring ranks, with masks kept.
+
+    ``masked`` tells whether the call has a mask tensor.
+    """
+    spec = plan.spec
+    attend = local(spec.options.backend, spec.scale)
+    if attn_func is not None:
+        attend = of_function(attn_func, spec.scale)
+    if spec.num_heads != spec.num_kv_heads:
+        attend = expand_key_heads(attend)
+    attend = ring(attend, plan.ring) if plan.grid is None else grid_2d(attend, plan.grid)
+    if not masked:
+        return attend
+    if attn_func is not None:
+        return correct_low_rows(attend)
+    return level_low_rows(attend, spec.options.backend)
+
+
+# The composition of a plan is made once. A plan is compared by identity.
+composed = lru_cache(maxsize=1024)(compose)
 
 
 def _load_snapkv() -> ModuleType:
@@ -122,16 +168,17 @@ def usp_backward(
     if plan.ulysses is not None:
         grad_out = plan.ulysses.enter_gradient(grad_out)
     heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
-    hidden, kept_keys = mask, plan.spec.options.kept_keys
+    hidden, kept_keys, query = mask, plan.spec.options.kept_keys, saved.query
     if kept_keys is not None:
         snapkv = _load_snapkv()
-        is_kept = snapkv.select_keys(kept_keys, saved.query, saved.key, mask, plan.ring, heads=heads)
+        is_kept = snapkv.select_keys(kept_keys, query, saved.key, mask, plan.ring, heads=heads)
         hidden = snapkv.hide(mask, is_kept)
-    block = grad_out, saved, hidden
-    if plan.grid is None:
-        *grads, grad_mask = ring_attention_backward(*block, plan.ring, heads=heads, mask_gradient=mask_gradient)
-    else:
-        *grads, grad_mask = attention_2d_backward(*block, plan.grid, heads=heads, mask_gradient=mask_gradient)
+    into = QueryGradients.of(
+        grad_out, query, saved.out, saved.lse, hidden, plan.tiling, key_heads=heads, mask_gradient=mask_gradient
+    )
+    grad_key, grad_value = composed(plan, hidden is not None).backward(into, saved.key, saved.value, 0)
+    grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
+    grad_mask = into.grad_mask
     if grad_mask is not None and mask is not None:
         grad_mask = grad_mask.sum_to_size(mask.shape)
     if plan.ulysses is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,16 +11,21 @@ from para_core.layout.sequence import Run, SequenceLayout
 
 
 class Piece(NamedTuple):
-    """Consecutive positions of a sequence. A replicated piece is held by all ranks, so that it is never sent."""
+    """Consecutive positions of a sequence.
+
+    A ``replicated`` piece is held by all ranks, so that it is never sent. Pieces of neighbouring ranks follow each
+    other in the sequence; with ``descending``, they do so from the last rank to the first.
+    """
 
     start: int
     length: int
     replicated: bool = False
+    descending: bool = False
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces that each of some ranks holds, in the order in which it holds them.
+    """The pieces that each of some ranks holds, in the order of the sequence. All ranks hold equally many pieces.
 
     Lengths may be symbolic: this class only adds them.
 
@@ -33,35 +38,34 @@ class Layout:
     held: tuple[tuple[Piece, ...], ...]
 
     @staticmethod
-    def of(sequence: SequenceLayout) -> Layout:
-        """Return the pieces of each rank of ``sequence``."""
-        held: list[list[Piece]] = [[] for _ in range(sequence.ranks)]
+    def of(sequence: SequenceLayout, ranks: Sequence[int] | None = None) -> Layout:
+        """Return the pieces of each of ``ranks`` (all, by default) of ``sequence``."""
+        ranks = range(sequence.ranks) if ranks is None else ranks
+        held: list[list[Piece]] = [[] for _ in ranks]
         before = 0
         for segment in sequence.segments:
-            for rank, pieces in enumerate(held):
-                runs = segment.runs(rank, sequence.ranks)
-                pieces += [Piece(before + start, length, segment.replicated) for start, length in runs]
+            for rank, pieces in zip(ranks, held, strict=True):
+                # The second run of a balanced segment is that of the back half, of which the first rank holds the end.
+                for index, (start, length) in enumerate(segment.runs(rank, sequence.ranks)):
+                    pieces.append(Piece(before + start, length, segment.replicated, descending=index == 1))
             before = before + segment.total
         return Layout(tuple([tuple(pieces) for pieces in held]))
 
-    def grouped(self, width: int) -> Layout:
-        """Return the layout of groups of ``width`` neighbouring ranks, each of which holds the pieces of all its ranks:
-        the sharded ones, rank by rank, followed by the replicated ones.
+    def grouped(self, width: int, *, ordered: bool = True) -> Layout:
+        """Return the layout of groups of ``width`` neighbouring ranks, each of which holds the pieces of all its ranks.
+
+        They are in the order of the sequence, or, if not ``ordered``, rank by rank; nothing may then be replicated.
 
         >>> layout = Layout(((Piece(0, 3, True), Piece(3, 3)), (Piece(0, 3, True), Piece(6, 2))))
         >>> layout.grouped(2).runs(0)
-        [(3, 3), (6, 2), (0, 3)]
+        [(0, 3), (3, 5)]
         """
         if width == 1:
             return self
-        return Layout(
-            tuple(
-                [
-                    (*self._pieces(range(first, first + width), False), *self._pieces([first], True))
-                    for first in range(0, len(self.held), width)
-                ]
-            )
-        )
+        groups = [self.held[first : first + width] for first in range(0, len(self.held), width)]
+        if ordered:
+            return Layout(tuple([_join_ranks(held) for held in groups]))
+        return Layout(tuple([tuple([piece for pieces in held for piece in pieces]) for held in groups]))
 
     def only(self, *ranks: int, replicated: bool | None = None) -> Layout:
         """Return the layout of one rank that holds the pieces of ``ranks``, rank by rank; see :meth:`runs`."""
@@ -96,3 +100,13 @@ class Layout:
         return [
             piece for rank in ranks for piece in self.held[rank] if replicated is None or piece.replicated == replicated
         ]
+
+
+def _join_ranks(held: Sequence[Sequence[Piece]]) -> tuple[Piece, ...]:
+    """Return the pieces that neighbouring ranks hold together: each joins one piece of every rank."""
+    joined = []
+    for of_ranks in zip(*held, strict=True):
+        first = of_ranks[-1] if of_ranks[0].descending else of_ranks[0]
+        length = first.length if first.replicated else sum([piece.length for piece in of_ranks])
+        joined.append(first._replace(length=length))
+    return tuple(joined)

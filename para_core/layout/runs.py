@@ -5,7 +5,7 @@ Except for :func:`take` and :func:`put`, everything here is integer arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,13 +41,13 @@ def join_neighbours(runs: Sequence[Run]) -> list[Run]:
     return joined
 
 
-def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Split the ascending ``runs`` ``(start, length)`` at the starts and ends of ``others``.
+def cut(runs: Sequence[Run], edges: Iterable[int]) -> list[Run]:
+    """Split ``runs`` ``(start, length)`` at the positions ``edges``.
 
-    >>> cut([(0, 10)], [(2, 3), (5, 20)])
+    >>> cut([(0, 10)], [5, 2, 25])
     [(0, 2), (2, 3), (5, 5)]
     """
-    edges = sorted({edge for start, length in others for edge in (start, start + length)})
+    edges = sorted(set(edges))
     pieces = []
     for start, length in runs:
         inner = [edge for edge in edges if start < edge < start + length]
@@ -76,9 +76,9 @@ def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
 
 
 def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
-    """Convert ``runs`` of positions to runs of offsets in the concatenation of the runs ``block``, both ascending.
+    """Convert ascending ``runs`` of positions to runs of offsets in the concatenation of the runs ``block``.
 
-    Adjacent runs are joined.
+    The result is in the order of the block. Adjacent runs are joined.
 
     >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
     [(2, 1), (5, 2)]
@@ -98,14 +98,11 @@ def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
     return torch.cat([x.narrow(dim, 0, 0), *[x.narrow(dim, *run) for run in runs]], dim=dim)
 
 
-def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor | None = None) -> None:
-    """Add ``x``, ``[B, H, …]``, in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
+def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor) -> None:
+    """Add ``x`` in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
 
-    Head i of ``x`` is added to head ``heads[i]``, or ``x`` is first summed over the dims in which ``total`` has size 1.
+    ``x`` is first summed over the dims in which ``total`` has size 1.
     """
     for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
         where = total.narrow(dim, *run)
-        if heads is None:
-            where.add_(part.sum_to_size(where.shape))
-        else:
-            where.index_add_(1, heads, part.to(total.dtype))
+        where.add_(part.sum_to_size(where.shape))

@@ -64,9 +64,10 @@ class Segment:
         # Do not call size() for each rank, because Dynamo takes time to trace each Python call.
         parts = ranks * (1 + self.balanced)
         sizes = [(self.total + parts - 1 - part) // parts for part in range(parts)]
-        return tuple(
-            [a + b for a, b in zip(sizes[:ranks], sizes[: -ranks - 1 : -1], strict=True)] if self.balanced else sizes
-        )
+        if self.balanced:
+            # Rank r of n holds the parts r and 2 n - 1 - r of 2 n.
+            sizes = [front + back for front, back in zip(sizes[:ranks], sizes[: -ranks - 1 : -1], strict=True)]
+        return tuple(sizes)
 
     def size(self, rank: int, ranks: int) -> int:
         """Return the number of this segment's tokens on ``rank``, if ``ranks`` ranks share the segment."""
@@ -85,7 +86,9 @@ class Segment:
         if self.together != 1:
             units = self.total // self.together
             return ((self.together * _part_start(units, rank, ranks), self.size(rank, ranks)),)
-        parts, num_parts = ((rank, 2 * ranks - 1 - rank), 2 * ranks) if self.balanced else ((rank,), ranks)
+        parts, num_parts = [rank], ranks
+        if self.balanced:
+            parts, num_parts = [rank, 2 * ranks - 1 - rank], 2 * ranks
         return tuple(
             [(_part_start(self.total, part, num_parts), _part_size(self.total, part, num_parts)) for part in parts]
         )
@@ -140,9 +143,9 @@ class SequenceLayout:
     def sizes(self) -> tuple[int, ...]:
         """Return the number of tokens that each rank holds, including replicated ones."""
         of_segments = [segment.sizes(self.ranks) for segment in self.segments]
-        return (
-            of_segments[0] if len(of_segments) == 1 else tuple([sum(sizes) for sizes in zip(*of_segments, strict=True)])
-        )
+        if len(of_segments) == 1:
+            return of_segments[0]
+        return tuple([sum(sizes) for sizes in zip(*of_segments, strict=True)])
 
     def size(self, rank: int) -> int:
         """Return the number of tokens that ``rank`` holds, including replicated ones."""

@@ -37,7 +37,13 @@ from para_core.modes.interceptor import (
 from para_core.modes.layout_mode import LayoutMode
 from para_core.modes.registry import RECOMPUTATION, MeshAccess, explain
 from para_core.modes.sharding_mode import segments_of
-from para_core.torch_internals import OpOverload, is_in_backward, no_frame_of_its_own, set_grad_enabled
+from para_core.torch_internals import (
+    OpOverload,
+    is_in_backward,
+    no_frame_of_its_own,
+    set_grad_enabled,
+    top_saved_tensors_hooks,
+)
 from para_core.user_warnings import ParallelWarning, warn_user
 
 
@@ -274,7 +280,8 @@ class UnifiedAttnMode(LayoutMode):
         self.intercepted = True
         if self._is_sdpa:
             return call.on_one_device()
-        if not torch.compiler.is_compiling():
+        # Most calls are not inside a checkpoint. Test it here to save the time of a function call.
+        if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
             for recomputation in RECOMPUTATION:
                 recomputation.attention_called(self, self.bound)
         return self._attention(call)

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from para_core.attention import transfer
+from para_core.attention import swap
 from para_core.kernels import pack_reference
 from tests.attention.cases import (
     IMAGE_FIRST,
@@ -37,7 +37,7 @@ CASES = [
 def as_on_gpu(function, cases, ring, ulysses, *options):
     """Return the result of ``function``, and how often one launch packed and unpacked."""
     with (
-        mock.patch.object(transfer, "takes_kernels", lambda _: not torch.is_grad_enabled()),
+        mock.patch.object(swap, "takes_kernels", lambda _: not torch.is_grad_enabled()),
         mock.patch.object(pack_reference, "pack", wraps=pack_reference.pack) as pack,
         mock.patch.object(pack_reference, "unpack", wraps=pack_reference.unpack) as unpack,
     ):

@@ -23,13 +23,15 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from para_core.attention.attention_plan import RingPlan
+from para_core.attention.attend import columns
+from para_core.attention.attention_plan import AttentionPlan, RingPlan
 from para_core.attention.backends import LocalAttentionCall
-from para_core.attention.blocks import LocalAttention, columns, expand
+from para_core.attention.blocks import LocalAttention, expand
 from para_core.attention.local import add_autograd_dependency, local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
-from para_core.attention.ring import Packing, ring_attention, ring_pass
+from para_core.attention.ring import Packing, ring_pass
 from para_core.attention.schedule import KeptKeys
+from para_core.attention.usp import attend_all
 from para_core.distributed.collectives import all_gather
 from para_core.layout.sequence import Run
 
@@ -41,8 +43,7 @@ def select_keys(
     """Return which keys each head keeps: a bool tensor ``[B, H, S_k]`` by position in the whole sequence.
 
     Collective; the result is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an observed query
-    gets no vote from this query. Except for ``kept``, the arguments are those of
-    :func:`~para_core.attention.ring.ring_attention`.
+    gets no vote from this query. ``heads`` is the key head of each query head; None if heads are grouped evenly.
     """
     observed = kept.observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
@@ -142,27 +143,27 @@ def sparse_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    plan: RingPlan,
+    plan: AttentionPlan,
     *,
     heads: Tensor | None,
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)`` as :func:`~para_core.attention.ring.ring_attention` does, but attend to the kept keys only.
+    """Return ``(out, lse)`` as :func:`~para_core.attention.usp.attend_all` does, but attend to the kept keys only.
 
     Usually only the kept keys and values are sent and computed. In four cases all keys are sent instead, and a mask
     hides those that are not kept: ``save`` is True (a gradient is needed), several query heads share a key head but
     keep different keys, the call is causal, or the mask has a row per query.
     """
-    is_kept = select_keys(kept, query, key, mask, plan, heads=heads)
+    is_kept = select_keys(kept, query, key, mask, plan.ring, heads=heads)
     hidden = hide(mask, is_kept)
     if save or plan.spec.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
-        return ring_attention(query, key, value, hidden, plan, heads=heads, attn_func=attn_func)
+        return attend_all(plan, query, key, value, hidden, heads, attn_func)
     received: list[Tensor] = []
     if attn_func is None:
         attn_func = partial(local_attention_with_lse, backend=plan.spec.options.backend)
     merged = Merged()
-    for block_key, block_value, block_mask in _kept_blocks(key, value, is_kept, hidden, plan, received):
+    for block_key, block_value, block_mask in _kept_blocks(key, value, is_kept, hidden, plan.ring, received):
         merged.add(*attn_func(LocalAttentionCall(query, block_key, block_value, block_mask, scale=plan.spec.scale)))
     return add_autograd_dependency(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
