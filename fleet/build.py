@@ -20,6 +20,7 @@ from para_core.adapters.model_checks import check_component_classes
 from para_core.adapters.registry import mesh_of, transformers_of
 from para_core.adapters.weights.quantize import quantize_transformers
 from para_core.attention.attention_options import COMM_DTYPES
+from para_core.call_checks import CHECKS
 from para_core.declared_options import values_of
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
@@ -34,7 +35,6 @@ from para_core.instance.private_class import original_class
 from para_core.pipeline_options import PipelineChoices
 from para_core.progress import readable_bytes, report, reporting_components
 from para_core.user_warnings import ParallelWarning
-from para_core.verify import verification
 from para_core.weights.pipefusion_options import PipeFusion
 
 
@@ -120,7 +120,7 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     if recipe.comm_dtype is not None:
         options["comm_dtype"] = COMM_DTYPES[recipe.comm_dtype]
     if recipe.verify:
-        _show_verification()
+        _show_checks()
     if ranks > 1:
         report(f"parallelizing over {ranks} ranks")
     parallelize_pipe(
@@ -151,12 +151,13 @@ def _device_type() -> str:
     return "cpu"
 
 
-def _show_verification() -> None:
-    """Print on stderr what ``verify`` finds, which commands otherwise hide with the messages of libraries."""
-    logger = logging.getLogger(verification.__name__)
-    logger.setLevel(logging.INFO)
-    # An earlier handler is replaced, because it writes to the stderr of its time.
-    logger.handlers = [logging.StreamHandler()]
+def _show_checks() -> None:
+    """Print on stderr what checks of calls find, which commands otherwise hide with the messages of libraries."""
+    for module in CHECKS.values():
+        logger = logging.getLogger(module)
+        logger.setLevel(logging.INFO)
+        # An earlier handler is replaced, because it writes to the stderr of its time.
+        logger.handlers = [logging.StreamHandler()]
     warnings.filterwarnings("default", category=ParallelWarning)
 
 

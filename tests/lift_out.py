@@ -87,6 +87,13 @@ FEATURES: dict[str, Feature] = {
     "propose": Feature(
         ("adapters/propose",), names=("Proposal", "propose_plan"), tests=("tests/adapters/propose",), words=("propose",)
     ),
+    "verify": Feature(
+        ("para_core/verify",),
+        line=("para_core/call_checks.py", '"verify": "para_core.verify.verification",'),
+        names=("CheckedCase", "ParallelCheck", "check_parallel"),
+        tests=("tests/verify",),
+        words=("verify", "verifies", "check_parallel"),
+    ),
 }
 
 

@@ -25,6 +25,7 @@ LAYERS = (
         "para_core/triton_support.py",
         "para_core/foreign_errors.py",
     ),
+    ("para_core/call_checks.py",),
     ("para_core/launcher",),
     ("para_core/distributed",),
     ("para_core/layout",),

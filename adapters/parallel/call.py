@@ -31,6 +31,7 @@ from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import adapter_for, applied_mesh, transformers_of
 from para_core.adapters.weights.fused_pipe import FusedPipe
 from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
+from para_core.call_checks import make_check
 from para_core.cfg.guidance import Guidance
 from para_core.cfg.lazy import materialize
 from para_core.distributed.agree import inputs_verified
@@ -41,7 +42,6 @@ from para_core.instance.record import empty_slot, empty_slots, fill_slot, filled
 from para_core.instance.slots import Slot
 from para_core.plans.region import region_of
 from para_core.user_warnings import ParallelWarning, warn_user
-from para_core.verify.verification import Verification
 from para_core.weights.pipefusion_options import PipeFusion
 from para_core.weights.stages import stages_of
 
@@ -72,7 +72,7 @@ class ParallelCall:
     ) -> None:
         self.mesh, self.session = mesh, session
         # By component name. Without verify=True there are none.
-        self._verifications = {name: Verification() for name in transformers} if verify else {}
+        self._verifications = {name: make_check("verify") for name in transformers} if verify else {}
         # The components, compiled or not, whose calls are verified.
         self._verified: WeakSet[nn.Module] = WeakSet()
         self.fused: FusedPipe | None = None
@@ -161,7 +161,7 @@ class ParallelCall:
                     # Wrap a compiled component itself, for the reason given below.
                     component, verification = getattr(pipe, name), self._verifications[name]
                     self._verified.add(component)
-                    stack.enter_context(filled_during(component, Slot.VERIFIED, {"__call__": verification.run}))
+                    stack.enter_context(filled_during(component, Slot.VERIFIED, {"__call__": verification}))
                 if self._guidance is not None:
                     # Wrap a compiled component itself and not the module inside it: its graph holds the call of one CFG
                     # branch, and the branches are distributed outside the graph. A callback of another pipeline that

@@ -26,6 +26,7 @@ from para_core.adapters.weights.staged_transformer import (
 )
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.apply import cache_options
+from para_core.call_checks import make_check
 from para_core.declared_options import takes_options
 from para_core.distributed.agree import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
@@ -35,7 +36,6 @@ from para_core.instance.slots import Slot
 from para_core.plans.apply import apply_plan, remove_plan
 from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import Plan
-from para_core.verify.verification import Verification
 
 Transformer = TypeVar("Transformer", bound=nn.Module)
 
@@ -154,7 +154,7 @@ class TransformerPart(Part):
         if in_stages:
             hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
         if self.verified is not None:
-            fill_slot(self.verified, Slot.VERIFIED, {"__call__": Verification().run})
+            fill_slot(self.verified, Slot.VERIFIED, {"__call__": make_check("verify")})
         return partial(unparallelize_transformer, self.module if self.verified is None else self.verified)
 
     def complete(self) -> None:
