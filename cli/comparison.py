@@ -20,7 +20,7 @@ from para_core.fleet.build import build, build_unmodified
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
-from para_core.planner.run_counter import tensors_in
+from para_core.recorder.operator_count import tensors_in
 
 # The comparison passes if the relative error is at most this multiple of the change that one different rounding per
 # call of the transformer causes. The factor is needed because another order of sums changes the rounding of every

@@ -29,8 +29,8 @@ from para_core.fleet.recipe import Recipe, can_verify
 from para_core.fleet.request import Request
 from para_core.fleet.work import Watch, call_pipe, metadata, step_callback
 from para_core.launcher.link import Link
-from para_core.planner.run_counter import RunCounter
 from para_core.progress import report
+from para_core.recorder.run_counter import RunCounter
 
 # Additional timeout in seconds, because the other ranks wait while the first rank generates alone for the comparison.
 _ALONE = 24 * 3600.0

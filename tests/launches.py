@@ -24,7 +24,7 @@ from para_core.attention.spec import AttentionSpec
 from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh
 from para_core.option_values import Backend, RotateMethod
-from para_core.planner.run_counter import RunCounter
+from para_core.recorder.run_counter import RunCounter
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]
 

@@ -28,6 +28,7 @@ LAYERS = (
     ("para_core/distributed",),
     ("para_core/attention",),
     ("para_core/modes",),
+    ("para_core/recorder",),
     ("para_core/plans",),
     ("para_core/cfg",),
     ("para_core/spatial", "para_core/weights", "para_core/cache"),

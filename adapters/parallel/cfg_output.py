@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from para_core.adapters.inspect.components import config_and_depths
 from para_core.instance_patching import has_compiled_parts, uncompiled, unwrapped_class
+from para_core.recorder.without_data import attention_without_data
 from para_core.torch_internals import forward_hooks, pytree
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def _is_as_configured(module: Any) -> bool:
 
 def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
-        with torch.no_grad(), torch.device("meta"):
+        with torch.no_grad(), torch.device("meta"), attention_without_data():
             args, kwargs = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
             output = _copy(module)(*args, **kwargs)
     except Exception as error:

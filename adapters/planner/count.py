@@ -24,6 +24,8 @@ from para_core.planner.observe import observed
 from para_core.planner.traffic import CallWork, ModelCall
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.plans.module_matching import matching_modules
+from para_core.recorder.events import AttentionStart, Event, FunctionCall
+from para_core.recorder.recorder import Recorder
 from para_core.torch_internals import FakeTensorMode
 from para_core.weights.fsdp import LARGE
 
@@ -189,32 +191,26 @@ def module_bytes(module: nn.Module, *, in_8_bits: bool = False) -> ModuleBytes:
     return ModuleBytes(total, sum(of_blocks) + root, root + gathered, len(blocks) + 1, largest)
 
 
-class _Operations(TorchFunctionMode):
-    """Mode that counts the floating-point operations of convolutions and of attention."""
+class _DecoderOperations:
+    """The floating-point operations of convolutions and of attention in a recorded call."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.convolutions = self.attention = 0.0
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in (F.conv2d, F.conv3d):
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            self.convolutions += 2.0 * out.numel() * weight[0].numel()
-        elif func is F.scaled_dot_product_attention:
-            query, key = (args[i] if len(args) > i else kwargs[name] for i, name in enumerate(("query", "key")))
-            self.attention += 4.0 * query.numel() * key.shape[-2]
-        return out
+    def note(self, event: Event) -> None:
+        if isinstance(event, AttentionStart):
+            self.attention += 4.0 * event.call.query.numel() * event.call.key.shape[-2]
+        elif isinstance(event, FunctionCall) and event.function in (F.conv2d, F.conv3d):
+            weight = event.args[1] if len(event.args) > 1 else event.kwargs["weight"]
+            self.convolutions += 2.0 * event.output.numel() * weight[0].numel()
 
 
 def decoder_counts(vae: Any, channels: int) -> DecoderCounts:
     """Return the floating-point operations of decoding small latents with ``channels``. Call inside :func:`on_meta`."""
 
     def decode(*frames: int) -> tuple[float, float]:
-        operations = _Operations()
-        with operations:
+        operations = _DecoderOperations()
+        with Recorder(operations.note):
             vae.decode(torch.empty(1, channels, *frames, DECODED_SIDE, DECODED_SIDE))
         return operations.convolutions, operations.attention
 

@@ -6,9 +6,9 @@ Callers pass a function, ``handler``, that computes an intercepted SDPA call.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -108,6 +108,44 @@ def intercept(
                 return flash_attention(handler, fail, func, args, kwargs)
             refuse_operator(func, fail)
     return func(*args, **kwargs)
+
+
+# The forms of attention calls that can be rerouted.
+AttentionForm = Literal["sdpa", "multi_head", "flash", "flex"]
+
+
+def attention_form(func: Callable[..., Any]) -> AttentionForm | None:
+    """Return in which form ``func`` computes attention; None if it computes none, or in no form to be rerouted."""
+    if func is SDPA or func is SDPA_OPERATOR:
+        return "sdpa"
+    if func is _MULTI_HEAD:
+        return "multi_head"
+    if func is flex_attention_operator:
+        return "flex"
+    if type(func) in OPERATOR_TYPES and attention_kind(func) == "flash" and not is_called_by_a_graph(func):
+        return "flash"
+    return None
+
+
+def run_attention(
+    form: Literal["sdpa", "multi_head", "flash"],
+    handler: SdpaHandler,
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Return the result of ``func(*args, **kwargs)``, whose attention has this ``form``, computed by ``handler``.
+
+    Unlike :func:`intercept`, it does not hide the call of ``handler`` from the dispatcher.
+
+    Raises:
+        ValueError: The call has an argument that SDPA does not take.
+    """
+    if form == "multi_head":
+        return multi_head_attention(handler, *args, **kwargs)
+    if form == "flash":
+        return flash_attention(handler, raise_here, func, args, kwargs)
+    return handler(SdpaCall(*args, **kwargs))
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:

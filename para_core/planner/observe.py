@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
 from math import prod
@@ -17,13 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.dataclass_fields import by_path
 from para_core.distributed.mesh import MeshDim
-from para_core.planner.run_counter import LaunchCounter, tensors_in
 from para_core.planner.traffic import (
     CallWork,
     CountedAttention,
@@ -49,17 +46,28 @@ from para_core.plans.plan import (
     coarse_segments,
 )
 from para_core.plans.samples import number_of_samples, own_samples
-from para_core.torch_internals import FakeTensor, pytree
+from para_core.recorder.events import (
+    AttentionEnd,
+    AttentionStart,
+    Event,
+    FunctionCall,
+    ModuleEnd,
+    ModuleStart,
+    OperatorCall,
+)
+from para_core.recorder.operator_count import OperatorCount, tensors_in
+from para_core.recorder.recorder import Recorder
+from para_core.recorder.without_data import attend_without_data
+from para_core.torch_internals import pytree
 from para_core.weights.tensor_plan import TensorPlan
 
 _PRODUCTS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 
 
-class _ModelObserver(TorchFunctionMode):
-    """A mode that records in :attr:`work` the operations of a model call, and which of their tokens the plan shards."""
+class _ModelObserver:
+    """Collects in :attr:`work` the operations of a recorded call, and which of their tokens the plan shards."""
 
     def __init__(self, model: nn.Module, plan: Plan, tensor: TensorPlan | None) -> None:
-        super().__init__()
         self.work = CallWork()
         self._plan, self._coarse = plan, coarse_segments(plan)
         self._tensor_splits = {
@@ -75,9 +83,13 @@ class _ModelObserver(TorchFunctionMode):
             split.segment or split.like or "" for split in splits if split.per != 1 or split.together
         }
         self._shards_masks = any(str(key).endswith(_KEY_MASKS) for of_module in rules for key in of_module)
-        self._matches = match_modules(model, plan)
+        self._model = model
+        # The rules of each submodule that the plan names, by the module's id: a module may have several names.
+        self._rules: dict[int, list[ModuleRules]] = {}
+        for module, of_module in match_modules(model, plan).values():
+            self._rules.setdefault(id(module), []).append(of_module)
         self._segments: dict[str, Tokens] = {}
-        self._counter = LaunchCounter()
+        self._counter = OperatorCount()
         # For each running module for which the plan describes attention calls, the innermost last: descriptions of the
         # calls that are still to come. The last one is never removed, so that it applies to all further calls.
         self._attending: list[list[Attention]] = [[Attention(plan.joint_order)]]
@@ -88,12 +100,9 @@ class _ModelObserver(TorchFunctionMode):
     def run(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Return ``forward(**arguments)``, and record the operations of this call in :attr:`work`."""
         self._note_rules(self._plan.inputs, arguments)
-        with ExitStack() as stack:
-            for module, rules in self._matches.values():
-                for hook in self._hooks(module, rules):
-                    stack.callback(hook.remove)
-            with self, self._counter:
-                output = forward(**arguments)
+        recorder = Recorder(self._note_event, attend=attend_without_data)
+        with recorder.watch(self._model, operators=True):
+            output = forward(**arguments)
         self._note_gathered(output, as_tuple(self._plan.outputs.get("", ())))
         self._assign_joint_rows()
         work, counter = self.work, self._counter
@@ -102,32 +111,49 @@ class _ModelObserver(TorchFunctionMode):
         work.returned = sum(x.numel() * x.element_size() for x in tensors_in(output))
         return output
 
-    def _hooks(self, module: nn.Module, rules: ModuleRules) -> Iterator[RemovableHandle]:
-        parameters, attention = parameters_of(module), rules.attention
+    def _note_event(self, event: Event) -> None:
+        match event:
+            case ModuleStart():
+                for rules in self._rules.get(id(event.module), ()):
+                    self._note_start(rules, event)
+            case ModuleEnd():
+                for rules in self._rules.get(id(event.module), ()):
+                    self._note_end(rules, event.output)
+            case AttentionStart():
+                self._note_attention(event.call)
+                self._counter.launches += 1
+                self._counter.in_attention = True
+            case AttentionEnd():
+                self._counter.in_attention = False
+            case FunctionCall():
+                self._note_function(event)
+            case OperatorCall():
+                self._counter.note(event)
 
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._note_rules(rules.of_inputs, {**dict(zip(parameters, args, strict=False)), **kwargs})
-            if isinstance(attention, LinearAttention):
-                self._summing.append((attention, []))
-            elif attention:
-                self._attending.append([*attention_calls(attention, parameters, args, kwargs)])
-            if rules.halo is not None and self._counter.is_sharded:
-                rows = args[0].narrow(rules.halo.dim, 0, rules.halo.size)
-                self._note(CountedHalo(self._segments[rules.halo.segment], rows.numel() * rows.element_size()))
+    def _note_start(self, rules: ModuleRules, event: ModuleStart) -> None:
+        """Note what the plan does before a call of a module with ``rules``."""
+        parameters, attention = parameters_of(event.module), rules.attention
+        self._note_rules(rules.of_inputs, {**dict(zip(parameters, event.args, strict=False)), **event.kwargs})
+        if isinstance(attention, LinearAttention):
+            self._summing.append((attention, []))
+        elif attention:
+            self._attending.append([*attention_calls(attention, parameters, event.args, event.kwargs)])
+        if rules.halo is not None and self._counter.is_sharded:
+            rows = event.args[0].narrow(rules.halo.dim, 0, rules.halo.size)
+            self._note(CountedHalo(self._segments[rules.halo.segment], rows.numel() * rows.element_size()))
 
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if isinstance(attention, LinearAttention):
-                self._summing.pop()
-            elif attention:
-                self._attending.pop()
-            if rules.of_outputs:
-                self._note_rules(rules.of_outputs, dict(enumerate([output] if isinstance(output, Tensor) else output)))
-            if rules.gathers:
-                self._note_gathered(output, rules.gathers)
-                self._counter.is_sharded = False
-
-        yield module.register_forward_pre_hook(before, with_kwargs=True)
-        yield module.register_forward_hook(after)
+    def _note_end(self, rules: ModuleRules, output: Any) -> None:
+        """Note what the plan does after a call of a module with ``rules``."""
+        if isinstance(rules.attention, LinearAttention):
+            self._summing.pop()
+        elif rules.attention:
+            self._attending.pop()
+        if rules.of_outputs:
+            outputs = [output] if isinstance(output, Tensor) else output
+            self._note_rules(rules.of_outputs, dict(enumerate(outputs)))
+        if rules.gathers:
+            self._note_gathered(output, rules.gathers)
+            self._counter.is_sharded = False
 
     def _note(self, operation: Operation) -> None:
         self.work.operations[operation] += 1
@@ -164,39 +190,25 @@ class _ModelObserver(TorchFunctionMode):
                 tokens = segment.total if gather.per != 1 else value.shape[gather.dim]
                 self._note(CountedGather(segment, value.numel() // tokens * value.element_size()))
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            call = SdpaCall(*args, **kwargs)
-            self._note_attention(call)
-            self._counter.launches += 1
-            self._counter.in_attention = True
-            try:
-                query, value = call.query, call.value
-                if not query.is_meta and not isinstance(query, FakeTensor):
-                    return call.original()
-                # Return the memory layout of a fused kernel. SDPA on fake tensors could allocate all scores.
-                batch, heads, queries = query.shape[:3]
-                return query.new_empty(batch, queries, heads, value.shape[-1]).transpose(1, 2)
-            finally:
-                self._counter.in_attention = False
-        out = func(*args, **kwargs)
+    def _note_function(self, call: FunctionCall) -> None:
+        """Note a sum of linear attention, and a product with a weight."""
         if self._summing and self._counter.is_sharded:
-            name, (attention, names) = getattr(func, "__name__", ""), self._summing[-1]
+            name, (attention, names) = getattr(call.function, "__name__", ""), self._summing[-1]
             if (name, names.count(name)) in attention.sums:
-                self._note(CountedSum(self._segments[attention.segment], out.numel() * out.element_size()))
+                size = call.output.numel() * call.output.element_size()
+                self._note(CountedSum(self._segments[attention.segment], size))
             names.append(name)
-        if func in _PRODUCTS:
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            columns, inner = weight.shape[0], weight.numel() // weight.shape[0]
-            samples, rows = 1, out.numel() // columns
-            if func is F.linear and out.ndim > 1:
-                samples, rows = rows // out.shape[-2], out.shape[-2]
-            split = self._tensor_splits.get(id(weight))
-            self._note(Product(samples, self._segments_of(rows), inner, columns, weight.element_size(), split))
-        return out
+        if call.function in _PRODUCTS:
+            self._note_product(call)
+
+    def _note_product(self, call: FunctionCall) -> None:
+        weight = call.args[1] if len(call.args) > 1 else call.kwargs["weight"]
+        columns, inner = weight.shape[0], weight.numel() // weight.shape[0]
+        samples, rows = 1, call.output.numel() // columns
+        if call.function is F.linear and call.output.ndim > 1:
+            samples, rows = rows // call.output.shape[-2], call.output.shape[-2]
+        split = self._tensor_splits.get(id(weight))
+        self._note(Product(samples, self._segments_of(rows), inner, columns, weight.element_size(), split))
 
     def _segments_of(self, rows: int) -> tuple[Tokens, ...]:
         """Return the segments whose lengths add up to ``rows``; else a single :class:`Tokens` of no segment."""

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import fake_group
-from para_core.planner.run_counter import RunCounter
+from para_core.recorder.run_counter import RunCounter
 from tests.launches import count_attention
 
 

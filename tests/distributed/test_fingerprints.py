@@ -6,7 +6,7 @@ import torch
 
 from para_core.adapters.agree.arguments import describe
 from para_core.distributed.agree import digest, fingerprints
-from para_core.planner.run_counter import RunCounter
+from para_core.recorder.run_counter import RunCounter
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64),

@@ -6,7 +6,7 @@ import torch
 from para_core.kernels import device_tables, pack
 from para_core.kernels.device_tables import MOST_TABLES, kept_outside_graphs, new_table
 from para_core.kernels.pack_reference import CopyRegion
-from para_core.planner.run_counter import RunCounter
+from para_core.recorder.run_counter import RunCounter
 from para_core.spatial import norm, resample
 
 BICUBIC = resample._Resampling("bicubic", 7, 18, 7 / 18, False, 5, 12)

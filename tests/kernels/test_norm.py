@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness import fake_group
 from para_core.kernels import norm, norm_reference
-from para_core.planner.run_counter import RunCounter
+from para_core.recorder.run_counter import RunCounter
 from para_core.spatial.mode import SpatialShardMode
 from para_core.spatial.norm import moments_on_gpu, normalized_on_gpu
 from tests.kernels.launches import by_use, on_each_arch

@@ -11,7 +11,7 @@ from para_core.cache.forecasts import change, change_on_gpu, forecast, forecast_
 from para_core.cache.options import rule_of
 from para_core.cache.residuals import Residuals
 from para_core.kernels import residual
-from para_core.planner.run_counter import RunCounter
+from para_core.recorder.run_counter import RunCounter
 from tests.kernels.launches import by_use, on_each_arch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from para_core.attention.pack_ops import as_numbers, pack_on_gpu, unpack_on_gpu
 from para_core.kernels import pack, pack_reference
 from para_core.kernels.pack_reference import SCALE_BYTES, CopyRegion
-from para_core.planner.run_counter import RunCounter
+from para_core.recorder.run_counter import RunCounter
 from tests.kernels.launches import by_use, on_each_arch
 from tests.kernels.test_pack import for_ranks
 from tests.pairwise import long_beyond_pairs

@@ -1,8 +1,7 @@
-"""Counters of launches, bytes and memory, while a model or pipeline runs on this process."""
+"""Count launches, collectives and sent bytes of this process, while a model or pipeline runs on real tensors."""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,22 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from para_core.torch_internals import (
-    OpOverload,
-    TorchDispatchMode,
-    call_kernel,
-    group_named,
-    pytree,
-    schema_of,
-    storage_id,
-)
+from para_core.recorder.operator_count import is_launch, tensors_in
+from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel, group_named, schema_of
 
-# These operators launch nothing on a device, although they are not views: allocations and a reshape.
-_ALLOCATIONS = ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
-_NO_LAUNCH = {f"aten::{name}" for name in ("_unsafe_view", *_ALLOCATIONS)}
-# Neither do these: the first only chooses a kernel, and a wait only makes the stream wait.
-_NO_LAUNCH_IN_RUN = {*_NO_LAUNCH, "aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
-_PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::linear"}
+# These operators launch nothing: the first only chooses a kernel, and a wait only makes the stream wait.
+_NO_LAUNCH_IN_RUN = {"aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 # The number of kernels that each of these operators launches on CUDA. The operators inside them are not counted,
 # because there are such operators only on the CPU.
@@ -42,54 +30,6 @@ _WHOLE = {
     "para_core::group_moments": 2,
     "para_core::group_normalized": 1,
 }
-
-
-class LaunchCounter(TorchDispatchMode):
-    """A mode that counts launches, the bytes that they read and write, and the peak bytes of tensors in memory.
-
-    A launch is an operator that is neither a view nor an allocation. :attr:`moved` (bytes read and written) and
-    :attr:`peak` are lists of two numbers: bytes while :attr:`is_sharded` is True, and bytes otherwise.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.launches, self.moved, self.peak = 0, [0, 0], [0, 0]
-        self.is_sharded = self.in_attention = False
-        self._held = [0, 0]
-        self._storages: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        operands = tensors_in((args, kwargs))
-        out = func(*args, **(kwargs or {}))
-        bin_, name = int(not self.is_sharded), schema_of(func).name
-        results = tensors_in(out)
-        self._hold(results, {storage_id(x.untyped_storage()) for x in operands}, bin_)
-        is_launch = name not in _NO_LAUNCH and func.namespace != "prim" and not is_view(func)
-        if is_launch and not self.in_attention:
-            self.launches += 1
-            if name not in _PRODUCTS:
-                # An expanded tensor covers fewer bytes of memory than its ``nbytes``.
-                self.moved[bin_] += sum(
-                    min(x.numel() * x.element_size(), x.untyped_storage().nbytes()) for x in (*operands, *results)
-                )
-        return out
-
-    def _hold(self, results: Sequence[Tensor], operands: set[int], bin_: int) -> None:
-        for x in results:
-            storage = x.untyped_storage()
-            key = storage_id(storage)
-            if key not in self._storages and key not in operands:
-                self._storages.add(key)
-                weakref.finalize(storage, self._free, key, storage.nbytes(), bin_)
-                self._held[bin_] += storage.nbytes()
-        if sum(self._held) > sum(self.peak):
-            self.peak = list(self._held)
-
-    def _free(self, key: int, size: int, bin_: int) -> None:
-        self._storages.discard(key)
-        self._held[bin_] -= size
 
 
 class RunCounter(TorchDispatchMode):
@@ -138,7 +78,7 @@ class RunCounter(TorchDispatchMode):
                     return call_kernel(func, operands[0].device.type if operands else "cpu", args, kwargs)
             finally:
                 self._counted_outside -= sent is not None
-        if name not in _NO_LAUNCH_IN_RUN and not is_view(func):
+        if name not in _NO_LAUNCH_IN_RUN and is_launch(func):
             self.by_operator[name.removeprefix("aten::")] += _WHOLE.get(name, 1)
         return func(*args, **kwargs)
 
@@ -146,16 +86,6 @@ class RunCounter(TorchDispatchMode):
         """Return a line with the total number of launches, and the number of each operator, the most frequent first."""
         parts = [f"{number} {name}" for name, number in self.by_operator.most_common()]
         return f"{self.launches} launches: {', '.join(parts)}"
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
-
-
-def is_view(func: OpOverload) -> bool:
-    """Whether ``func`` returns a view of an argument; False for in-place operators, which return what they write."""
-    aliases = [returned.alias_info for returned in schema_of(func).returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 # The names of c10d's operators, and of the collectives in _c10d_functional that do the same.

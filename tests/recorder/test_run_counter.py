@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core.planner.run_counter import RunCounter
+from para_core.recorder.run_counter import RunCounter
 
 N = 12  # This is the number of float32 elements of a rank's tensor, which 2 and 4 divide.
 

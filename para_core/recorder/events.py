@@ -1,0 +1,104 @@
+"""Events of a model call. Their tensors are those of the call itself, so who keeps an event keeps its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from para_core.attention.sdpa_call import SdpaCall
+from para_core.modes.interceptor import AttentionForm
+from para_core.torch_internals import OpOverload
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleStart:
+    """The start of a call of a module.
+
+    Args:
+        time: Number of the event. The events of a recorder are numbered in order of time.
+        name: Name of the module in the watched model; ``""`` for the model itself.
+        module: The module.
+        args, kwargs: The arguments of the call.
+    """
+
+    time: int
+    name: str
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleEnd:
+    """The end of a call of a module that did not raise. The attributes are those of :class:`ModuleStart`."""
+
+    time: int
+    name: str
+    module: nn.Module
+    output: Any
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionStart:
+    """The start of an attention call.
+
+    Args:
+        time: Number of the event.
+        name: Name of the innermost module that is running; ``""`` outside of submodules.
+        call: The arguments, as those of ``scaled_dot_product_attention``. The mask of a ``flex_attention`` is left out.
+        form: The function or operator that the model calls.
+    """
+
+    time: int
+    name: str
+    call: SdpaCall
+    form: AttentionForm
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionEnd:
+    """The end of an attention call, with its output ``[..., H, S_q, D_v]``. The rest is as in AttentionStart."""
+
+    time: int
+    name: str
+    call: SdpaCall
+    form: AttentionForm
+    output: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionCall:
+    """A finished call of a function of torch, attention included; calls inside of it are no events.
+
+    Args:
+        time: Number of the event.
+        name: Name of the innermost module that is running; ``""`` outside of submodules.
+        function: The function, a method of ``Tensor``, or an operator of ``torch.ops``.
+        args, kwargs: The arguments of the call.
+        output: What the function returned.
+    """
+
+    time: int
+    name: str
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorCall:
+    """A finished call of an operator, as the dispatcher runs it. The attributes are those of :class:`FunctionCall`."""
+
+    time: int
+    name: str
+    operator: OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    output: Any
+
+
+Event: TypeAlias = ModuleStart | ModuleEnd | AttentionStart | AttentionEnd | FunctionCall | OperatorCall

@@ -1,0 +1,190 @@
+"""Record a model call. :class:`Recorder` passes each event to a function at once, so it decides what to keep."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
+from para_core.modes.interceptor import attention_form, run_attention
+from para_core.recorder.events import (
+    AttentionEnd,
+    AttentionStart,
+    Event,
+    FunctionCall,
+    ModuleEnd,
+    ModuleStart,
+    OperatorCall,
+)
+from para_core.torch_internals import (
+    DisableTorchFunction,
+    OpOverload,
+    TorchDispatchMode,
+    function_mode_stack,
+)
+
+
+class _RunningModule(NamedTuple):
+    """A module whose call is running: how many modules were running before it, and whether it entered the mode."""
+
+    module: nn.Module
+    depth: int
+    entered: bool
+
+
+class Recorder(TorchFunctionMode):
+    """A mode that passes each event of a model call to ``handle``, in order of time.
+
+    Inside ``handle`` functions of torch are neither recorded nor intercepted. Attention that a plan or an outer mode
+    computes over several ranks is recorded with this rank's tensors. Record eager code: in a compiled function no call
+    can be seen, so run it under ``torch.compiler.set_stance("force_eager")``.
+
+    Args:
+        handle: Called with each event.
+        attend: Computes the recorded attention calls. Defaults to SDPA itself, which outer modes intercept.
+
+    Attributes:
+        running: Names of the modules that have not returned, the innermost last. After an error, the innermost module
+            is the one that failed.
+
+    Example:
+        >>> events = []
+        >>> with Recorder(events.append).watch(model):  # doctest: +SKIP
+        ...     model(x)
+    """
+
+    def __init__(self, handle: Callable[[Event], None], *, attend: SdpaHandler = SdpaCall.original) -> None:
+        super().__init__()
+        self.running: list[str] = []
+        self._handle, self._compute = handle, attend
+        self._time = 0
+        self._calls: list[_RunningModule] = []
+        # Whether a function is running. The recorder may be entered several times, and reports a call once.
+        self._is_busy = False
+
+    @contextmanager
+    def watch(self, module: nn.Module, *, operators: bool = False) -> Iterator[None]:
+        """Record the calls of ``module`` and of its submodules inside the ``with`` block, and all functions.
+
+        Args:
+            module: The model. Hooks are registered on its modules, and removed at the end.
+            operators: Whether to report an :class:`OperatorCall` for each operator, too.
+        """
+        with ExitStack() as stack:
+            for name, submodule in module.named_modules():
+                for hook in self._add_hooks(name, submodule):
+                    stack.callback(hook.remove)
+            if operators:
+                stack.enter_context(_OperatorMode(self))
+            stack.enter_context(self)
+            yield
+
+    def _add_hooks(self, name: str, module: nn.Module) -> list[RemovableHandle]:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # A plan enters its own modes around some modules, and only the innermost mode sees a call as the model
+            # makes it.
+            entered = function_mode_stack()[-1:] != [self]
+            self._calls.append(_RunningModule(module, len(self.running), entered))
+            self.running.append(name)
+            if entered:
+                self.__enter__()  # type: ignore[no-untyped-call]
+            self._report(ModuleStart(self._next_time(), name, module, args, kwargs))
+
+        def after(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            # A hook of another module may have raised before the hook above.
+            if not self._calls or self._calls[-1].module is not module:
+                return
+            call = self._calls.pop()
+            if call.entered:
+                self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            has_raised = output is None and sys.exc_info()[0] is not None
+            if not has_raised:
+                del self.running[call.depth :]
+                self._report(ModuleEnd(self._next_time(), name, module, output))
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            # Call the hook also if the module raises, because it leaves the mode.
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_busy:
+            return func(*args, **kwargs)
+        self._is_busy = True
+        try:
+            output = self._call(func, args, kwargs)
+        finally:
+            self._is_busy = False
+        self._report(FunctionCall(self._next_time(), self._name(), func, args, kwargs, output))
+        return output
+
+    def _call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return ``func(*args, **kwargs)``, and report the attention call in it."""
+        form = attention_form(func)
+        if form is None:
+            return func(*args, **kwargs)
+        if form == "flex":
+            query, key, value = args[:3]
+            call = SdpaCall(query, key, value)
+            self._report(AttentionStart(self._next_time(), self._name(), call, form))
+            output = func(*args, **kwargs)
+            # The operator returns the lse and the largest scores, too.
+            self._report(AttentionEnd(self._next_time(), self._name(), call, form, output[0]))
+            return output
+
+        def attend(call: SdpaCall) -> Tensor:
+            self._report(AttentionStart(self._next_time(), self._name(), call, form))
+            output = self._compute(call)
+            self._report(AttentionEnd(self._next_time(), self._name(), call, form, output))
+            return output
+
+        return run_attention(form, attend, func, args, kwargs)
+
+    def _next_time(self) -> int:
+        self._time += 1
+        return self._time
+
+    def _name(self) -> str:
+        return self.running[-1] if self.running else ""
+
+    def _report(self, event: Event) -> None:
+        with DisableTorchFunction():
+            self._handle(event)
+
+    def report_operator(self, operator: OpOverload, args: Sequence[Any], kwargs: Any, output: Any) -> None:
+        """Report a call of ``operator``, which returned ``output``."""
+        self._report(OperatorCall(self._next_time(), self._name(), operator, args, kwargs, output))
+
+
+class _OperatorMode(TorchDispatchMode):
+    """A mode that lets ``recorder`` report each operator."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        self._recorder.report_operator(func, args, kwargs, output)
+        return output

@@ -1,0 +1,40 @@
+"""Run attention on tensors without data, on the meta device or fake, for its output's shape, dtype and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from para_core.attention.sdpa_call import SdpaCall
+from para_core.recorder.events import Event
+from para_core.recorder.recorder import Recorder
+from para_core.torch_internals import FakeTensor
+
+
+def attend_without_data(call: SdpaCall) -> Tensor:
+    """Return the output of ``call``, not initialized if its tensors have no data.
+
+    It has the memory layout of a fused kernel, ``[..., S_q, H, D_v]``. SDPA would allocate all scores of fake tensors.
+    """
+    query = call.query
+    if not query.is_meta and not isinstance(query, FakeTensor):
+        return call.original()
+    if query.ndim < 3:
+        return query.new_empty(*query.shape[:-1], call.value.shape[-1])
+    batch = torch.broadcast_shapes(query.shape[:-3], call.key.shape[:-3])
+    heads, queries = query.shape[-3:-1]
+    return query.new_empty(*batch, queries, heads, call.value.shape[-1]).transpose(-2, -3)
+
+
+@contextmanager
+def attention_without_data() -> Iterator[None]:
+    """Compute attention by :func:`attend_without_data` inside the ``with`` block, in each form that can be rerouted."""
+
+    def ignore(_: Event) -> None:
+        pass
+
+    with Recorder(ignore, attend=attend_without_data):
+        yield
