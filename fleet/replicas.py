@@ -12,8 +12,8 @@ import torch
 
 from para_core.fleet.choice_of_ray import uses_ray
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
-from para_core.fleet.foresee import Memory
 from para_core.fleet.local_replica import LocalReplica
+from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.prompt_file import Line, Problem
 from para_core.fleet.rank import ReplicaOptions

@@ -51,6 +51,18 @@ class Feature:
 
 FEATURES: dict[str, Feature] = {
     "ComfyUI nodes": Feature(("comfyui_para_core",), tests=("tests/comfyui", "benchmarks/comfyui")),
+    "planner": Feature(
+        ("adapters/planner",),
+        line=("adapters/features.py", '"para_core.adapters.planner",'),
+        names=("plan_mesh",),
+        tests=(
+            "tests/planner",
+            "tests/cli/test_plan.py",
+            "tests/test_expected_traffic.py",
+            "tests/attention/test_grid_2d.py",
+        ),
+        words=("plan", "foreseen"),
+    ),
     "propose": Feature(
         ("adapters/propose",), names=("Proposal", "propose_plan"), tests=("tests/adapters/propose",), words=("propose",)
     ),

@@ -10,11 +10,11 @@ import torch
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
+from para_core.adapters.default_mesh import Mesh
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.options import ParallelOptions, unparallelize_transformer
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
-from para_core.adapters.planner.default_mesh import Mesh
 from para_core.adapters.registry import require_kind, transformers_of, unets_of
 from para_core.adapters.vae.unet import unparallelize_unet
 from para_core.adapters.weights.sharded_component import Method

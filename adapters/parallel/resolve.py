@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
+from para_core.adapters.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.inspect.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
@@ -20,7 +21,6 @@ from para_core.adapters.parallel.options import ParallelOptions, TransformerPart
 from para_core.adapters.parallel.parts import OffloadPart, TextEncodersPart, TimeoutPart, WeightsPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
 from para_core.adapters.vae.unet import unparallelize_unet
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
