@@ -186,9 +186,11 @@ def _check_repository(name: str, subject: str) -> None:
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
-    from para_core.adapters.planner.published import similar_published
+    from para_core.adapters.planner.published import read_counts
+    from para_core.devices import similar_names
 
-    absent = f"{subject} {name!r} is no folder here{similar_published(name)}"
+    hint = similar_names(name.rpartition("/")[2], read_counts())
+    absent = f"{subject} {name!r} is no folder here{hint}"
     try:
         files = ("model_index.json", "modular_model_index.json")
         if not any(isinstance(try_to_load_from_cache(name, file), str) for file in files):

@@ -76,11 +76,7 @@ def rank_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices) 
 
 
 def _preference(row: Prediction) -> tuple[bool, int, bool, int, int, float]:
-    """Return the sort key of equally fast meshes.
-
-    Weights on the device come first, then branches on ranks of their own, then Ulysses, which keeps the bits of one
-    device.
-    """
+    """Return the sort key of equally fast meshes: weights that stay, then CFG branches on own ranks, then Ulysses."""
     shape, moves = row.shape, row.placement.resident is not None or row.shape.fsdp
     return moves, -shape.batch, shape.ring_method == "2d", shape.pipe, shape.tensor * shape.ring, row.seconds
 
@@ -170,7 +166,7 @@ def _allowed_shapes(ranks: int, choices: Choices) -> list[MeshShape]:
     if choices.weights is not None and ranks > 1:
         allowed = [shape for shape in allowed if (shape.tensor > 1) == (choices.weights == "tensor")]
     if choices.weights == "fsdp" and ranks > 1:
-        allowed = [shape for shape in allowed if shape.sequence > 1]
+        allowed = [shape for shape in allowed if shape.sequence > 1 and shape.pipe == 1]
     if choices.weights is not None and "pipe" not in choices.mesh:
         allowed = [shape for shape in allowed if shape.pipe == 1]
     if not allowed:

@@ -52,8 +52,7 @@ def choose_default_mesh(
 def _predict(owner: Any, ranks: int, device_type: str, on_host: int | None, weights: str | None) -> MeshChoice:
     """Return the mesh that :func:`plan_mesh` predicts to be best.
 
-    With ``weights`` ``"fsdp"`` or ``"tensor"``, only meshes on which weights can be sharded in this way count. Raise
-    NotPredictedError if the planner does not know the devices or the pipeline, or counting its operations failed.
+    Raise NotPredictedError if the planner does not know the devices or the pipeline, or counting its operations failed.
     """
     if on_host != ranks:
         # The network between the hosts is not known.
@@ -113,14 +112,6 @@ def choose_mesh(
         guidance: Reason to expect two CFG branches, such as ``"guidance_scale is 6.0 by default"``, or None.
         ranks_per_host: Number of ranks on each host; None if all are on one host, or if it is unknown.
         weights: ``"fsdp"`` or ``"tensor"``; with any other value every rank holds all weights.
-
-    >>> def sizes(*args, **options):
-    ...     choice = choose_mesh(*args, **options)
-    ...     return choice.batch, choice.ring, choice.ulysses
-    >>> sizes(8, 24, None), sizes(8, 2, "guidance_scale is 6.0 by default"), sizes(16, 24, None, ranks_per_host=8)
-    ((1, 1, 8), (2, 2, 2), (1, 2, 8))
-    >>> choose_mesh(2, 24, "guidance_scale is 5.0 by default", weights="fsdp").reason
-    "weights='fsdp', guidance_scale is 5.0 by default, 24 heads"
     """
     on_host = gcd(num_ranks, ranks_per_host or num_ranks)
     sizes = [size for size in range(2, on_host + 1) if on_host % size == 0 and (num_heads or size) % size == 0]

@@ -74,9 +74,5 @@ def shapes(ranks: int) -> Iterator[MeshShape]:
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of ``number`` in ascending order.
-
-    >>> divisors(6)
-    [1, 2, 3, 6]
-    """
+    """Return the divisors of ``number`` in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]

@@ -101,12 +101,7 @@ def workload_of(
     frames: int | None = None,
     steps: int | None = None,
 ) -> Workload:
-    """Return the work of one generation with a pipeline or a published model. Arguments as in :func:`plan_mesh`.
-
-    Raises:
-        TypeError: The inputs of the transformer are unknown.
-        ValueError: A name or a size is invalid.
-    """
+    """Return the work of one generation with a pipeline or a published model. Arguments and errors as in plan_mesh."""
     options = {"height": height, "width": width, "frames": frames}
     changed = {name: require_positive(name, value) for name, value in options.items() if value is not None}
     if steps is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,16 +95,11 @@ class Prediction:
             return f"# {quantized}: para_core generate --quantize {quantized}, or from_pretrained_sharded(quantize=)"
         if self.shape.ranks == 1 and not self.options:
             return "pipe = pipe  # one device: unchanged"
-        arguments = ["pipe"]
+        arguments = [f"{name}={value!r}" for name, value in self.options.items()]
         if self.shape.ranks > 1:
-            arguments.append(f"mesh=init_context_parallel_mesh({_keywords(self.mesh_options)})")
-        if self.options:
-            arguments.append(_keywords(self.options))
-        return f"parallelize_pipe({', '.join(arguments)})"
-
-
-def _keywords(named: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in named.items())
+            sizes = ", ".join(f"{name}={size}" for name, size in self.mesh_options.items())
+            arguments.insert(0, f"mesh=init_context_parallel_mesh({sizes})")
+        return f"parallelize_pipe({', '.join(['pipe', *arguments])})"
 
 
 def default_text_encoders(shape: MeshShape) -> Literal["replicate", "fsdp"]:

@@ -128,11 +128,11 @@ class Predictions:
 
     def _table(self) -> list[str]:
         """Return the lines of a Markdown table of the first meshes."""
-        links = self.machine.inside.name
-        if self.ranks > self.machine.per_host:
-            links += f" within {self.machine.per_host} ranks of a host, {self.machine.between.name} between hosts"
+        machine, links = self.machine, self.machine.inside.name
+        if self.ranks > machine.per_host:
+            links += f" in hosts of {machine.per_host}, {machine.between.name} between them"
         lines = [
-            f"Predicted for {self.ranks} × {self.machine.device.name} ({links}):",
+            f"Predicted for {self.ranks} × {machine.device.name} ({links}):",
             "",
             "| mesh | seconds | GB | why another is chosen |",
             "| --- | --- | ---: | --- |",
@@ -172,20 +172,12 @@ def predict_meshes(work: Workload, machine: Machine, ranks: int, choices: Choice
 
 
 def gigabytes(size: float) -> str:
-    """Return bytes as gigabytes, with two digits or all before the decimal point.
-
-    >>> gigabytes(133.6e9), gigabytes(5.04e9), gigabytes(31e6)
-    ('134', '5', '0.031')
-    """
+    """Return bytes as gigabytes, with two digits or all before the decimal point."""
     return f"{size / 1e9:.0f}" if size >= 9.95e9 else f"{size / 1e9:.2g}"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text: seconds with two digits if it is below two minutes, else minutes or hours.
-
-    >>> print(duration(9.876), duration(754), duration(5025), sep=", ")
-    9.9 s, 13 min, 1 h 24 min
-    """
+    """Return a duration as text: seconds with two digits if it is below two minutes, else minutes and hours."""
     if seconds < 120:
         return f"{seconds:.2g} s" if seconds < 99.5 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -29,9 +29,6 @@ def read_counts() -> Mapping[str, Any]:
 def find_published(name: str) -> str:
     """Return the published model with this name or Hub repository. Case, spaces and punctuation do not matter.
 
-    >>> find_published("flux.1 dev"), find_published("Wan-AI/Wan2.2-T2V-A14B-Diffusers")
-    ('FLUX.1-dev', 'Wan 2.2 A14B')
-
     Raises:
         ValueError: No published model has this name.
     """
@@ -40,14 +37,9 @@ def find_published(name: str) -> str:
         if wanted in (letters_of(key), letters_of(stored["repository"])):
             return key
     raise ValueError(
-        f"model is {name!r}, which is no published model{similar_published(name)}; expected one of "
+        f"model is {name!r}, which is no published model{similar_names(name, read_counts())}; expected one of "
         f"{', '.join(read_counts())}, or a pipeline (on the command line its folder, or its repository on the Hub)."
     )
-
-
-def similar_published(name: str) -> str:
-    """Return a phrase that suggests up to three published models with similar names; empty if there are none."""
-    return similar_names(name.rpartition("/")[2], read_counts())
 
 
 def published_workload(name: str, changed: Mapping[str, int], steps: int | None) -> Workload:
