@@ -58,8 +58,9 @@ def plan(
         _print_names()
         return
     _check_options(memory, dtype, compile_)
-    width, height = (None, None) if size is None else read_size(size)
-    sizes: dict[str, Any] = {"height": height, "width": width, "frames": frames, "steps": steps}
+    sizes: dict[str, Any] = {"height": None, "width": None, "frames": frames, "steps": steps}
+    if size is not None:
+        sizes["width"], sizes["height"] = read_size(size)
     settings: dict[str, Any] = {
         "ranks": ranks,
         "device": device,
@@ -67,11 +68,15 @@ def plan(
         "ranks_per_host": per_host,
         "compiled": compile_ != "no",
         "mesh": dict(parse_mesh_sizes(mesh)),
-        "memory": None if memory is None else memory * 1e9,
         "weights": weights,
         "offload": True if offload is None else offload,
         "quantize": quantize,
     }
+    further: dict[str, Any] = {"pipeline": pipeline}
+    if memory is not None:
+        settings["memory"], further["memory"] = memory * 1e9, f"{memory:g}"
+    if dtype != "auto":
+        further["dtype"] = dtype
     configs = next(iter(config or ()), None)
     repository, fields, images = model, frozenset[str](), list[str]()
     if _is_published(model, pipeline, configs):
@@ -94,9 +99,7 @@ def plan(
         typer.echo(_as_json(predictions))
         return
     typer.echo(str(predictions))
-    further = {"pipeline": pipeline, "config": configs, "dtype": None if dtype == "auto" else dtype}
-    further["memory"] = None if memory is None else f"{memory:g}"
-    command = _command(predictions, repository, compile_, fields, images, further)
+    command = _command(predictions, repository, compile_, fields, images, {**further, "config": configs})
     if command:
         typer.echo(f"\nAs a command: {command}")
 

@@ -75,13 +75,17 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     if predict is None or recipe.offload == "model":
         return None
     # The weights of a GGUF file have at most 8 bits.
-    quantize = recipe.quantize or ("int8" if recipe.model.endswith(GGUF) else None)
+    quantize, resident = recipe.quantize, None
+    if recipe.model.endswith(GGUF):
+        quantize = quantize or "int8"
+    if recipe.offload == "blocks":
+        resident = num_resident(recipe.resident_blocks)
     try:
         fixed, per_pixel = predict(
             pipe,
             mesh,
             fsdp=recipe.weights == "fsdp",
-            resident=num_resident(recipe.resident_blocks) if recipe.offload == "blocks" else None,
+            resident=resident,
             text_encoders=recipe.text_encoders,
             vae_placement=recipe.vae_placement,
             quantize=quantize,

@@ -87,7 +87,7 @@ def _reason(row: Prediction, best: Prediction) -> str:
         return ""
     if not row.fits:
         return f"{row.memory / 1e9:.0f} GB do not fit into {row.room / 1e9:.0f}"
-    ratio = row.seconds / best.seconds if best.seconds else 1.0
+    ratio = row.seconds / max(best.seconds, 1e-9)
     if ratio <= EQUAL:
         return "about as fast"
     return f"{ratio:.1f} × the time"

@@ -106,14 +106,7 @@ class _CallCount:
         self._rules: dict[int, list[ModuleRules]] = {}
         for module, rules in match_modules(model, plan).values():
             self._rules.setdefault(id(module), []).append(rules)
-        tensor = tensor_plan_for(model)
-        linears = {} if tensor is None else tensor.linears
-        self._tensor_splits = {
-            id(layer.weight): style.along
-            for name, style in linears.items()
-            for layer in matching_modules(model, name).values()
-            if isinstance(layer, nn.Linear)
-        }
+        self._tensor_splits = {id(layer.weight): along for layer, along in _tensor_layers(model)}
         self._attention: dict[AttentionWork, int] = {}
         self._products, self._split, self._summed = [0.0, 0.0], 0.0, 0.0
 
@@ -141,8 +134,8 @@ class _CallCount:
                     self._operators.is_sharded |= _shards_any(rules.of_inputs, values)
             case ModuleEnd():
                 for rules in self._rules.get(id(event.module), ()):
-                    outputs = [event.output] if isinstance(event.output, torch.Tensor) else event.output
-                    self._operators.is_sharded |= _shards_any(rules.of_outputs, dict(enumerate(outputs)))
+                    outputs = dict(enumerate(tensors_in(event.output)))
+                    self._operators.is_sharded |= _shards_any(rules.of_outputs, outputs)
                     self._operators.is_sharded &= not rules.gathers
             case AttentionStart():
                 self._note_attention(event)
@@ -182,6 +175,15 @@ class _CallCount:
             self._summed += event.output.numel() * event.output.element_size()
 
 
+def _tensor_layers(model: nn.Module) -> list[tuple[nn.Linear, str]]:
+    """Return the linear layers that tensor ranks split, each with ``"colwise"`` or ``"rowwise"``."""
+    plan = tensor_plan_for(model)
+    if plan is None:
+        return []
+    named = [(matching_modules(model, name).values(), style.along) for name, style in plan.linears.items()]
+    return [(layer, along) for layers, along in named for layer in layers if isinstance(layer, nn.Linear)]
+
+
 def _shards_any(rules: Mapping[Any, ShardRule], values: Mapping[Any, Any]) -> bool:
     """Whether any of ``rules`` of a plan shards one of the tensors in ``values``, as tokens of a segment."""
     return any(
@@ -205,13 +207,7 @@ def weights_of(
     ``vae`` and ``other`` are the bytes of all autoencoders, and of all modules that are not named.
     """
     no_stages = why_no_stages(transformer) or ""
-    plan = tensor_plan_for(transformer)
-    split = [
-        layer.weight
-        for name in (() if plan is None else plan.linears)
-        for layer in matching_modules(transformer, name).values()
-        if isinstance(layer, nn.Linear)
-    ]
+    split = [layer.weight for layer, _ in _tensor_layers(transformer)]
     return Weights(
         module_bytes(transformer),
         transformers,

@@ -19,6 +19,7 @@ from para_core.option_values import Quantize
 # Memory is predicted for square results with these sides, in pixels. The two predictions give the bytes per pixel, as
 # the slope of a line. Every model can shard latents of these sizes.
 _SIDES = (512, 1024)
+_RANKS_PER_HOST = {"GB200": 72}
 
 
 def plan_mesh(
@@ -84,7 +85,7 @@ def plan_mesh(
         raise ValueError(f"memory is {memory!r}; expected a positive number of bytes.")
     accelerator = device_named(device)
     inside = link_named(link, accelerator)
-    per_host = ranks_per_host or (72 if accelerator.name == "GB200" else 8)
+    per_host = ranks_per_host or _RANKS_PER_HOST.get(accelerator.name, 8)
     machine = Machine(accelerator, inside, link_named(between, accelerator), per_host, compiled, memory)
     if isinstance(pipe_or_name, Workload):
         work = pipe_or_name
