@@ -38,7 +38,6 @@ EXTRAS = {
             "imageio",
             "imageio-ffmpeg",
             "pyyaml",
-            "matplotlib",
         ],
         "`para_core generate`, `bench`, `plan`, `doctor`",
     ),

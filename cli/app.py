@@ -17,10 +17,11 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from para_core.cli.bench import bench
+from para_core.cli.doctor import doctor
 from para_core.cli.generate import generate
 from para_core.cli.option_files import ALIASES, options_in_files
 from para_core.cli.options import name_options, with_fields
-from para_core.cli.plan import doctor, plan
+from para_core.cli.plan import plan
 from para_core.cli.serve import serve
 from para_core.fleet.failures import sentence
 from para_core.version import __version__

@@ -57,14 +57,14 @@ def bench(
     from para_core.cli.measurement import MeasurementJob, measure
     from para_core.cli.ranks import count_ranks, is_first_rank
     from para_core.cli.signals import describe_signal, terminable
+    from para_core.distributed.mesh_shape import mesh_sizes
     from para_core.fleet.classical import refuse_ranks
-    from para_core.fleet.foresee import mesh_of_recipe
     from para_core.fleet.libraries import quiet
 
     quiet(debug)
     recipe, pipeline = checked.recipe, checks.describe_model(model, checked)
     num_ranks = count_ranks(ranks, 1)
-    mesh_of_recipe(recipe, num_ranks)  # raises if the mesh is too small
+    mesh_sizes(num_ranks, dict(recipe.mesh))  # raises if the mesh is too small
     refuse_ranks(pipeline, num_ranks)
     if profile is not None and stated is None:
         require_new_traces(profile, num_ranks)

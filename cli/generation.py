@@ -20,18 +20,12 @@ from para_core.cli.options import FileOptions, GroupOptions
 from para_core.cli.progress import Bars, showing_log, showing_phases
 from para_core.cli.ranks import count_ranks, ending_on_error, from_first_rank, is_first_rank, process_group
 from para_core.cli.signals import describe_signal, terminable
+from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.build import dtype_of
 from para_core.fleet.classical import refuse_ranks
 from para_core.fleet.engine import open_ranks
-from para_core.fleet.foresee import (
-    Memory,
-    bytes_of_device,
-    foresee_mesh,
-    mesh_of_recipe,
-    predict_memory,
-    without_weights,
-)
 from para_core.fleet.lines import LineRun
+from para_core.fleet.memory import Memory, bytes_of_device, foresee_mesh, predict_memory
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import (
     Result,
@@ -49,6 +43,7 @@ from para_core.fleet.prompt_file import Line, Problem, read_prompts
 from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import USUAL_PIXELS, Delivery, estimated_pixels, make_request
+from para_core.fleet.without_weights import without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +77,7 @@ def make_task(
     prompts, folder, replicas = files.prompts, files.out, group.replicas
     ranks = count_ranks(group.ranks, replicas)
     chosen = choose_format(model, files.format_)
-    mesh_of_recipe(recipe, ranks)  # raises if the mesh is too small
+    mesh_sizes(ranks, dict(recipe.mesh))  # raises if the mesh is too small
     refuse_ranks(model, ranks)
     common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
     if prompts is None and "prompt" in model.fields and "prompt" not in common:

@@ -26,11 +26,11 @@ from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.classical import load_classical, load_controlnets, pipeline_class
 from para_core.fleet.encode_first import EncodeFirst
-from para_core.fleet.foresee import component_classes, multiple_of_model
 from para_core.fleet.modular import describe_modular, has_modular_index, is_modular, load_modular, open_modular
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.fleet.selection import select_pipeline
+from para_core.fleet.without_weights import component_classes, multiple_of_model
 from para_core.instance.private_class import original_class
 from para_core.pipeline_options import PipelineChoices
 from para_core.progress import readable_bytes, report, reporting_components

@@ -18,9 +18,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from para_core.fleet import replica
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
-from para_core.fleet.foresee import Memory
 from para_core.fleet.last_words import Notes, describe_death
 from para_core.fleet.log_relay import Position, log_entries
+from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.rank_actor import CONTROL, Answer, RankActor

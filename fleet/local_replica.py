@@ -16,7 +16,7 @@ from typing import Any
 
 from para_core.fleet.engine import LaunchedRanks, OwnRank
 from para_core.fleet.failures import RanksEnded, ReplicaDied, RequestCancelled, RequestFailed, sentence
-from para_core.fleet.foresee import Memory
+from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled
-from para_core.fleet.foresee import Memory
 from para_core.fleet.jobs import Job
+from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe

@@ -12,9 +12,9 @@ from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.build import build, mesh_shape
 from para_core.fleet.encode_first import EncodeFirst
 from para_core.fleet.failures import RequestCancelled
-from para_core.fleet.foresee import Memory, bytes_of_device, predict_memory
 from para_core.fleet.libraries import quiet
 from para_core.fleet.loras import LoadedLoras
+from para_core.fleet.memory import Memory, bytes_of_device, predict_memory
 from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
-from para_core.fleet.foresee import Memory
 from para_core.fleet.last_words import LastWords
 from para_core.fleet.log_relay import Entry, LogRelay, Position
+from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import Rank, ReplicaOptions
 from para_core.fleet.recipe import Recipe

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from para_core.fleet.failures import RequestCancelled, RequestFailed
-from para_core.fleet.foresee import Memory
+from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.request import Request
 

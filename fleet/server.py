@@ -22,12 +22,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from para_core.fleet.access import Access, public_address
 from para_core.fleet.failures import RequestError
-from para_core.fleet.foresee import Memory
 from para_core.fleet.http.answers import MEDIA_TYPES, answer_body, answer_events
 from para_core.fleet.http.bodies import ServerOptions, body_schema, read_content, read_request
 from para_core.fleet.image_classes import takes_no_image
 from para_core.fleet.jobs import Job, Jobs, Replicas
 from para_core.fleet.loras import LoraFolder
+from para_core.fleet.memory import Memory
 from para_core.fleet.middleware import ID, HeadAsGet, RequestLog, record_of
 from para_core.fleet.model_card import model_card
 from para_core.fleet.no_effect import warnings_of

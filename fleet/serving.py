@@ -16,11 +16,11 @@ from ray import serve
 
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied
-from para_core.fleet.foresee import Memory
 from para_core.fleet.host_server import bound_socket
 from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.jobs import Job
 from para_core.fleet.log_relay import Entry, LogReader, LogRelay, Position
+from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.rank import ReplicaOptions

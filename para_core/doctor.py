@@ -1,10 +1,421 @@
-"""Measure this machine, and say what to change.
+"""Check a machine in one minute: versions, backends, attention over the ranks, links, host and memory.
 
-Run it as ``python -m para_core.doctor``, or on several ranks as
-``torchrun --nproc_per_node=4 -m para_core.doctor``. The option ``--output doctor.json`` writes the results to a file.
+Run it as ``python -m para_core.doctor``, or on several ranks as ``torchrun --nproc_per_node=4 -m para_core.doctor``.
+Rank 0 prints a table, and with --output writes it as JSON. A check that raises is reported as broken, with its error,
+and the next check runs. Each check is a collective call.
 """
 
-from para_core.planner.doctor import main
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from para_core.devices import LINKS, Device, gpu_at_hand
+from para_core.distributed.create_mesh import init_context_parallel_mesh
+from para_core.distributed.mesh import MeshDim, guided_mesh
+from para_core.modes.unified import UnifiedAttnMode
+from para_core.triton_support import has_triton
+
+OK, CHANGE, BROKEN = "ok", "change", "broken"
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_PACKAGES = ("torch", "diffusers", "transformers", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check, which is a line of the doctor's table.
+
+    Args:
+        verdict (`str`): ``"ok"``, ``"change"`` (it works but could be better) or ``"broken"``.
+        advice (`str`): Advice on what to change; empty if there is none.
+    """
+
+    name: str
+    result: str
+    verdict: str = OK
+    advice: str = ""
+
+
+@dataclass
+class DoctorReport:
+    """The results of all checks, and the measured figures."""
+
+    findings: list[Finding] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, result: str, advice: str = "", *, broken: bool = False) -> None:
+        """Add a finding: broken, or to be changed if there is ``advice``, or ok."""
+        verdict = CHANGE if advice else OK
+        if broken:
+            verdict = BROKEN
+        self.findings.append(Finding(name, result, verdict, advice))
+
+    @property
+    def broken(self) -> bool:
+        return any(finding.verdict == BROKEN for finding in self.findings)
+
+    def table(self) -> str:
+        width = max(len(finding.name) for finding in self.findings)
+        lines = [f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.result}" for finding in self.findings]
+        advice = [f"- {finding.name}: {finding.advice}" for finding in self.findings if finding.advice]
+        return "\n".join([*lines, "", "What to change:" if advice else "Nothing to change.", *advice])
+
+    def write(self, path: Path) -> None:
+        content = {
+            "date": time.strftime("%Y-%m-%d"),
+            "doctor": self.figures,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The rank of this process, the number of ranks, and the device and dtype that the checks use."""
+
+    rank: int
+    size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the ``value`` of every rank, in rank order. This is a collective call."""
+        values = [value]
+        if self.size > 1:
+            values = [None] * self.size
+            dist.all_gather_object(values, value)
+        return values
+
+    def known_device(self) -> Device | None:
+        """Return the data sheet's figures for this rank's GPU; None on a CPU, or for a GPU that the table lacks."""
+        try:
+            return gpu_at_hand(self.device) if self.device.type == "cuda" else None
+        except ValueError:
+            return None
+
+
+def versions(ranks: Ranks, report: DoctorReport) -> None:
+    """Check that all ranks have the same versions of Python, torch, diffusers, transformers, Triton and NCCL."""
+    own = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            own[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    text = ", ".join(f"{name} {version}" for name, version in own.items())
+    every = ranks.gathered(own)
+    different = sorted({name for other in every for name in {*other, *own} if other.get(name) != own.get(name)})
+    if not different:
+        return report.add("versions", text)
+    rank = next(rank for rank, other in enumerate(every) if other != own)
+    others = ", ".join(f"{name} {every[rank].get(name, 'none')}" for name in different)
+    advice = f"install the same {', '.join(different)} on all hosts."
+    return report.add("versions", f"{text}; rank {rank}: {others}", advice, broken=True)
+
+
+def memory(ranks: Ranks, report: DoctorReport) -> None:
+    """Check that all ranks have the same kind of device, and that a GPU has at least 80 % of its memory free."""
+    name, free, total = f"CPU, {os.cpu_count()} cores", 0, 0
+    if ranks.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(ranks.device)
+        name = torch.cuda.get_device_name(ranks.device)
+    elif hasattr(os, "sysconf"):
+        page = os.sysconf("SC_PAGE_SIZE")
+        free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+    every = ranks.gathered((name, free, total))
+    names = sorted({device for device, _, _ in every})
+    rank = min(range(len(every)), key=lambda rank: every[rank][1])
+    _, least, of = every[rank]
+    advice = ""
+    if len(names) > 1:
+        advice = "ranks compute equal shards, so the slowest device decides: use equal devices."
+    elif ranks.device.type == "cuda" and least < 0.8 * of:
+        advice = f"another process holds memory on rank {rank}'s GPU: see nvidia-smi."
+    text = f"{len(every)} × {' and '.join(names)}; {least / 1e9:.1f} of {of / 1e9:.1f} GB free on rank {rank}"
+    report.add("device", text, advice)
+
+
+def backends(ranks: Ranks, report: DoctorReport) -> None:
+    """List the SDPA backends that accept a plain call in the ranks' dtype.
+
+    On a GPU, give advice if neither flash nor cuDNN is among them, or if Triton is not installed.
+    """
+    query = torch.randn(1, 4, 256, 64, device=ranks.device, dtype=ranks.dtype)
+    accepted = []
+    for name, backend in _BACKENDS.items():
+        try:
+            with sdpa_kernel(backend):
+                F.scaled_dot_product_attention(query, query, query)
+        except RuntimeError:
+            continue
+        accepted.append(name)
+    advice = ""
+    if ranks.device.type == "cuda" and not {"flash", "cuDNN"} & set(accepted):
+        advice = "neither flash nor cuDNN attention runs on this GPU: install a torch built for it."
+    elif ranks.device.type == "cuda" and not has_triton():
+        advice = "install triton for the kernels that merge and pack."
+    report.add("backends", ", ".join(accepted) + f" ({str(ranks.dtype).removeprefix('torch.')})", advice)
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 10, rounds: int = 5) -> float:
+    """Return the seconds that one call ``work()`` takes: the median of ``rounds`` means of ``repeats`` calls."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()
+    seconds = []
+    for _ in range(rounds):
+        wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        wait()
+        seconds.append((time.perf_counter() - start) / repeats)
+    return statistics.median(seconds)
+
+
+def speed(ranks: Ranks, report: DoctorReport) -> None:
+    """Measure a large matrix product and an attention call, in operations per second on the slowest rank."""
+    size, tokens = (8192, 8192) if ranks.device.type == "cuda" else (512, 512)
+    matrix = torch.randn(size, size, device=ranks.device, dtype=ranks.dtype)
+    query = torch.randn(1, 8, tokens, 128, device=ranks.device, dtype=ranks.dtype)
+    products = 2.0 * size**3 / seconds_of(lambda: matrix @ matrix, ranks.device, repeats=3)
+    attention = 4.0 * query.numel() * tokens
+    attention /= seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device, repeats=3)
+    products, attention = min(ranks.gathered((products, attention)))
+    text = f"{products / 1e12:.3g} TFLOP/s in products, {attention / 1e12:.3g} in attention, on the slowest rank"
+    device, advice = ranks.known_device(), ""
+    if device is not None and products < 0.6 * device.product_speed:
+        usual = f"{device.product_speed / 1e12:.0f} TFLOP/s"
+        advice = f"a {device.name} reaches {usual}: check its clocks, power limit and temperature."
+    report.add("device speed", text, advice)
+    report.figures.update(products=products, attention=attention)
+
+
+def host(ranks: Ranks, report: DoctorReport) -> None:
+    """Measure how long the host takes to launch one operator, in seconds on the slowest rank."""
+    x = torch.zeros(16, device=ranks.device)
+    launch = max(ranks.gathered(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
+    slow = "the host is slow or busy: compile the transformer, and check that no other process uses its cores."
+    report.add("host", f"{1e6 * launch:.1f} µs per launch, on the slowest rank", slow if launch > 15e-6 else "")
+    report.figures["launch"] = launch
+
+
+def _attend(qkv: Sequence[Tensor]) -> Tensor:
+    query, key, value = qkv
+    return F.scaled_dot_product_attention(query, key, value)
+
+
+def exactness(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
+    """Check attention over all ranks, which divide neither tokens nor heads, against float64 on one device."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, heads = 64 * ranks.size + 1, ranks.size + 1
+    exact_qkv = [torch.randn(1, heads, tokens, 64, generator=generator, dtype=torch.float64) for _ in range(3)]
+    exact = _attend(exact_qkv)
+    qkv = [x.to(ranks.device, ranks.dtype) for x in exact_qkv]
+    with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
+        result = cp.gather(_attend([cp.shard(x, dim=2) for x in qkv]), dim=2)
+    errors = [float((out.cpu().double() - exact).norm() / exact.norm()) for out in (result, _attend(qkv))]
+    meshed, single = zip(*ranks.gathered(errors), strict=True)
+    worst, alone = max(meshed), min(single)
+    text = f"error {worst:.1e}, of one device {alone:.1e} (against float64; {heads} heads, {tokens} tokens)"
+    wrong = not worst <= 2 * alone + (1e-6 if ranks.dtype == torch.float32 else 1e-3)
+    advice = "results over these ranks are wrong. Compare torch and NCCL versions, and report this table."
+    report.add("attention over the mesh", text, advice if wrong else "", broken=wrong)
+
+
+def host_per_call(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
+    """Measure an attention call with so few tokens that only host time and latency count, on the slowest rank."""
+    query = torch.randn(1, ranks.size, 8, 64, device=ranks.device, dtype=ranks.dtype)
+    with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True):
+        call = seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device)
+    seconds = max(ranks.gathered(call))
+    report.add("host per attention call", f"{1e6 * seconds:.0f} µs, with the latency of its exchanges")
+    report.figures["call"] = seconds
+
+
+def links(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
+    """Measure latency and bandwidth of each mesh dim, in an all-to-all and in a ring step."""
+    rows = report.figures["mesh dims"] = []
+    for dim in guided_mesh(mesh).dims:
+        if dim.size == 1 or dim.group is None:
+            continue
+        _, in_ring = _exchange(ranks, dim, ring=True)
+        latency, bandwidth = _exchange(ranks, dim, ring=False)
+        rows.append(
+            {
+                "mesh dim": dim.name,
+                "size": dim.size,
+                "latency": latency,
+                "bytes per second": in_ring,
+                "all-to-all bytes per second": bandwidth,
+            }
+        )
+        text = (
+            f"latency {1e6 * latency:.0f} µs; a rank sends {bandwidth / 1e9:.3g} GB/s in an all-to-all, "
+            f"{in_ring / 1e9:.3g} GB/s in a ring ({dim.size} ranks)"
+        )
+        report.add(f"mesh dim {dim.name}", text, advice_on_bandwidth(bandwidth, ranks.known_device()))
+
+
+def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
+    """Return advice if ``bandwidth`` is below half of what links between such devices reach; else ``""``."""
+    link = None if device is None else LINKS[device.link]
+    usual = 0.0 if link is None else link.all_to_all or link.bandwidth
+    if link is None or bandwidth >= 0.5 * usual:
+        return ""
+    return (
+        f"{link.name} between such devices reaches {usual / 1e9:.0f} GB/s: see nvidia-smi topo -m, and whether "
+        "NCCL_P2P_DISABLE or NCCL_SHM_DISABLE is set. Between hosts use the mesh dim that sends least: batch, or "
+        "ring."
+    )
+
+
+def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
+    """Return the latency (seconds of a small exchange) and the bytes per second of a large one, on the slowest rank.
+
+    In a ring step each rank sends to the next rank only. Otherwise the exchange is an all-to-all.
+    """
+    distances = range(1, 2 if ring else dim.size)
+
+    def timed(sent: int) -> float:
+        outgoing, incoming = [0] * dim.size, [0] * dim.size
+        for distance in distances:
+            outgoing[(dim.index + distance) % dim.size] = max(1, sent // len(distances))
+            incoming[(dim.index - distance) % dim.size] = max(1, sent // len(distances))
+        data = torch.empty(sum(outgoing), dtype=torch.uint8, device=ranks.device)
+        result = torch.empty(sum(incoming), dtype=torch.uint8, device=ranks.device)
+        dist.barrier(dim.group)
+        return seconds_of(
+            lambda: dist.all_to_all_single(result, data, incoming, outgoing, group=dim.group), ranks.device, repeats=5
+        )
+
+    large = 64 << 20 if ranks.device.type == "cuda" else 1 << 20
+    latency, seconds = (max(ranks.gathered(timed(sent))) for sent in (1024, large))
+    # Subtract the latency only if it is clearly smaller than the measured time, because noise could otherwise make the
+    # difference negative.
+    return latency, large / (seconds - latency if seconds > 2 * latency else seconds)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``python -m para_core.doctor``, and return the exit code: 1 if a check is broken, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m para_core.doctor", description=__doc__)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--ring", type=int, help="size of the ring mesh dim; the remaining ranks go to ulysses")
+    parser.add_argument("--cpu", action="store_true", help="use the CPU and gloo")
+    options = parser.parse_args(arguments)
+    # Reject a wrong path now, before the checks, which take a minute.
+    if options.output is not None and not options.output.absolute().parent.is_dir():
+        parser.error(f"--output {options.output}: there is no folder {options.output.absolute().parent}.")
+    try:
+        return examine_machine(options.output, ring=options.ring, cpu=options.cpu)
+    except ValueError as error:
+        parser.error(f"--{error}")
+
+
+def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bool = False) -> int:
+    """Run all checks, print the table, and write the results as JSON to ``out``. Return 1 if a check is broken, else 0.
+
+    Args:
+        ring: Size of the ``ring`` mesh dim; the remaining ranks form ``ulysses``. Defaults to 2 for an even number of
+            at least 4 ranks, else 1.
+        cpu: Whether to use the CPU and gloo although there is a GPU.
+
+    Raises:
+        ValueError: ``ring`` is not positive.
+    """
+    if ring is not None and ring < 1:
+        raise ValueError(f"ring is {ring}: expected a positive number of ranks.")
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    on_cpu, device = cpu or not torch.cuda.is_available(), torch.device("cpu")
+    if not on_cpu:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    if size > 1:
+        # With this timeout a missing rank is reported instead of hanging the check.
+        dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+    ranks = Ranks(rank, size, device, torch.float32 if on_cpu else torch.bfloat16)
+    try:
+        report = examine(ranks, ring=ring)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if ranks.rank == 0:
+        sys.stdout.write(report.table() + "\n")
+        if out is not None:
+            report.write(out)
+    return int(report.broken)
+
+
+def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
+    """Run all checks one after the other, and return the report. This is a collective call."""
+    report = DoctorReport()
+    _try(report, "versions", versions, ranks, report)
+    _try(report, "device", memory, ranks, report)
+    _try(report, "backends", backends, ranks, report)
+    _try(report, "device speed", speed, ranks, report)
+    _try(report, "host", host, ranks, report)
+    if ranks.size == 1:
+        advice = "launch it with torchrun to measure what connects ranks"
+        report.findings.append(Finding("mesh", "one rank", advice=advice))
+        return report
+    # With an even number of at least 4 ranks, a ring of 2 gives both mesh dims several ranks, so that both are
+    # measured.
+    default = 2 if ranks.size >= 4 and ranks.size % 2 == 0 else 1
+    sizes = {"max_ring_dim_size": default if ring is None else ring}
+    mesh = _try(report, "mesh", init_context_parallel_mesh, ranks.device.type, **sizes)
+    if mesh is not None:
+        report.add("mesh", f"batch × ring × ulysses = {' × '.join(map(str, mesh.mesh.shape))}")
+        _try(report, "attention over the mesh", exactness, ranks, report, mesh)
+        _try(report, "host per attention call", host_per_call, ranks, report, mesh)
+        _try(report, "links", links, ranks, report, mesh)
+    return report
+
+
+def _try(report: DoctorReport, name: str, check: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return ``check(*args, **kwargs)``. If it raises, add a broken finding to ``report``, and return None."""
+    try:
+        return check(*args, **kwargs)
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        report.add(name, f"{type(error).__name__}: {first}", _advice(name, str(error)), broken=True)
+        return None
+
+
+def _advice(name: str, error: str) -> str:
+    if "all have the current device" in error:
+        return "give every rank a GPU of its own: torchrun --nproc_per_node with as many processes as there are GPUs."
+    if "imed out" in error or "timeout" in error.lower():
+        return "a rank is missing or its link is down: see other ranks' output, NCCL_DEBUG=INFO, docs/several_nodes.md."
+    if "out of memory" in error:
+        return "free device memory: nvidia-smi lists the processes that hold it."
+    return f"{name} does not work on this machine: {error.strip()[:300]}"
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -84,6 +84,18 @@ FEATURES: dict[str, Feature] = {
         words=("allegro", "Allegro"),
     ),
     "norm kernel": Feature(("kernels/norm.py",), tests=("tests/kernels/test_norm.py",), words=("norm",)),
+    "planner": Feature(
+        ("adapters/planner",),
+        line=("adapters/features.py", '"para_core.adapters.planner",'),
+        names=("plan_mesh",),
+        tests=(
+            "tests/planner",
+            "tests/cli/test_plan.py",
+            "tests/test_expected_traffic.py",
+            "tests/attention/test_grid_2d.py",
+        ),
+        words=("plan", "foreseen"),
+    ),
     "propose": Feature(
         ("adapters/propose",), names=("Proposal", "propose_plan"), tests=("tests/adapters/propose",), words=("propose",)
     ),

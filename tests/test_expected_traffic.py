@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.harness import counted_traffic
 from benchmarks.pipelines.latents import observe_pipeline, observed, takes_turns
-from benchmarks.planner.sizes import machine_of
+from benchmarks.pipelines.traffic import sent_in_rounds
 from para_core.adapters import parallelize_pipe, parallelize_transformer
-from para_core.adapters.planner.plan_mesh import workload
-from para_core.planner.prediction import predict
-from para_core.planner.traffic import MeshShape, sent_in_rounds
+from para_core.adapters.planner.mesh import MeshShape
+from para_core.adapters.planner.plan_mesh import workload_of
+from para_core.adapters.planner.predict import traffic_of
 from tests.rank_pool import heartbeat
 from tests.tiny import cpu_mesh
 from zoo.tiny.pipelines import PIPELINES
@@ -130,6 +130,6 @@ def test_a_model_of_real_size_needs_no_weights():
     """Check a model of real size, with 57 attention calls of 24 heads × 128 over 4096 + 512 tokens. 4096 tokens of 64
     channels are gathered.
     """
-    row = predict(MeshShape(ulysses=2), workload("FLUX.1-dev"), machine_of("H100", None, 2))
+    sent = traffic_of(MeshShape(ulysses=2), workload_of("FLUX.1-dev"))
     tokens, heads = 4608 // 2, 24 // 2
-    assert row.sent == (57 * 4 * tokens * heads * 128 + 2048 * 64) * 2
+    assert sent == (57 * 4 * tokens * heads * 128 + 2048 * 64) * 2

@@ -114,8 +114,8 @@ def test_wheel_holds_every_file_and_only_para_core(distributions):
         names = [name for name in archive.namelist() if not name.endswith("/")]
     modules = [f"{target}/{name}" for folder, target in FOLDERS.items() for name in files_of(ROOT / folder)]
     assert sorted(name for name in names if name.endswith(".py")) == sorted(modules)
-    counts = {f"para_core/adapters/planner/{name}.json" for name in ("counts", "runs")}
-    assert {"para_core/py.typed", "para_core/fleet/page.html", "para_core/fleet/docs.html", *counts} <= set(names)
+    data = {"py.typed", "fleet/page.html", "fleet/docs.html", "adapters/planner/counts.json"}
+    assert {f"para_core/{name}" for name in data} <= set(names)
     assert any(name.endswith("LICENSE") for name in names)
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"para_core"}

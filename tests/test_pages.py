@@ -28,7 +28,7 @@ def test_tables_equal_the_results(page):
 def test_predictions_equal_the_recorded_ones():
     results = read_results("planner_check")
     for table in published.TABLES:
-        slowdown, checked = published.check(table, published.workload(table.model, **dict(table.sizes)))
+        slowdown, checked = published.check(table, published.workload_of(table.model, **dict(table.sizes)))
         assert slowdown == pytest.approx(results["fits"][table.name]["slowdown"])
         recorded = [row["predicted"] for row in results["rows"] if row["table"] == table.name]
         assert [row.predicted for row in checked] == pytest.approx(recorded)

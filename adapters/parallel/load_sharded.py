@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from para_core.adapters.agree.options import equal_options
+from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
-from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.quantize import cast_linears, quantize_transformers, torchao_config
 from para_core.adapters.weights.shard import require_mesh_fits, shard_components

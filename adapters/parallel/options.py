@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from para_core.adapters.adapter import Adapter, Text
-from para_core.adapters.planner.default_mesh import Mesh
+from para_core.adapters.default_mesh import Mesh
 from para_core.adapters.weights.sharded_component import Method
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.libraries import require_library

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
+from para_core.adapters.default_mesh import mesh_and_method
 from para_core.adapters.denoisers import denoisers_by_kind, other_denoisers_of
 from para_core.adapters.inspect.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
@@ -22,7 +23,6 @@ from para_core.adapters.parallel.parts import OffloadPart, TextEncodersPart, Tim
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
 from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer
-from para_core.adapters.planner.default_mesh import mesh_and_method
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.vae.vae_adapter import vae_adapter

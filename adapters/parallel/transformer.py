@@ -11,11 +11,11 @@ from torch import nn
 
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, require_same_call_of_model
+from para_core.adapters.default_mesh import guided_mesh_for
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
 from para_core.adapters.model_checks import require_plan
 from para_core.adapters.parallel.options import TransformerOptions
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
-from para_core.adapters.planner.default_mesh import guided_mesh_for
 from para_core.adapters.registry import planned_class, require_kind
 from para_core.adapters.weights.staged_transformer import (
     free_other_stages,

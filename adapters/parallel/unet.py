@@ -9,8 +9,8 @@ from torch import nn
 
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize
+from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
-from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import require_kind
 from para_core.adapters.vae.unet import KIND
 from para_core.distributed.agree import raising_on_all

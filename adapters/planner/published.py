@@ -1,200 +1,83 @@
-"""Configs and sizes of published models, so that the planner needs no weights and no download for them."""
+"""Published models with stored counts, from which their work at any size follows without torch, weights or a download.
+
+``python -m benchmarks.planner.counts`` writes counts.json. A number ``[a, b]`` in it stands for ``a + b * tokens``.
+"""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from para_core.adapters.planner.sizes import GenerationSizes
-from para_core.planner.prediction import PublishedRun
+from para_core.adapters.planner.weights import ModuleBytes, Weights
+from para_core.adapters.planner.work import AttentionWork, CallWork, GenerationSizes, Workload, check_size
+from para_core.devices import letters_of, similar_names
 
-if TYPE_CHECKING:
-    from torch import nn
-
-
-@dataclass(frozen=True)
-class PublishedModel:
-    """A published pipeline in bfloat16.
-
-    Args:
-        transformer, vae (`str`): Classes of the transformer and of the autoencoder in diffusers.
-        sizes, steps (`GenerationSizes`, `int`): Sizes and denoising steps of a generation, if the user gives none.
-        encoder (`Callable[[], nn.Module]`): Creates the largest text encoder. Call it inside :func:`on_meta`.
-        config, vae_config (`Mapping[str, Any]`): Arguments that differ from the defaults of these classes.
-        branches (`int`): Number of transformer calls per step, one for each CFG branch.
-        prompts (`int`): Number of prompts that are encoded, 2 with a negative prompt.
-        transformers (`int`): Number of transformers, each of which runs a part of the schedule.
-        tiled (`float`): Fraction of a tile that overlaps with the next one when decoding; 0 without tiling.
-        repository (`str`): Repository on the Hub.
-    """
-
-    transformer: str
-    sizes: GenerationSizes
-    steps: int
-    vae: str
-    encoder: Callable[[], nn.Module]
-    config: Mapping[str, Any] = field(default_factory=dict)
-    vae_config: Mapping[str, Any] = field(default_factory=dict)
-    latent_channels: int = 16
-    branches: int = 1
-    prompts: int = 1
-    transformers: int = 1
-    tiled: float = 0.0
-    repository: str = ""
+COUNTS = Path(__file__).with_name("counts.json")
 
 
-def _encoder(model: str, config: str, **options: Any) -> nn.Module:
-    """Return an instance of transformers' class ``model``, whose ``config`` class gets ``options``."""
-    import transformers
-
-    encoder: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
-    return encoder
-
-
-# fmt: off
-_t5_xxl = partial(
-    _encoder, d_model=4096, d_ff=10240, num_layers=24, num_heads=64, d_kv=64, feed_forward_proj="gated-gelu",
-)
-# The encoder of T5 v1.1 XXL, for example in FLUX.1.
-_T5 = partial(_t5_xxl, "T5EncoderModel", "T5Config", vocab_size=32128)
-_UMT5 = partial(_t5_xxl, "UMT5EncoderModel", "UMT5Config", vocab_size=256384)
-# Llama 3 8B without its language-model head, as in llava-llama-3-8b of HunyuanVideo.
-_LLAMA = partial(
-    _encoder, "LlamaModel", "LlamaConfig", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
-    num_attention_heads=32, num_key_value_heads=8, vocab_size=128320,
-)
-# The language model of Mistral Small 3, the text encoder of FLUX.2.
-_MISTRAL = partial(
-    _encoder, "MistralForCausalLM", "MistralConfig", hidden_size=5120, intermediate_size=32768, num_hidden_layers=40,
-    num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=131072, tie_word_embeddings=False,
-)
-# Qwen2.5-VL 7B, the text encoder of Qwen-Image.
-_QWEN = partial(
-    _encoder, "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLConfig",
-    text_config={
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-    },
-    vision_config={
-        "hidden_size": 1280, "depth": 32, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
-    },
-)
-
-_KL_F8: dict[str, Any] = {
-    "block_out_channels": (128, 256, 512, 512), "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4, "layers_per_block": 2, "latent_channels": 16,
-    "use_quant_conv": False, "use_post_quant_conv": False,
-}
-_COGVIDEOX: dict[str, Any] = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True}
-_WAN_5B: dict[str, Any] = {
-    "num_attention_heads": 24, "in_channels": 48, "out_channels": 48, "ffn_dim": 14336, "num_layers": 30,
-}
-_WAN_5B_VAE: dict[str, Any] = {
-    "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True, "in_channels": 12, "out_channels": 12,
-    "patch_size": 2, "scale_factor_spatial": 16,
-}
-_WAN_1_3B: dict[str, Any] = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
-_WAN = PublishedModel(
-    "WanTransformer3DModel", GenerationSizes(720, 1280, 81, 512), 50, "AutoencoderKLWan", _UMT5, branches=2, prompts=2,
-)
-PUBLISHED: Mapping[str, PublishedModel] = {
-    "FLUX.1-dev": PublishedModel(
-        "FluxTransformer2DModel", GenerationSizes(1024, 1024, 1, 512), 28, "AutoencoderKL", _T5,
-        config={"guidance_embeds": True}, vae_config=_KL_F8, repository="black-forest-labs/FLUX.1-dev",
-    ),
-    "FLUX.2-dev": PublishedModel(
-        "Flux2Transformer2DModel", GenerationSizes(1024, 1024, 1, 512), 50, "AutoencoderKLFlux2", _MISTRAL,
-        latent_channels=32, repository="black-forest-labs/FLUX.2-dev",
-    ),
-    "HunyuanVideo": PublishedModel(
-        "HunyuanVideoTransformer3DModel", GenerationSizes(720, 1280, 129, 256), 50, "AutoencoderKLHunyuanVideo",
-        _LLAMA, tiled=0.25, repository="hunyuanvideo-community/HunyuanVideo",
-    ),
-    "CogVideoX-5B": PublishedModel(
-        "CogVideoXTransformer3DModel", GenerationSizes(480, 720, 49, 226), 50, "AutoencoderKLCogVideoX", _T5,
-        config=_COGVIDEOX, prompts=2, repository="zai-org/CogVideoX-5b",
-    ),
-    "Mochi 1": PublishedModel(
-        "MochiTransformer3DModel", GenerationSizes(480, 848, 79, 256, temporal=6), 64, "AutoencoderKLMochi",
-        _T5, latent_channels=12, prompts=2, repository="genmo/mochi-1-preview",
-    ),
-    "Wan 2.1 1.3B": replace(
-        _WAN, sizes=GenerationSizes(480, 832, 81, 512), config=_WAN_1_3B,
-        repository="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    ),
-    "Wan 2.1 14B": replace(_WAN, repository="Wan-AI/Wan2.1-T2V-14B-Diffusers"),
-    "Wan 2.2 A14B": replace(_WAN, steps=40, transformers=2, repository="Wan-AI/Wan2.2-T2V-A14B-Diffusers"),
-    "Wan 2.2 TI2V 5B": replace(
-        _WAN, sizes=GenerationSizes(704, 1280, 121, 512, spatial=16), config=_WAN_5B, vae_config=_WAN_5B_VAE,
-        latent_channels=48, repository="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-    ),
-    "Qwen-Image": PublishedModel(
-        "QwenImageTransformer2DModel", GenerationSizes(1328, 1328, 1, 128), 50, "AutoencoderKLQwenImage", _QWEN,
-        branches=2, prompts=2, repository="Qwen/Qwen-Image",
-    ),
-}
-# fmt: on
+@functools.cache
+def read_counts() -> Mapping[str, Any]:
+    """Return the content of counts.json: the counts of each published model by name."""
+    content: dict[str, Any] = json.loads(COUNTS.read_text(encoding="utf-8"))
+    return content
 
 
 def find_published(name: str) -> str:
     """Return the published model with this name or Hub repository. Case, spaces and punctuation do not matter.
 
-    >>> find_published("flux.1 dev"), find_published("Wan-AI/Wan2.2-T2V-A14B-Diffusers")
-    ('FLUX.1-dev', 'Wan 2.2 A14B')
-
     Raises:
         ValueError: No published model has this name.
     """
-    by_name = _by_letters()
-    if _letters(name) in by_name:
-        return by_name[_letters(name)]
+    wanted = letters_of(name)
+    for key, stored in read_counts().items():
+        if wanted in (letters_of(key), letters_of(stored["repository"])):
+            return key
     raise ValueError(
-        f"model is {name!r}, which is no published model{similar_published(name)}; expected one of "
-        f"{', '.join(PUBLISHED)}, or a pipeline (on the command line its folder, or its repository on the Hub)."
+        f"model is {name!r}, which is no published model{similar_names(name, read_counts())}; expected one of "
+        f"{', '.join(read_counts())}, or a pipeline (on the command line its folder, or its repository on the Hub)."
     )
 
 
-def similar_published(name: str) -> str:
-    """Return a phrase that suggests up to three published models with similar names; empty if there are none."""
-    by_name, wanted = _by_letters(), _letters(name)
-    close = [by_name[key] for key in difflib.get_close_matches(wanted, by_name, n=3, cutoff=0.6)]
-    close += [key for key in PUBLISHED if len(wanted) > 1 and wanted in _letters(key)]
-    return f" (did you mean {' or '.join(list(dict.fromkeys(close))[:3])}?)" if close else ""
+def published_workload(name: str, changed: Mapping[str, int], steps: int | None) -> Workload:
+    """Return the work of one generation with the published model ``name``, with other sizes if they are ``changed``.
+
+    Raises:
+        ValueError: The model cannot generate a result of this size.
+    """
+    stored = read_counts()[name]
+    usual = GenerationSizes(**stored["sizes"])
+    sizes = replace(usual, **dict[str, Any](changed))
+    check_size(name, sizes, is_video=usual.frames > 1)
+    return Workload(
+        name=f"{name}, {sizes}",
+        sizes=sizes,
+        steps=steps or stored["steps"],
+        weights=_weights(stored["weights"]),
+        call=_call(stored["call"], sizes.latents[0] * sizes.tokens),
+        branches=stored["branches"],
+        batched=stored["batched"],
+        heads=stored["heads"],
+    )
 
 
-def _by_letters() -> dict[str, str]:
-    """Return the published models by the letters and digits of their names and repositories."""
-    by_repository = {_letters(model.repository): key for key, model in PUBLISHED.items()}
-    return by_repository | {_letters(key): key for key in PUBLISHED}
+def _weights(stored: Mapping[str, Any]) -> Weights:
+    modules = {name: ModuleBytes(**stored[name]) for name in ("transformer", "encoders")}
+    blocks = tuple((cost, size) for cost, size in stored["blocks"])
+    return Weights(**{**stored, **modules, "blocks": blocks})
 
 
-def is_published(name: str) -> bool:
-    """Whether a published model has this name or Hub repository."""
-    try:
-        find_published(name)
-    except ValueError:
-        return False
-    return True
+def _call(stored: Mapping[str, Any], tokens: int) -> CallWork:
+    def number(coefficients: tuple[float, float]) -> float:
+        return coefficients[0] + coefficients[1] * tokens
 
-
-def _letters(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-@functools.cache
-def _all_runs() -> tuple[dict[str, Any], ...]:
-    runs: list[dict[str, Any]] = json.loads(Path(__file__).with_name("runs.json").read_text(encoding="utf-8"))
-    return tuple(runs)
-
-
-def published_runs(name: str, sizes: GenerationSizes, steps: int) -> tuple[PublishedRun, ...]:
-    """Return the published runs of model ``name`` that generated ``sizes`` in ``steps`` steps, end to end."""
-    wanted = [sizes.height, sizes.width, sizes.frames, steps]
-    return tuple(PublishedRun(**run["run"]) for run in _all_runs() if [run["model"], *run["sizes"]] == [name, *wanted])
+    pairs = {name: tuple(map(number, stored[name])) for name in ("products", "moved", "peak")}
+    numbers = {name: number(stored[name]) for name in ("split", "summed", "returned")}
+    attention = tuple(
+        AttentionWork(**{**call, "queries": round(number(call["queries"])), "keys": round(number(call["keys"]))})
+        for call in stored["attention"]
+    )
+    return CallWork(**{**stored, **pairs, **numbers, "attention": attention})

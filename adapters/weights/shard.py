@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
+from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_of
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
-from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import mesh_of, require_kind, tensor_plan_for, transformers_of
 from para_core.adapters.weights.offloaded_modules import require_not_offloaded

@@ -1,7 +1,4 @@
-"""The Triton kernel of attention at two sizes, next to PyTorch's: milliseconds, TFLOP/s and error.
-
-The planner reads the figures of attention.json (``measured`` of ``plan_mesh``).
-"""
+"""The Triton kernel of attention at two sizes, next to PyTorch's: milliseconds, TFLOP/s and error."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ the worst rank.
 
 - pipelines: relative error of the latents after three steps with an odd number of tokens, against the unmodified
   pipeline in the same process, on every kind of mesh; and the bytes that each rank sends, which must equal the formula
-  of `para_core.planner.traffic`.
+  of `benchmarks.pipelines.traffic`.
 - bfloat16: the same pipelines in bfloat16, compared with the unmodified pipeline in float32. A parallel error should be
   no larger than that of the unmodified pipeline in bfloat16.
 - models: every transformer on two ranks, and cached: a second call with other inputs that takes the stored residuals.

@@ -24,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.cache.ways import load
 from benchmarks.harness import counted_traffic, largest_over_ranks, markdown_table, read_results, relative_error
+from benchmarks.pipelines import observe
+from benchmarks.pipelines.traffic import ModelCall, sent_in_rounds
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.parallel.cfg_output import meta_output
+from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.registry import plan_for, transformers_of
-from para_core.planner import observe
-from para_core.planner.traffic import MeshShape, ModelCall, sent_in_rounds
 from zoo.tiny.pipelines import PIPELINES as OTHERS
 from zoo.tiny.pipelines import TinyPipeline
 

@@ -29,17 +29,17 @@ from benchmarks.cache.ways import load
 from benchmarks.harness import markdown_table, measure_on_ranks, parser_of, read_results, write_results
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.planner.count import count_calls, weights_of, without_data
+from para_core.adapters.planner.count import count_call, weights_of, without_data
 from para_core.adapters.planner.inputs import INPUTS
-from para_core.adapters.planner.sizes import GenerationSizes
+from para_core.adapters.planner.mesh import MeshShape
+from para_core.adapters.planner.predict import memory_of
+from para_core.adapters.planner.work import GenerationSizes, Workload
 from para_core.fleet.build import build
 from para_core.fleet.encode_first import EncodeFirst, encoded_batches
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
-from para_core.planner.prediction import Workload, memory_of
-from para_core.planner.traffic import MeshShape
 from para_core.weights.fsdp import is_sharded
 from para_core.weights.parameters import plain_tensors
 
@@ -104,8 +104,8 @@ def predicted(stack: Stack, dims: dict[str, int], fsdp: bool) -> float:
     """Return the bytes of a rank that the planner predicts."""
     transformer = transformer_of(stack)
     with without_data(stack.sizes.dtype):
-        calls = count_calls(transformer, stack.sizes)
-    work = Workload("", calls, 1, 1, weights_of(transformer, [], vae=0.0, other=0.0), 0.0, 0.0, 1)
+        call = count_call(transformer, stack.sizes)
+    work = Workload("", stack.sizes, 1, weights_of(transformer, [], vae=0.0, other=0.0), call)
     return memory_of(replace(MeshShape(**dims), fsdp=fsdp), work)
 
 

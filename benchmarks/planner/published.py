@@ -1,9 +1,8 @@
 """Seconds that the planner predicts, compared with published ones:  python -m benchmarks.planner.published
 
 Each table is fitted on its row of one device only, with one factor: the time of its software relative to the planner's
-table of devices. All other rows are predicted with this factor. How their code exchanges (the number of all-to-alls,
-whether a ring is overlapped) was read in their sources, not fitted. Writes benchmarks/results/planner_check.json
-(docs/planner.md).
+table of devices. All other rows are predicted with this factor, as if the software exchanged what para_core does.
+Writes benchmarks/results/planner_check.json (docs/planner.md).
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from dataclasses import dataclass, replace
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from benchmarks.planner.published_tables import NOT_PREDICTED, TABLES, Published
-from para_core.adapters.planner.plan_mesh import plan_mesh, workload
-from para_core.planner.cost import Machine
-from para_core.planner.hardware import DEVICES, LINKS, Link, Topology
-from para_core.planner.prediction import Workload, predict
-from para_core.planner.traffic import MeshShape
+from para_core.adapters.planner.mesh import MeshShape
+from para_core.adapters.planner.plan_mesh import plan_mesh, workload_of
+from para_core.adapters.planner.predict import Machine, predict
+from para_core.adapters.planner.work import Workload
+from para_core.devices import DEVICES, LINKS, Link
 
 
 @dataclass(frozen=True)
@@ -37,42 +36,43 @@ class Checked:
         return self.predicted / self.published - 1
 
 
-def machine_of(table: Published) -> Machine:
+def machine_of(table: Published, slowdown: float = 1.0) -> Machine:
+    """Return the machine of a table, whose devices compute and copy ``slowdown`` times as slowly as in the library."""
     device = DEVICES[table.device]
-    link = LINKS[table.link or device.link]
+    device = replace(device, products=device.products / slowdown, bandwidth=device.bandwidth / slowdown)
     per_host = 72 if table.device == "GB200" else 8
-    return Machine(device, Topology(link, Link("", 0, 1), per_host), runtime=table.runtime)
+    return Machine(device, LINKS[table.link or device.link], Link("", 0, 1), per_host, table.compiled)
 
 
 def seconds(table: Published, work: Workload, shape: MeshShape, machine: Machine) -> float:
     row = predict(shape, work, machine)
     if table.denoising_alone:
-        return row.step.total * work.steps + table.vae / min(shape.ranks, 8) + table.tail
+        return row.step * work.steps + table.vae / min(shape.ranks, 8) + table.tail
     return row.seconds
 
 
-def fitted(table: Published, work: Workload, machine: Machine) -> Machine:
-    """Return the machine with the slowdown for which one device takes its published time, if that is known."""
+def fitted(table: Published, work: Workload) -> float:
+    """Return the slowdown for which one device takes its published time; 1 if that is not published."""
     if table.alone is None:
-        return machine
+        return 1.0
     low, high = 0.05, 20.0
     for _ in range(60):
         middle = (low + high) / 2
-        if seconds(table, work, MeshShape(), replace(machine, slowdown=middle)) < table.alone:
+        if seconds(table, work, MeshShape(), machine_of(table, middle)) < table.alone:
             low = middle
         else:
             high = middle
-    return replace(machine, slowdown=high)
+    return high
 
 
 def check(table: Published, work: Workload) -> tuple[float, list[Checked]]:
-    machine = fitted(table, work, machine_of(table))
-    plain = machine_of(table)
+    slowdown = fitted(table, work)
+    machine, plain = machine_of(table, slowdown), machine_of(table)
     checked = [
         Checked(table, shape, published, seconds(table, work, shape, machine), seconds(table, work, shape, plain))
         for shape, published in table.rows
     ]
-    return machine.slowdown, checked
+    return slowdown, checked
 
 
 def ratios_of(rows: Sequence[Checked], alone: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
@@ -81,7 +81,7 @@ def ratios_of(rows: Sequence[Checked], alone: Sequence[tuple[float, float]]) -> 
     ``alone`` are the published and predicted seconds of eager software on one device.
     """
     ratios = {
-        kind: [row.published / row.unfitted for row in rows if row.table.runtime.compiled == (kind == "compiled")]
+        kind: [row.published / row.unfitted for row in rows if row.table.compiled == (kind == "compiled")]
         for kind in ("compiled", "eager")
     }
     ratios["eager, one device"] = [published / predicted for published, predicted in alone]
@@ -105,13 +105,6 @@ def summary(checked: Sequence[Checked]) -> list[str]:
     return lines
 
 
-def name_of(shape: MeshShape) -> str:
-    """Return the sizes above 1 of a mesh, such as ``ring 2, ulysses 4``."""
-    sizes = {name: getattr(shape, name) for name in ("batch", "pipe", "ring", "ulysses", "tensor")}
-    named = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    return ", ".join([*named, *(["2d"] if shape.ring_method == "2d" else [])])
-
-
 def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) -> list[str]:
     """Return a row for each mesh of each table, after one for one device with the factor. Bold errors exceed 20 %."""
     rows = []
@@ -120,7 +113,7 @@ def published_table(tables: Sequence[tuple[Published, float, list[Checked]]]) ->
         rows.append([table.name, table.device, "one device", *alone])
         for row in checked:
             error = f"{row.error:+.0%}" if abs(row.error) <= 0.2 else f"**{row.error:+.0%}**"
-            rows.append(["", "", name_of(row.shape), f"{row.published:,.2f}", error])
+            rows.append(["", "", str(row.shape), f"{row.published:,.2f}", error])
     return markdown_table(["table", "device", "mesh", "published, s", "error"], rows, right=(3, 4))
 
 
@@ -165,12 +158,10 @@ def sources() -> list[str]:
 
 def plans() -> list[str]:
     """Return a plan for cards on which two ranks are slower than one."""
-    link = Link("pcie3 via host", 3e-5, 2e9)
-    plan = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=link, weights=(), compiled=True)
+    plan = plan_mesh("FLUX.1-dev", ranks=2, device="L20", link=Link("pcie3 via host", 3e-5, 2e9), weights="replicate")
     lines: list[str] = []
     for line in str(plan).splitlines():
-        # Lines of the table begin with spaces, and are short enough.
-        lines += [line] if line.startswith(" ") or not line else textwrap.wrap(line, 110)
+        lines += [line] if line.startswith("|") or not line else textwrap.wrap(line, 110)
     return ["```text", *lines, "```"]
 
 
@@ -200,9 +191,9 @@ def main() -> None:
     parser_of(__doc__).parse_args()
     fits, rows, alone = {}, [], []
     for table in TABLES:
-        work = workload(table.model, **dict(table.sizes))
+        work = workload_of(table.model, **dict(table.sizes))
         slowdown, checked = check(table, work)
-        if table.alone is not None and not table.runtime.compiled:
+        if table.alone is not None and not table.compiled:
             alone.append((table.alone, seconds(table, work, MeshShape(), machine_of(table))))
         fits[table.name] = {"one device": table.alone, "fitted on": table.fitted_on, "slowdown": slowdown}
         rows += checked

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from para_core.planner.cost import Runtime
-from para_core.planner.hardware import LINKS
-from para_core.planner.traffic import MeshShape
-
-# diffusers and cache-dit make three all-to-alls before a call. Their ring gathers all keys first.
-DIFFUSERS = Runtime(messages=3, copies=2, overlapped=False, merge_passes=10, ulysses_launches=20, ring_launches=15)
-# xDiT calls yunchang, which does the same, but its ring sends while it attends. A merge is a cast and three operators
-# in float32.
-XDIT = Runtime(messages=3, copies=2, merge_passes=10, ulysses_launches=20, ring_launches=15)
-# TensorRT-LLM's ring sends while it attends. In two dims it gathers and then attends.
-TENSORRT = Runtime(compiled=True, messages=1, copies=2, merge_passes=10, gathered_grid=True)
+from para_core.adapters.planner.mesh import MeshShape
 
 XDIT_FLUX = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/flux.md"
 XDIT_HUNYUAN = "https://github.com/xdit-project/xDiT/blob/main/docs/performance/hunyuanvideo.md"
 DIFFUSERS_PAGE = "https://huggingface.co/docs/diffusers/main/training/distributed_inference"
 CACHE_DIT = "https://github.com/vipshop/cache-dit/issues/704"
-NVL72 = LINKS["nvlink5"].source.rsplit(" ", 1)[-1]
+NVL72 = (
+    "https://github.com/NVIDIA/TensorRT-LLM/blob/main/docs/source/blogs/tech_blog/"
+    "blog25_Scaling_Video_Generation_Across_NVL72_Rack_with_TensorRT-LLM.md"
+)
 SGLANG = "https://docs.sglang.io/docs/sglang-diffusion/ring_sp_performance.md"
 SGLANG_TESTS = (
     "https://github.com/sgl-project/sglang/blob/main/python/sglang/multimodal_gen/test/server/perf_baselines/h100.json"
@@ -49,7 +42,7 @@ class Published:
     source: str
     model: str
     device: str
-    runtime: Runtime
+    compiled: bool
     alone: float | None
     rows: tuple[tuple[MeshShape, float], ...]
     sizes: tuple[tuple[str, int], ...] = ()
@@ -70,34 +63,31 @@ def ulysses(*rows: tuple[int, float]) -> tuple[tuple[MeshShape, float], ...]:
 _FLUX_MESHES = ((1, 2), (2, 1), (2, 2), (1, 4), (4, 1))
 
 
-def xdit_flux(name: str, runtime: Runtime, alone: float, *seconds: float) -> Published:
+def xdit_flux(name: str, alone: float, *seconds: float) -> Published:
     shapes = [MeshShape(ring=mesh[0], ulysses=mesh[1]) for mesh in _FLUX_MESHES]
     rows = tuple(zip(shapes, seconds, strict=True))
-    return Published(f"xDiT, FLUX.1, {name}", XDIT_FLUX, "FLUX.1-dev", "H100", runtime, alone, rows)
+    return Published(f"xDiT, FLUX.1, {name}", XDIT_FLUX, "FLUX.1-dev", "H100", name == "compiled", alone, rows)
 
 
 def xdit_hunyuan(size: str, device: str, alone: float, *rows: tuple[int, float]) -> Published:
     sizes = (("height", 960), ("width", 960)) if size == "960 × 960" else ()
     name = f"xDiT, HunyuanVideo {size}, {device}"
-    return Published(name, XDIT_HUNYUAN, "HunyuanVideo", device, XDIT, alone, ulysses(*rows), sizes)
+    return Published(name, XDIT_HUNYUAN, "HunyuanVideo", device, False, alone, ulysses(*rows), sizes)
 
 
 def sglang_tests(name: str, model: str, alone: float, shape: MeshShape, seconds: float, **options: Any) -> Published:
     """Return a row of SGLang's own tests on H100s: the slowest of several runs plus 5 %, from its file of limits."""
     table = f"SGLang 0.5.23, {name}"
-    return Published(
-        table, SGLANG_TESTS, model, "H100", SGLANG_RUNTIME, alone, ((shape, seconds),), later=True, **options
-    )
+    return Published(table, SGLANG_TESTS, model, "H100", False, alone, ((shape, seconds),), later=True, **options)
 
 
 _WAN_5B = (("height", 480), ("width", 832), ("frames", 81), ("steps", 50))
-SGLANG_RUNTIME = Runtime(merge_passes=10, ring_launches=15)
 _TENSORRT_WAN = partial(
     Published,
     source=NVL72,
     model="Wan 2.2 A14B",
     device="GB200",
-    runtime=TENSORRT,
+    compiled=True,
     sizes=(("frames", 80), ("steps", 40)),
     denoising_alone=True,
 )
@@ -106,13 +96,13 @@ _SGLANG_WAN = partial(
     source=SGLANG,
     model="Wan 2.2 TI2V 5B",
     device="RTX 4090",
-    runtime=SGLANG_RUNTIME,
+    compiled=False,
     sizes=_WAN_5B,
     denoising_alone=True,
 )
 TABLES = (
-    xdit_flux("compiled", replace(XDIT, compiled=True), 4.30, 2.68, 2.60, 1.80, 1.63, 1.98),
-    xdit_flux("eager", XDIT, 6.71, 4.38, 5.31, 5.19, 4.24, 5.11),
+    xdit_flux("compiled", 4.30, 2.68, 2.60, 1.80, 1.63, 1.98),
+    xdit_flux("eager", 6.71, 4.38, 5.31, 5.19, 4.24, 5.11),
     xdit_hunyuan("1280 × 720", "H100", 1904.08, (2, 925.04), (4, 514.08), (8, 337.58)),
     xdit_hunyuan("1280 × 720", "H20", 6639.17, (2, 3400.55), (4, 1762.86), (8, 940.97)),
     xdit_hunyuan("1280 × 720", "L20", 6043.88, (2, 3271.44), (4, 2080.05)),
@@ -124,12 +114,12 @@ TABLES = (
         DIFFUSERS_PAGE,
         "FLUX.1-dev",
         "H100",
-        DIFFUSERS,
+        False,
         9.30,
         (
             (MeshShape(ulysses=4), 6.671),
-            (MeshShape(ring=2, ulysses=2, ring_method="all-gather"), 11.069),
-            (MeshShape(ring=4, ring_method="all-gather"), 13.076),
+            (MeshShape(ring=2, ulysses=2), 11.069),
+            (MeshShape(ring=4), 13.076),
         ),
         (("steps", 50),),
         fitted_on="cache-dit's row of one H100, the same code; this table has none",
@@ -139,7 +129,7 @@ TABLES = (
         CACHE_DIT,
         "FLUX.1-dev",
         "H100",
-        DIFFUSERS,
+        False,
         9.30,
         ulysses((2, 6.04)),
         (("steps", 50),),
@@ -204,7 +194,7 @@ TABLES = (
         XDIT_CONSISID,
         "CogVideoX-5B",
         "H100",
-        XDIT,
+        False,
         114.87,
         (
             (MeshShape(batch=2), 59.72),
@@ -227,7 +217,7 @@ TABLES = (
         "",
         "Wan 2.2 A14B",
         "H100",
-        replace(SGLANG_RUNTIME, compiled=True),
+        True,
         None,
         ((MeshShape(batch=2, ulysses=4), 94.2),),
         (("steps", 27),),

@@ -14,14 +14,15 @@ import re
 from typing import Any
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
-from para_core.adapters.planner.plan_mesh import workload
-from para_core.planner.cost import Machine, Runtime
-from para_core.planner.hardware import Host, Topology, device_named, link_named
-from para_core.planner.mesh_plan import make_plan
-from para_core.planner.prediction import MeshPrediction, Workload, predict
-from para_core.planner.traffic import MeshShape
-from para_core.planner.verdict import duration
-from para_core.planner.weights import Choices, Placement
+from para_core.adapters.planner.choose import Choices
+from para_core.adapters.planner.mesh import MeshShape
+from para_core.adapters.planner.plan_mesh import workload_of
+from para_core.adapters.planner.predict import Machine, predict, traffic_of
+from para_core.adapters.planner.prediction import Prediction
+from para_core.adapters.planner.predictions import duration, predict_meshes
+from para_core.adapters.planner.weights import Placement
+from para_core.adapters.planner.work import Workload
+from para_core.devices import device_named, link_named
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Wan 2.2 TI2V 5B", "CogVideoX-5B")
 # Each machine has the device, its link (None for the usual one), and numbers of ranks, all in one host.
@@ -47,16 +48,12 @@ def best(work: Workload, machine: Machine, ranks: int) -> dict[str, Any]:
     """Return the fastest exact row, and the fastest with int8 weights."""
     cells: dict[str, Any] = {"one rank": predict(MeshShape(), work, machine).seconds}
     for name, choices in (("exact", Choices()), ("int8", Choices(quantize="int8"))):
-        plan = make_plan(work, machine, ranks, choices)
-        cells[name] = {
-            "row": str(plan.best),
-            "seconds": plan.best.seconds,
-            "fits": plan.runs(plan.best),
-        }
+        best_row = predict_meshes(work, machine, ranks, choices).best
+        cells[name] = {"row": str(best_row), "seconds": best_row.seconds, "fits": best_row.runs}
     return cells
 
 
-def held(row: MeshPrediction) -> float | None:
+def held(row: Prediction) -> float | None:
     """Return the bytes of a rank, if the mesh can run."""
     return None if row.problem else row.memory
 
@@ -65,7 +62,7 @@ def plan_all() -> dict[str, Any]:
     """Return all plans of all models."""
     machines, memory = {}, {}
     for model in MODELS:
-        work = workload(model)
+        work = workload_of(model)
         machines[work.name] = {
             f"{ranks} × {name}": best(work, machine_of(name, link, ranks), ranks)
             for name, link, counts in MACHINES
@@ -84,8 +81,7 @@ def plan_all() -> dict[str, Any]:
 def machine_of(name: str, link: str | None, ranks: int) -> Machine:
     """Return a machine that runs compiled models, with all ranks in one host."""
     device = device_named(name)
-    topology = Topology(link_named(link, device), link_named(None, device), ranks)
-    return Machine(device, topology, Host(), Runtime(compiled=True))
+    return Machine(device, link_named(link, device), link_named(None, device), ranks)
 
 
 def machines_table(results: dict[str, Any], kind: str) -> list[str]:
@@ -155,14 +151,13 @@ SHARDED = ("FLUX.2-dev", "HunyuanVideo", "Wan 2.2 A14B", "Qwen-Image")
 def weights_row(work: Workload) -> dict[str, Any]:
     """Return gigabytes of weights on a rank by number of ranks, and gigabytes received per step by method."""
     weights, placement = work.weights, Placement("fsdp")
-    machine = machine_of("H100", None, max(WEIGHT_RANKS))
-    fsdp, sent = {}, {ranks: predict(MeshShape(tensor=ranks), work, machine).sent for ranks in WEIGHT_RANKS}
+    fsdp, sent = {}, {ranks: traffic_of(MeshShape(tensor=ranks), work) for ranks in WEIGHT_RANKS}
     for ranks in WEIGHT_RANKS:
         shape = MeshShape(ring=ranks, fsdp=True)
         # A rank either denoises or encodes, so the larger of both counts.
         gathered = max(weights.transformer.at_once, weights.while_encoding(placement))
         fsdp[ranks] = (weights.at_rest(shape, placement) + gathered) / 1e9
-    passes = work.branches * len(work.calls[1].parts)
+    _, passes = work.of_rank(1)
     received = {
         "fsdp": {ranks: passes * weights.transformer.gathered(ranks) / 1e9 for ranks in WEIGHT_RANKS},
         "tensor": {ranks: bytes_sent / 1e9 for ranks, bytes_sent in sent.items()},
@@ -216,7 +211,7 @@ def hops_table() -> list[str]:
     rows = []
     for name, *_ in MACHINES:
         device = device_named(name)
-        link, speed = link_named(None, device), device.products * device.of_attention
+        link, speed = link_named(None, device), device.attention_speed
         bandwidth = link.all_to_all or link.bandwidth
         tokens = speed / bandwidth
         rows.append([name, link.name, f"{speed / 1e12:,.0f}", f"{bandwidth / 1e9:,.0f}", f"{round(tokens, -2):,.0f}"])
@@ -242,7 +237,7 @@ def main() -> None:
     """Count, predict and write."""
     parser_of(__doc__).parse_args()
     print(write_results("machines", plan_all(), "diffusers"))
-    rows = {work.name: weights_row(work) for work in map(workload, SHARDED)}
+    rows = {work.name: weights_row(work) for work in map(workload_of, SHARDED)}
     print(write_results("weights_memory", {"gigabytes": rows}, "diffusers"))
 
 

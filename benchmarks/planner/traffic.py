@@ -1,9 +1,9 @@
 """Gigabytes that a rank sends per step for models of real size:  python -m benchmarks.planner.traffic
 
-The planner counts the calls of the models at their published sizes, and applies the formula whose bytes must equal
-those that the tiny pipelines send. If benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness
-pipelines) has other bytes, this program ends in an error. Writes benchmarks/results/real_sizes.json
-(docs/measured/exactness.md).
+The planner's counts of the models at their published sizes, in its formula, which assumes that all sizes divide evenly.
+The exact formula (benchmarks/pipelines/traffic.py) must give the bytes that the tiny pipelines send: if
+benchmarks/results/pipelines.json (python -m benchmarks.pipelines.exactness pipelines) has other bytes, this program
+ends in an error. Writes benchmarks/results/real_sizes.json (docs/measured/exactness.md).
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from benchmarks.pipelines.latents import MESHES, problems
-from benchmarks.planner.sizes import machine_of
-from para_core.adapters.planner.plan_mesh import workload
-from para_core.planner.prediction import predict
-from para_core.planner.traffic import MeshShape
+from para_core.adapters.planner.mesh import MeshShape
+from para_core.adapters.planner.plan_mesh import workload_of
+from para_core.adapters.planner.predict import traffic_of
 
 # The number of frames is given if it is not the published one.
 REAL: dict[str, dict[str, int]] = {
@@ -35,8 +34,8 @@ def rows() -> list[dict[str, Any]]:
     """
     table = []
     for model, sizes in REAL.items():
-        work = workload(model, **sizes)
-        can_share = work.branches * len(work.calls[1].parts) > 1
+        work = workload_of(model, **sizes)
+        can_share = work.branches > 1
         for ranks in (2, 4, 8, 16):
             shapes = {
                 "Ulysses": MeshShape(ulysses=ranks),
@@ -46,8 +45,7 @@ def rows() -> list[dict[str, Any]]:
                 "batch 2 × Ulysses": MeshShape(batch=2, ulysses=ranks // 2) if can_share else None,
                 "stages": MeshShape(pipe=ranks),
             }
-            machine = machine_of("H100", None, ranks)
-            sent = {name: shape and predict(shape, work, machine).sent / 1e9 for name, shape in shapes.items()}
+            sent = {name: shape and traffic_of(shape, work) / 1e9 for name, shape in shapes.items()}
             table.append({"model": work.name, "ranks": ranks, **sent})
     return table
 

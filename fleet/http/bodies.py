@@ -16,11 +16,11 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from para_core.fleet.failures import RequestError
-from para_core.fleet.foresee import Memory
 from para_core.fleet.http.forms import read_form
 from para_core.fleet.image_classes import takes_no_image
 from para_core.fleet.image_files import open_image, white_where_transparent
 from para_core.fleet.loras import LoraFolder
+from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import FORMATS
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import (

@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.pipelines.traffic import CountedAttention, Tokens, bytes_of_attention
 from para_core import Segment, SequenceLayout, UnifiedAttnMode
+from para_core.adapters.planner.mesh import MeshShape
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.grid_shape import choose_grid
-from para_core.planner.traffic import CountedAttention, MeshShape, Tokens, bytes_of_attention
 from tests.attention import test_exactness, test_gradients
 from tests.attention.cases import BALANCED, IMAGE_FIRST, TEXT_FIRST, Case, Mask
 from tests.attention.generated_calls import draw, worst_error

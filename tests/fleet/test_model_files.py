@@ -22,13 +22,13 @@ from safetensors.torch import load_file, save, save_file
 
 from para_core.fleet.build import build, find_model
 from para_core.fleet.classical import refuse_ranks
-from para_core.fleet.foresee import without_weights
 from para_core.fleet.model_files import read_index
 from para_core.fleet.pipeline_info import describe, find_tiny_flux
 from para_core.fleet.pipeline_source import fitting_pipelines, pipeline_files, read_pipeline
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import make_request
 from para_core.fleet.selection import pipelines_for, select_pipeline
+from para_core.fleet.without_weights import without_weights
 from tests.fleet.ldm_files import write_checkpoint
 from tests.weights.hub import REPOSITORY, Hub
 from zoo.tiny.pipelines.unet import stable_diffusion

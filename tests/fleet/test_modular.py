@@ -20,11 +20,12 @@ from para_core.adapters import cache_report
 from para_core.fleet.build import build, find_model
 from para_core.fleet.encode_first import EncodeFirst, encoded_batches
 from para_core.fleet.failures import RequestCancelled
-from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
+from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.modular import call_modular, load_modular, open_modular
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe, check_options_of_model
 from para_core.fleet.request import Delivery, Request, make_request
+from para_core.fleet.without_weights import without_weights
 from para_core.fleet.work import Watch, call_pipe, generate, generate_batch
 from tests.modular_folders import plain_modular, save_modular
 from zoo.tiny.pipelines.modular import MODULAR as TINY_MODULAR

@@ -20,8 +20,8 @@ from fastapi import FastAPI
 from PIL import Image
 
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
-from para_core.fleet.foresee import Memory
 from para_core.fleet.http.bodies import ServerOptions
+from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.pipeline_info import describe
 from para_core.fleet.request import Delivery

@@ -19,11 +19,12 @@ from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.build import build, dtype_of, find_model
 from para_core.fleet.failures import RequestCancelled
-from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
 from para_core.fleet.loras import LoadedLoras
+from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
 from para_core.fleet.recipe import Recipe, check_options_of_model, read_lora
 from para_core.fleet.request import Delivery, Lora, Request
+from para_core.fleet.without_weights import without_weights
 from para_core.fleet.work import Watch, generate, generate_batch
 from para_core.plans.region import region_of
 from para_core.verify import verification

@@ -1,6 +1,5 @@
 """The mesh that a pipeline gets if none is given."""
 
-import logging
 import re
 import warnings
 from unittest import mock
@@ -12,14 +11,15 @@ import torch.distributed as dist
 from torch._higher_order_ops.flex_attention import flex_attention
 from torch.nn import functional as F
 
-from para_core.adapters import parallelize_pipe
+from para_core.adapters import default_mesh, features, parallelize_pipe
+from para_core.adapters.default_mesh import MeshChoice
+from para_core.adapters.inspect.guidance import default_guidance, number_of_heads
 from para_core.adapters.models import ADAPTERS
-from para_core.adapters.planner import default_mesh
-from para_core.adapters.planner.default_mesh import MeshChoice, choose_mesh
-from para_core.adapters.planner.inputs import default_guidance, number_of_heads
+from para_core.adapters.planner import default_mesh as chooser
+from para_core.adapters.planner.default_mesh import choose_default_mesh, choose_mesh
 from para_core.plans.plan import LinearAttention
 from para_core.plans.region import region_of
-from tests.planner.gpus import gpu_named
+from tests.gpus import gpu_named
 from tests.tiny import flux_call, flux_pipe, relative_error
 from tests.weights.pipes import bytes_of, generate, make
 from zoo.tiny.pipelines import PIPELINES
@@ -207,65 +207,87 @@ def test_guidance_that_grows_from_frame_to_frame_is_guidance():
     assert default_guidance(UNET_PIPELINES["svd"].build(), None) == "guidance_scale is 3.0 by default"
 
 
-def choose_by_prediction(device):
-    """Return the mesh and the log line of FLUX on two ranks, as if these had the given device."""
+def choose_on_cuda(device):
+    """Return the default mesh of FLUX on two ranks with the given device, and the log lines of its choice."""
     lines = []
     with (
         gpu_named(device),
         mock.patch.object(default_mesh.logger, "info", lambda text, *values: lines.append(text % values)),
-        mock.patch.object(default_mesh.logger, "warning", lambda text, *values: lines.append(text % values)),
     ):
-        choice = default_mesh._planned("cuda", flux_pipe())
-        default_mesh._chosen_mesh("cpu", flux_pipe())
+        choice = default_mesh._choose("cuda", flux_pipe(), None)
+        default_mesh._make("cpu", choice)
     return choice, lines
 
 
-def test_first_row_of_planner_on_rank_0_is_used(rank_pool):
-    results = rank_pool.run(choose_by_prediction, 2, device="NVIDIA H100 80GB HBM3")
+def test_prediction_of_rank_0_is_used(rank_pool):
+    results = rank_pool.run(choose_on_cuda, 2, device="NVIDIA H100 80GB HBM3")
     choices = [choice for choice, _ in results]
     assert choices[0] == choices[1] and choices[0].ring * choices[0].ulysses == 2
-    assert re.search(r"fastest .*2 ranks .*\d s", choices[0].reason)
-    # Only rank 0 logs a line; a CPU has no prediction.
+    assert re.search(r"the best of \d+", choices[0].reason)
+    # Only rank 0 logs a line.
     assert [len(lines) for _, lines in results] == [1, 0]
-    assert "guidance" in results[0][1][0]
 
 
-def test_unknown_devices_leave_the_choice_to_the_rule(rank_pool):
-    for choice, lines in rank_pool.run(choose_by_prediction, 2, device="Some Accelerator"):
-        assert isinstance(choice, str) and "Some Accelerator" in choice
-        assert "could not be predicted" not in "".join(lines)
-
-
-def choose_after_failure(error):
-    """Return the default mesh of a FLUX if counting its operations raises ``error``, and the logged lines."""
-    logged = []
-    with (
-        gpu_named("NVIDIA H100 80GB HBM3"),
-        mock.patch("para_core.adapters.planner.default_mesh.plan_mesh", side_effect=error),
-        mock.patch.object(
-            default_mesh.logger, "_log", lambda level, text, values, **_: logged.append((level, text % values))
-        ),
-        mock.patch.object(default_mesh.logger, "isEnabledFor", lambda level: True),
-    ):
-        predicted = default_mesh._planned("cuda", flux_pipe())
-        with mock.patch.object(default_mesh, "_planned", lambda *_: predicted):
-            mesh, _ = default_mesh._chosen_mesh("cpu", flux_pipe())
-    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), logged
+@pytest.mark.parametrize(
+    ("owner", "device_type", "on_host", "reason"),
+    [
+        (flux_pipe, "cpu", 2, "for cuda devices"),
+        (flux_pipe, "cuda", 1, "several hosts"),
+        (flux_pipe, "cuda", None, "several hosts"),
+        (lambda: flux_pipe().transformer, "cuda", 2, "no pipeline"),
+        (flux_pipe, "cuda", 2, "Some Accelerator"),
+    ],
+)
+def test_what_is_not_predicted_is_left_to_the_rule(owner, device_type, on_host, reason):
+    with gpu_named("Some Accelerator"), mock.patch.object(chooser.logger, "warning") as warning:
+        choice = choose_default_mesh(owner(), 2, device_type, on_host)
+    assert choice.ulysses * choice.ring == 2 and reason in choice.reason
+    warning.assert_not_called()
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("by 17"), KeyError("n_17"), ValueError("17 heads")])
-def test_failed_prediction_is_a_warning(rank_pool, error):
-    results = rank_pool.run(choose_after_failure, 2, error)
-    for sizes, _ in results:
-        assert sizes["ulysses"] == 2
-    levels = dict(results[0][1])
-    assert "17" in levels[logging.WARNING] and "17" in levels[logging.INFO] and "mesh=" in levels[logging.WARNING]
-    assert results[1][1] == []
+def test_failed_prediction_is_a_warning(error):
+    with (
+        gpu_named("NVIDIA H100 80GB HBM3"),
+        mock.patch.object(chooser, "plan_mesh", side_effect=error),
+        mock.patch.object(chooser.logger, "warning") as warning,
+    ):
+        choice = choose_default_mesh(flux_pipe(), 2, "cuda", 2)
+    assert choice.ulysses == 2 and "17" in choice.reason
+    text = warning.call_args.args[0] % warning.call_args.args[1:]
+    assert "17" in text and "mesh=" in text
+
+
+def choose_by(chooses):
+    with mock.patch.object(default_mesh, "feature", lambda name: chooses):
+        try:
+            return default_mesh._choose("cuda", flux_pipe(), None)
+        except ZeroDivisionError as error:
+            return str(error)
+
+
+def fail(*_):
+    raise ZeroDivisionError("by 17" if dist.get_rank() == 0 else "another rank chose")
+
+
+def test_error_of_the_choice_is_raised_on_every_rank(rank_pool):
+    assert rank_pool.run(choose_by, 2, fail) == ["by 17", "by 17"]
+
+
+def test_without_the_planner_all_ranks_are_on_ulysses(rank_pool):
+    for choice in rank_pool.run(choose_by, 2, None):
+        assert (choice.batch, choice.ring, choice.ulysses) == (1, 1, 2)
+        assert "ulysses" in choice.reason
+
+
+def test_a_name_that_no_feature_provides_is_none():
+    assert features.feature("choose_default_mesh") is choose_default_mesh
+    assert features.feature("no such function") is None
 
 
 def run_as_planned():
-    """Run as if a mesh of two dims were predicted to be fastest."""
-    planned = mock.patch.object(default_mesh, "_planned", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
+    """Run as if a mesh of two dims were predicted to be best."""
+    planned = mock.patch.object(default_mesh, "_choose", lambda *_: MeshChoice(1, 2, 1, "predicted", "2d"))
     with planned, mock.patch.object(default_mesh.logger, "info") as info:
         pipe, explicit = parallelize_pipe(flux_pipe()), parallelize_pipe(flux_pipe(), rotate_method="allgather")
     lines = [call.args[0] % call.args[1:] for call in info.call_args_list]
@@ -292,13 +314,10 @@ def test_unknown_rotate_method_is_refused_at_once():
 
 
 def shape_on_hosts(names):
-    """Return ring and Ulysses sizes on ranks whose launcher names no hosts, and whether they count as one host."""
-    with (
-        mock.patch("socket.gethostname", lambda: names[dist.get_rank()]),
-        mock.patch.object(default_mesh, "_planned", return_value="none") as planned,
-    ):
+    """Return ring and Ulysses sizes on ranks whose launcher names no hosts."""
+    with mock.patch("socket.gethostname", lambda: names[dist.get_rank()]):
         sequence = default_mesh.guided_mesh_for(None, flux_pipe()).sequence
-    return sequence.ring.size, sequence.ulysses.size, planned.called
+    return sequence.ring.size, sequence.ulysses.size
 
 
 @pytest.mark.parametrize(
@@ -308,4 +327,4 @@ def test_without_launcher_ranks_compare_host_names(rank_pool, names, shape):
     """Compare host names without a launcher. FLUX has 4 heads: Ulysses takes all ranks of a host, and the ring goes
     between the hosts.
     """
-    assert set(rank_pool.run(shape_on_hosts, len(names), names)) == {(*shape, names == "aa")}
+    assert set(rank_pool.run(shape_on_hosts, len(names), names)) == {shape}

@@ -1,4 +1,4 @@
-"""A recorder of the operations of a model call, while the unmodified model runs on one device.
+"""A recorder of what ranks would exchange for a model call, while the unmodified model runs on one device.
 
 With fake tensors the model needs neither weights nor a device. The model's plan says which tokens the queries and keys
 of attention calls consist of, and which tensors are sharded and gathered.
@@ -9,19 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import combinations
 from math import prod
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from para_core.attention.sdpa_call import SdpaCall
-from para_core.dataclass_fields import by_path
-from para_core.distributed.mesh import MeshDim
-from para_core.planner.traffic import (
+from benchmarks.pipelines.traffic import (
     CallWork,
     CountedAttention,
     CountedGather,
@@ -29,10 +23,12 @@ from para_core.planner.traffic import (
     CountedSum,
     ModelCall,
     Operation,
-    Product,
     Tokens,
 )
-from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, matching_modules, parameters_of
+from para_core.attention.sdpa_call import SdpaCall
+from para_core.dataclass_fields import by_path
+from para_core.distributed.mesh import MeshDim
+from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
 from para_core.plans.plan import (
     Attention,
     Count,
@@ -47,35 +43,24 @@ from para_core.plans.plan import (
 )
 from para_core.plans.samples import number_of_samples, own_samples
 from para_core.recorder.events import (
-    AttentionEnd,
     AttentionStart,
     Event,
     FunctionCall,
     ModuleEnd,
     ModuleStart,
-    OperatorCall,
 )
-from para_core.recorder.operator_count import OperatorCount, tensors_in
+from para_core.recorder.operator_count import tensors_in
 from para_core.recorder.recorder import Recorder
 from para_core.recorder.without_data import attend_without_data
 from para_core.torch_internals import pytree
-from para_core.weights.tensor_plan import TensorPlan
-
-_PRODUCTS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 
 
 class _ModelObserver:
     """Collects in :attr:`work` the operations of a recorded call, and which of their tokens the plan shards."""
 
-    def __init__(self, model: nn.Module, plan: Plan, tensor: TensorPlan | None) -> None:
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.work = CallWork()
         self._plan, self._coarse = plan, coarse_segments(plan)
-        self._tensor_splits = {
-            id(linear.weight): style.along
-            for name, style in (tensor.linears.items() if tensor is not None else ())
-            for linear in matching_modules(model, name).values()
-            if isinstance(linear, nn.Linear)
-        }
         rules: list[Mapping[Any, ShardRule]] = [plan.inputs, *plan.inner.values()]
         splits = [rule for of_module in rules for rule in of_module.values() if isinstance(rule, Split)]
         # Segments whose entries are image rows or frames. An entry consists of many tokens.
@@ -89,7 +74,7 @@ class _ModelObserver:
         for module, of_module in match_modules(model, plan).values():
             self._rules.setdefault(id(module), []).append(of_module)
         self._segments: dict[str, Tokens] = {}
-        self._counter = OperatorCount()
+        self._is_sharded = False
         # For each running module for which the plan describes attention calls, the innermost last: descriptions of the
         # calls that are still to come. The last one is never removed, so that it applies to all further calls.
         self._attending: list[list[Attention]] = [[Attention(plan.joint_order)]]
@@ -101,14 +86,10 @@ class _ModelObserver:
         """Return ``forward(**arguments)``, and record the operations of this call in :attr:`work`."""
         self._note_rules(self._plan.inputs, arguments)
         recorder = Recorder(self._note_event, attend=attend_without_data)
-        with recorder.watch(self._model, operators=True):
+        with recorder.watch(self._model):
             output = forward(**arguments)
         self._note_gathered(output, as_tuple(self._plan.outputs.get("", ())))
-        self._assign_joint_rows()
-        work, counter = self.work, self._counter
-        work.launches = counter.launches
-        work.moved, work.peak = (counter.moved[0], counter.moved[1]), (counter.peak[0], counter.peak[1])
-        work.returned = sum(x.numel() * x.element_size() for x in tensors_in(output))
+        self.work.returned = sum(x.numel() * x.element_size() for x in tensors_in(output))
         return output
 
     def _note_event(self, event: Event) -> None:
@@ -121,14 +102,8 @@ class _ModelObserver:
                     self._note_end(rules, event.output)
             case AttentionStart():
                 self._note_attention(event.call)
-                self._counter.launches += 1
-                self._counter.in_attention = True
-            case AttentionEnd():
-                self._counter.in_attention = False
             case FunctionCall():
                 self._note_function(event)
-            case OperatorCall():
-                self._counter.note(event)
 
     def _note_start(self, rules: ModuleRules, event: ModuleStart) -> None:
         """Note what the plan does before a call of a module with ``rules``."""
@@ -138,7 +113,7 @@ class _ModelObserver:
             self._summing.append((attention, []))
         elif attention:
             self._attending.append([*attention_calls(attention, parameters, event.args, event.kwargs)])
-        if rules.halo is not None and self._counter.is_sharded:
+        if rules.halo is not None and self._is_sharded:
             rows = event.args[0].narrow(rules.halo.dim, 0, rules.halo.size)
             self._note(CountedHalo(self._segments[rules.halo.segment], rows.numel() * rows.element_size()))
 
@@ -153,7 +128,7 @@ class _ModelObserver:
             self._note_rules(rules.of_outputs, dict(enumerate(outputs)))
         if rules.gathers:
             self._note_gathered(output, rules.gathers)
-            self._counter.is_sharded = False
+            self._is_sharded = False
 
     def _note(self, operation: Operation) -> None:
         self.work.operations[operation] += 1
@@ -176,7 +151,7 @@ class _ModelObserver:
                     name = rule.segment or rule.like or str(key)
                     self._note_sharded(name, (x.shape[rule.dim] - first) // (rule.per or 1))
         if any(isinstance(rule, Split) and rule.segment in self._segments for rule in rules.values()):
-            self._counter.is_sharded = True
+            self._is_sharded = True
 
     def _note_sharded(self, segment: str, total: int) -> None:
         min_per_rank = 1 if segment in self._coarse else 2
@@ -191,44 +166,19 @@ class _ModelObserver:
                 self._note(CountedGather(segment, value.numel() // tokens * value.element_size()))
 
     def _note_function(self, call: FunctionCall) -> None:
-        """Note a sum of linear attention, and a product with a weight."""
-        if self._summing and self._counter.is_sharded:
+        """Note a sum of linear attention."""
+        if self._summing and self._is_sharded:
             name, (attention, names) = getattr(call.function, "__name__", ""), self._summing[-1]
             if (name, names.count(name)) in attention.sums:
                 size = call.output.numel() * call.output.element_size()
                 self._note(CountedSum(self._segments[attention.segment], size))
             names.append(name)
-        if call.function in _PRODUCTS:
-            self._note_product(call)
-
-    def _note_product(self, call: FunctionCall) -> None:
-        weight = call.args[1] if len(call.args) > 1 else call.kwargs["weight"]
-        columns, inner = weight.shape[0], weight.numel() // weight.shape[0]
-        samples, rows = 1, call.output.numel() // columns
-        if call.function is F.linear and call.output.ndim > 1:
-            samples, rows = rows // call.output.shape[-2], call.output.shape[-2]
-        split = self._tensor_splits.get(id(weight))
-        self._note(Product(samples, self._segments_of(rows), inner, columns, weight.element_size(), split))
-
-    def _segments_of(self, rows: int) -> tuple[Tokens, ...]:
-        """Return the segments whose lengths add up to ``rows``; else a single :class:`Tokens` of no segment."""
-        if not self._counter.is_sharded:
-            return (Tokens(rows, sharded=False, min_per_rank=1),)
-        segments = self._segments.values()
-        for count in range(1, len(segments) + 1):
-            for some in combinations(segments, count):
-                if sum(x.total for x in some) == rows:
-                    return some
-        # A segment may count image rows or frames instead of tokens. The number of its tokens is then a multiple of its
-        # length.
-        coarse = self._of_many_tokens & self._segments.keys()
-        return (Tokens(rows, sharded=any(rows % self._segments[name].total == 0 for name in coarse), min_per_rank=1),)
 
     def _note_attention(self, call: SdpaCall) -> None:
         query, key, value = call.query, call.key, call.value
         queries, keys = self._tokens((), query.shape[-2]), self._tokens((), key.shape[-2])
         mask_bytes = 0
-        if self._counter.is_sharded:
+        if self._is_sharded:
             calls = self._attending[-1]
             attention = calls.pop(0) if len(calls) > 1 else calls[0]
             names = attention.queries if attention.keys is None else attention.keys
@@ -260,26 +210,6 @@ class _ModelObserver:
         # The remaining tokens belong to none of the plan's segments, so they are replicated.
         return (*segments, Tokens(total - sum(x.total for x in segments), sharded=False))
 
-    def _assign_joint_rows(self) -> None:
-        """Replace the rows of a product without sharded tokens by the queries' segments of an equally long attention
-        call.
-
-        Such a product computes a joint sequence. If the plan has rules for only some of the segments in it (none for
-        replicated text, for example), only the attention call shows of which segments it consists.
-        """
-        joint = {
-            sum(x.total for x in operation.queries): operation.queries
-            for operation in self.work.operations
-            if isinstance(operation, CountedAttention) and any(x.sharded for x in operation.queries)
-        }
-
-        def change(x: Operation) -> Operation:
-            if not isinstance(x, Product) or any(tokens.sharded for tokens in x.rows):
-                return x
-            return replace(x, rows=joint.get(sum(tokens.total for tokens in x.rows), x.rows))
-
-        self.work = self.work.map(change)
-
 
 # A mask argument whose name ends like this hides keys. Other masks have other uses, such as selecting modulations.
 _KEY_MASKS = ("attention_mask", "attn_mask", "hidden_states_mask", "hidden_states_masks")
@@ -291,7 +221,6 @@ def observed(
     plan: Plan,
     batch: int = 1,
     *,
-    tensor: TensorPlan | None = None,
     is_foreseen: Callable[..., bool] = lambda *_: False,
 ) -> Iterator[list[ModelCall]]:
     """Yield a list, to which each call of ``model`` inside the ``with`` block is added.
@@ -299,7 +228,6 @@ def observed(
     Args:
         batch (`int`, defaults to `1`): Number of parts into which the samples of a call are split, if the plan permits
             it. Each part is run and recorded by itself.
-        tensor (`TensorPlan`, *optional*): The tensor-parallel plan, which says how linear layers are split.
         is_foreseen (`Callable`, *optional*): Returns, for ``(model, args, kwargs)``, whether the size of the output is
             known before the call. Defaults to False.
     """
@@ -323,7 +251,7 @@ def observed(
         finally:
             model.forward = observing
         parts = _parts(arguments, plan, batch)
-        observers = [_ModelObserver(model, plan, tensor) for _ in parts]
+        observers = [_ModelObserver(model, plan) for _ in parts]
         outputs = [observer.run(forward, part) for observer, part in zip(observers, parts, strict=True)]
         calls.append(ModelCall((id(model), *_sizes(arguments)), [observer.work for observer in observers], foreseen))
         return outputs[0] if len(outputs) == 1 else _joined(outputs)

@@ -1,67 +1,22 @@
 """The operations of a model call, and the bytes that each rank of a mesh sends for them.
 
-:mod:`para_core.planner.observe` records the operations on one device. The small exchanges that compare inputs between
-ranks are not counted.
+The planner has an approximation of this (para_core/adapters/planner/predict.py). :mod:`benchmarks.pipelines.observe`
+records the operations on one device. The small exchanges that compare inputs between ranks are not counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
+from para_core.adapters.planner.mesh import MeshShape
 from para_core.attention.grid_shape import choose_grid
-from para_core.weights.pipefusion_options import PipeFusion
 
 # The lse has 4 bytes per element, because it is float32 for all dtypes except float64.
 _LSE_BYTES = 4
-RingMethod = Literal["rotate", "all-gather", "2d"]
-
-
-@dataclass(frozen=True)
-class MeshShape:
-    """The sizes of the mesh dims, and what ranks along them do.
-
-    Ranks along ``tensor`` are neighbours, ranks along ``pipe`` are farthest apart.
-
-    Args:
-        batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number of
-            pipeline stages.
-        ring_method (`"rotate"`, `"all-gather"` or `"2d"`): How ranks along ``ring`` exchange keys; ``"2d"`` is
-            Attention2D (arXiv:2503.15758).
-        pipefusion (`PipeFusion`, *optional*): Options of PipeFusion: all stages work at the same time, on different
-            patches (not exact). Defaults to exact stages, which work one after the other.
-        fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and gather each
-            block before it runs.
-    """
-
-    batch: int = 1
-    pipe: int = 1
-    ring: int = 1
-    ulysses: int = 1
-    tensor: int = 1
-    ring_method: RingMethod = "rotate"
-    pipefusion: PipeFusion | None = None
-    fsdp: bool = False
-
-    @property
-    def ranks(self) -> int:
-        return self.batch * self.pipe * self.sequence * self.tensor
-
-    @property
-    def sequence(self) -> int:
-        return self.ring * self.ulysses
-
-    def __str__(self) -> str:
-        sizes = [self.batch, self.pipe, self.ring, self.ulysses, self.tensor]
-        named = {
-            "2d": self.ring_method == "2d" and self.ring > 1,
-            "fsdp": self.fsdp,
-            "PipeFusion (not exact)": self.pipefusion is not None,
-        }
-        return ", ".join([" × ".join(map(str, sizes)), *[name for name, is_used in named.items() if is_used]])
 
 
 @dataclass(frozen=True)
@@ -142,56 +97,21 @@ class CountedHalo:
         return 2 * self.size * ((shape.ulysses > 1) + (shape.ring > 1 and at_an_end))
 
 
-@dataclass(frozen=True)
-class Product:
-    """A linear layer or a convolution, as a matrix product ``[rows, inner] @ [inner, columns]``.
-
-    Args:
-        rows (`tuple[Tokens, ...]`): The tokens of one sample, one per row.
-        tensor_split (`"colwise"` or `"rowwise"`, *optional*): How tensor ranks split the weight. With ``"rowwise"`` the
-            results are summed over the ranks.
-    """
-
-    samples: int
-    rows: tuple[Tokens, ...]
-    inner: int
-    columns: int
-    element_size: int
-    tensor_split: str | None = None
-
-
-Operation = CountedAttention | CountedGather | CountedSum | CountedHalo | Product
+Operation = CountedAttention | CountedGather | CountedSum | CountedHalo
 
 
 @dataclass
 class CallWork:
-    """The work of a model call, or of a part of its samples.
+    """The exchanges of a model call, or for a part of its samples.
 
     Args:
         operations (`Counter[Operation]`): The number of times that each operation occurs. Blocks of equal size have
             equal operations.
         returned (`int`): Bytes of the output.
-        launches (`int`): Number of operators that are not views; an attention call counts as one.
-        moved, peak (`tuple[int, int]`): Bytes read and written by operators other than products and attention, and peak
-            bytes of activations: while tokens are sharded, and otherwise.
     """
 
     operations: Counter[Operation] = field(default_factory=Counter)
     returned: int = 0
-    launches: int = 0
-    moved: tuple[int, int] = (0, 0)
-    peak: tuple[int, int] = (0, 0)
-
-    @property
-    def attention(self) -> list[CountedAttention]:
-        return [operation for operation in self.operations if isinstance(operation, CountedAttention)]
-
-    def map(self, change: Callable[[Operation], Operation]) -> CallWork:
-        """Return a copy in which each operation is replaced by ``change(operation)``."""
-        operations: Counter[Operation] = Counter()
-        for operation, number in self.operations.items():
-            operations[change(operation)] += number
-        return replace(self, operations=operations)
 
 
 @dataclass
@@ -328,7 +248,7 @@ def _sent_in_call(call: ModelCall, shape: MeshShape, rank: int) -> int:
             # If other tokens are sharded, each of a replicated output comes from one rank, so that all get equal bits.
             tokens = replace(operation.tokens, min_per_rank=1) if _shards_any(own, shape) else operation.tokens
             sent = operation.bytes_per_token * _tokens_sent_in_gather([tokens], shape, rank)
-        elif isinstance(operation, Product) or not operation.tokens.held(rank, shape.sequence):
+        elif not operation.tokens.held(rank, shape.sequence):
             sent = 0
         else:
             sent = operation.sent(shape, rank)

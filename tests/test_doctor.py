@@ -8,11 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from para_core.planner import checks, doctor
-from para_core.planner.checks import BROKEN, CHANGE, OK, DoctorReport, Finding, Ranks, exactness, versions
-from para_core.planner.doctor import examine
-from para_core.planner.hardware import DEVICES, LINKS, Host, measured_figures
-from tests.planner.gpus import gpu_named
+from para_core import doctor
+from para_core.doctor import BROKEN, CHANGE, OK, DoctorReport, Ranks, exactness, examine, versions
+from tests.gpus import gpu_named
 from tests.tiny import cpu_mesh
 
 
@@ -22,7 +20,7 @@ def this_rank():
 
 def in_short():
     """Measure once instead of taking the median of many."""
-    return mock.patch.object(checks.seconds_of, "__kwdefaults__", {"repeats": 1, "rounds": 1})
+    return mock.patch.object(doctor.seconds_of, "__kwdefaults__", {"repeats": 1, "rounds": 1})
 
 
 def finding_of(check, *args):
@@ -42,12 +40,12 @@ def examine_all():
 def examine_with_wrong_attention():
     """Examine the mesh while the attention of one rank is slightly wrong."""
     mesh = cpu_mesh(1, 2)
-    attend = checks._attend
+    attend = doctor._attend
 
     def wrong(qkv):
         return attend(qkv) * (1.001 if qkv[0].dtype == torch.float32 and dist.get_rank() == 1 else 1.0)
 
-    with mock.patch.object(checks, "_attend", wrong):
+    with mock.patch.object(doctor, "_attend", wrong):
         return finding_of(exactness, mesh)
 
 
@@ -146,34 +144,7 @@ def test_a_slow_link_says_what_is_usual():
     report = DoctorReport()
     with gpu_named("NVIDIA H100 80GB HBM3"):
         for bandwidth in (5e9, 300e9):
-            report.add("mesh dim ring", "", checks.advice_on_bandwidth(bandwidth, ranks.known_device()))
+            report.add("mesh dim ring", "", doctor.advice_on_bandwidth(bandwidth, ranks.known_device()))
     slow, usual = report.findings
     assert slow.verdict == CHANGE and re.search(r"nvlink4 .*370 GB/s", slow.advice)
     assert usual.verdict == OK
-
-
-def test_the_planner_takes_the_doctor_s_figures(tmp_path):
-    figures = {
-        "products": 5e14,
-        "attention": 3e14,
-        "launch": 9e-6,
-        "mesh dims": [
-            {"mesh dim": "ring", "latency": 1e-5, "bytes per second": 1e11, "all-to-all bytes per second": 9e10}
-        ],
-    }
-    path = tmp_path / "doctor.json"
-    DoctorReport([Finding("versions", "")], figures).write(path)
-    device, link, host = measured_figures(path, DEVICES["H100"], LINKS["nvlink4"], Host())
-    assert device.products * device.of_products == 5e14
-    assert device.products * device.of_attention == pytest.approx(3e14)
-    assert (link.latency, link.bandwidth, link.all_to_all) == (1e-5, 1e11, 9e10)
-    assert host.launch == 9e-6
-
-
-@pytest.mark.parametrize("content", ["{", "[1]", '"text"', b"\xff", None])
-def test_a_file_without_figures_is_named(tmp_path, content):
-    path = tmp_path / "figures.json"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=r"figures\.json"):
-        measured_figures(path, DEVICES["H100"], LINKS["nvlink4"], Host())

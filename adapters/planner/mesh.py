@@ -1,0 +1,78 @@
+"""The shape of a mesh, and all shapes that a number of ranks can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from para_core.attention.grid_shape import choose_grid
+
+DIMS = ("pipe", "batch", "ring", "ulysses", "tensor")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """The sizes of the mesh dims. Ranks along ``tensor`` are neighbours, ranks along ``pipe`` are farthest apart.
+
+    Args:
+        batch, pipe, ring, ulysses, tensor (`int`, defaults to `1`): Sizes of the dims; ``pipe`` is the number of
+            pipeline stages, which work one after the other.
+        ring_method (`"rotate"` or `"2d"`): How ranks along ``ring`` exchange keys; ``"2d"`` is Attention2D
+            (arXiv:2503.15758).
+        fsdp (`bool`, defaults to `False`): Whether the sequence ranks shard the weights with FSDP2, and gather each
+            block before it runs.
+    """
+
+    batch: int = 1
+    pipe: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    tensor: int = 1
+    ring_method: Literal["rotate", "2d"] = "rotate"
+    fsdp: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.batch * self.pipe * self.sequence * self.tensor
+
+    @property
+    def sequence(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the mesh dims by name."""
+        return {name: getattr(self, name) for name in DIMS}
+
+    def __str__(self) -> str:
+        """Return the mesh dims with several ranks, and the ring method and FSDP2 if they are used."""
+        words = [f"{name} {size}" for name, size in self.sizes.items() if size > 1] or ["one rank"]
+        if self.ring_method == "2d":
+            words.append("2d")
+        if self.fsdp:
+            words.append("fsdp")
+        return ", ".join(words)
+
+
+def shapes(ranks: int) -> Iterator[MeshShape]:
+    """Yield the shape of every possible mesh of ``ranks`` ranks, without FSDP2. The size of ``batch`` is 1 or 2.
+
+    A pipeline cannot use stages and tensor parallelism together.
+    """
+    for batch in (1, 2):
+        if ranks % batch:
+            continue
+        for stages in divisors(ranks // batch):
+            for tensor in divisors(ranks // batch) if stages == 1 else [1]:
+                sequence = ranks // (batch * stages * tensor)
+                for ring in divisors(sequence):
+                    yield MeshShape(batch, stages, ring, sequence // ring, tensor)
+                    # Attention2D with one column is the same as a ring.
+                    if choose_grid(ring, 1, 1)[1] > 1:
+                        yield MeshShape(batch, stages, ring, sequence // ring, tensor, "2d")
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of ``number`` in ascending order."""
+    return [size for size in range(1, number + 1) if number % size == 0]

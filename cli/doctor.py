@@ -1,0 +1,28 @@
+"""``para_core doctor``: check a machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from para_core.cli import options
+from para_core.cli.options import flag, option
+from para_core.fleet.outputs import require_file
+
+
+def doctor(
+    out: Annotated[Path | None, option("JSON file for what was measured.", "FILE")] = None,
+    ring: Annotated[int | None, option("Size of the ring mesh dim; other ranks go to ulysses.", "N")] = None,
+    cpu: Annotated[bool, flag("--cpu", "Use the CPU and gloo.")] = False,
+    config: options.OptionFiles = None,
+    debug: options.Debug = False,
+) -> None:
+    """Check versions, exactness and speed of this machine in a minute; under torchrun, of all ranks."""
+    from para_core.doctor import examine_machine
+
+    require_file(out)
+    broken = examine_machine(out, ring=ring, cpu=cpu)
+    if broken:
+        raise typer.Exit(broken)

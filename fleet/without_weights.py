@@ -1,0 +1,135 @@
+"""Pipelines without weights: their classes and configs, of which components on the meta device are made."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from para_core.fleet.model_files import read_config, read_index
+from para_core.fleet.modular import open_modular
+from para_core.fleet.pipeline_info import Model
+from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in, multiple_of_sides, read_pipeline
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def on_meta(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
+    """Create modules on the meta device, in ``dtype``, inside the ``with`` block."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def without_weights(model: Model, dtype: torch.dtype) -> Any:
+    """Return the pipeline of ``model`` with components on the meta device, made from their configs in ``dtype``.
+
+    Tokenizers, image processors, and components of other libraries than diffusers and transformers are None. Making a
+    component from its config may raise anything.
+    """
+    import diffusers
+
+    if model.modular:
+        pipe = open_modular(model.name)
+        for part in pipe.pretrained_component_names:
+            spec = pipe.get_component_spec(part)
+            repository, cls = spec.pretrained_model_name_or_path, spec.type_hint
+            if repository is None or cls is None:
+                continue
+            library = cls.__module__.split(".")[0]
+            component = _component(dtype, repository, spec.subfolder or "", library, cls.__name__)
+            if component is not None:
+                pipe.register_components(**{part: component})
+        return pipe
+    home = model.config or model.name
+    cls = getattr(diffusers, model.pipeline)
+    components = {
+        name: _component(dtype, home, name, *value) if isinstance(value, list) and len(value) == 2 else value
+        for name, value in read_index(home).content.items()
+        if name in inspect.signature(cls.__init__).parameters
+    }
+    nets = [_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet]
+    if nets:
+        components[CONTROLNET] = nets[0] if len(nets) == 1 else nets
+    return cls(**{**_without_components(cls), **components})
+
+
+def _without_components(cls: Any) -> dict[str, None]:
+    """Return None for each argument that ``cls`` requires: some of them are optional components."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return {x.name: None for x in parameters if x.default is x.empty and x.kind is x.POSITIONAL_OR_KEYWORD}
+
+
+def component_classes(index: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the classes of diffusers' components in the index of a folder, as far as this diffusers has them."""
+    import diffusers
+
+    names = {name: class_in(index, name) for name, value in index.items() if isinstance(value, list)}
+    classes = {name: getattr(diffusers, cls, None) for name, cls in names.items() if cls is not None}
+    return {name: cls for name, cls in classes.items() if cls is not None}
+
+
+def multiple_of_model(model: Model) -> int:
+    """Return the number that must divide height and width of a result of ``model``; 1 if its class states none.
+
+    Only the autoencoder is made, on the meta device: a class computes the number from its config, and from that of the
+    transformer.
+    """
+    import diffusers
+
+    home = model.config or model.name
+    source, cls = read_pipeline(model.pipeline), getattr(diffusers, model.pipeline)
+    if source is None or not source.divisors:
+        return 1
+    index = read_index(home).content
+    components: dict[str, Any] = {**_without_components(cls)}
+    try:
+        for name, entry in index.items():
+            if name not in source.components or class_in(index, name) is None:
+                continue
+            if "vae" in name:
+                components[name] = _component(torch.float32, home, name, *entry)
+            elif name in DENOISERS:
+                components[name] = ConfigOnly(SimpleNamespace(**read_config(home, name)))
+        return multiple_of_sides(source, cls(**components))
+    except Exception as error:
+        # A class may need other components to be made. Most of those state the number as a constant.
+        logger.debug("%s is not made without weights: %s", model.pipeline, error)
+        return multiple_of_sides(source, None)
+
+
+@dataclass(frozen=True)
+class ConfigOnly:
+    """Stand-in for a component of a pipeline, with its config alone."""
+
+    config: Any
+
+
+def _class_of_config(name: str) -> str:
+    return str(read_config(name).get("_class_name"))
+
+
+def _component(dtype: torch.dtype, model: str, name: str, library: str | None, cls: str | None) -> Any:
+    import diffusers
+    import transformers
+
+    kind: Any = getattr({"diffusers": diffusers, "transformers": transformers}.get(library or ""), cls or "", None)
+    if library == "diffusers" and kind is not None:
+        config, make = kind.load_config(model, subfolder=name or None), kind.from_config
+    elif kind is not None and issubclass(kind, torch.nn.Module):
+        config, make = kind.config_class.from_pretrained(model, subfolder=name), kind
+    else:
+        return None
+    with on_meta(dtype):
+        return make(config)

@@ -1,0 +1,417 @@
+"""Predictions follow what is known of them without the model: bytes by hand, and more bandwidth is never slower."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from para_core.adapters import plan_mesh
+from para_core.adapters.planner.choose import EQUAL, Choices
+from para_core.adapters.planner.mesh import MeshShape, divisors, shapes
+from para_core.adapters.planner.predict import (
+    RESERVED,
+    Machine,
+    attention_seconds,
+    compute_seconds,
+    exchange_seconds,
+    memory_of,
+    predict,
+    traffic_of,
+)
+from para_core.adapters.planner.predictions import PUBLISHED_RATIOS, duration, predict_meshes
+from para_core.adapters.planner.weights import ModuleBytes, Placement, Weights
+from para_core.adapters.planner.work import AttentionWork, CallWork, GenerationSizes, Workload
+from para_core.devices import DEVICES, LINKS, Link
+
+WIDTH = 3072
+BLOCKS = ((2.0, 3 << 30), (2.0, 3 << 30), *[(1.0, 2 << 30)] * 8)
+WEIGHTS = Weights(
+    ModuleBytes(24 << 30, 23 << 30, 7 << 30, parts=11),
+    tensor=17 << 30,
+    encoders=ModuleBytes(9 << 30, 8 << 30, 1 << 30, parts=25),
+    other=1 << 30,
+    blocks=BLOCKS,
+    no_stages="",
+)
+
+
+def model(tokens=4608, blocks=5, heads=24):
+    """Return a transformer of equal blocks, each with one attention call, on sharded tokens."""
+    products = 2.0 * tokens * WIDTH * 12 * WIDTH * blocks
+    return CallWork(
+        attention=(AttentionWork(blocks, 1, heads, heads, 2 * WIDTH // heads, 2, tokens, tokens, exchanges=True),),
+        products=(products, 0.0),
+        moved=(40.0 * blocks * tokens * WIDTH * 2, 0.0),
+        peak=(100.0 * tokens * WIDTH, 0.0),
+        split=products,
+        summed=2.0 * blocks * tokens * WIDTH * 2,
+        returned=128.0 * tokens,
+        launches=60 * blocks,
+    )
+
+
+def work(call=None, **changes):
+    named = {"branches": 1, "heads": 24, "weights": WEIGHTS, **changes}
+    return Workload("a model", GenerationSizes(1024, 1024, 1, 512), 28, call=call or model(), **named)
+
+
+def machine(device="H100", link=None, between="infiniband", **changes):
+    spec = DEVICES[device]
+    return Machine(spec, link or LINKS[spec.link], LINKS[between], **changes)
+
+
+SHAPES = [shape for ranks in (2, 4, 6, 8) for shape in shapes(ranks)]
+
+
+@settings(max_examples=25, deadline=None)
+@given(shape=st.sampled_from(SHAPES), slow=st.floats(1e8, 1e12), times=st.floats(1.0, 100.0))
+def test_more_bandwidth_and_less_latency_are_never_slower(shape, slow, times):
+    links = [Link("a", 1e-5, slow), Link("b", 1e-5, slow * times), Link("c", 1e-6, slow * times)]
+    first, second, third = (predict(shape, work(), machine(link=link)).seconds for link in links)
+    assert first >= second * (1 - 1e-9) >= third * (1 - 1e-9) ** 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(shape=st.sampled_from(SHAPES), share=st.floats(0.1, 1.0))
+def test_a_faster_device_is_never_slower(shape, share):
+    fast = machine()
+    slow = replace(fast, device=replace(fast.device, products=share * fast.device.products))
+    assert predict(shape, work(), fast).seconds <= predict(shape, work(), slow).seconds * (1 + 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(shape=st.sampled_from([shape for shape in SHAPES if shape.pipe == 1]), tokens=st.integers(64, 5000))
+def test_no_rank_computes_less_than_its_share(shape, tokens):
+    single, several = (compute_seconds(model(tokens), each, machine()) for each in (MeshShape(), shape))
+    assert single / shape.sequence / shape.tensor * 0.999 <= several <= single * 1.001
+
+
+def test_one_rank_sends_nothing():
+    assert traffic_of(MeshShape(), work()) == 0
+
+
+def test_attention_takes_its_operations_over_the_reached_peak():
+    device = replace(DEVICES["H100"], products=1e15, of_attention=0.5)
+    seconds = attention_seconds(model(tokens=2048, blocks=1), MeshShape(), replace(machine(), device=device))
+    assert seconds == pytest.approx(4 * 2048 * 2048 * WIDTH / 5e14)
+
+
+def without_copies(link):
+    """Return a machine that copies in no time."""
+    return replace(machine(link=link), device=replace(DEVICES["H100"], bandwidth=1e30))
+
+
+def test_ulysses_waits_for_its_bytes_and_two_latencies():
+    link = Link("", latency=1e-3, bandwidth=1e9)
+    waiting = exchange_seconds(model(tokens=4096, blocks=1), MeshShape(ulysses=4), without_copies(link), attending=0.0)
+    # Queries, keys, values and results each hold a quarter of the tokens and three quarters of the heads.
+    sent = 4 * (4096 // 4) * (WIDTH * 3 // 4) * 2
+    assert waiting == pytest.approx(2e-3 + sent / 1e9)
+
+
+def test_a_ring_hides_what_travels_behind_what_is_computed():
+    link = Link("", latency=0.0, bandwidth=1e9)
+    hop = 2 * 1024 * WIDTH * 2 / 1e9
+    call = model(tokens=4096, blocks=1)
+    shown = [exchange_seconds(call, MeshShape(ring=4), without_copies(link), x * hop) for x in (0.0, 2.0, 100.0)]
+    # A step is 4 blocks of attention. The hidden share of a hop costs 20 of 132 multiprocessors.
+    assert shown[0] == pytest.approx(3 * hop)
+    assert shown[1] == pytest.approx(3 * (hop / 2 + hop / 2 * 20 / 132))
+    assert shown[2] == pytest.approx(3 * hop * 20 / 132)
+
+
+def test_two_dims_send_with_the_root_of_the_ring():
+    sent = {
+        (ring, method): traffic_of(MeshShape(ring=ring, ring_method=method), work(model(ring * 256, blocks=100)))
+        for ring in (16, 64)
+        for method in ("rotate", "2d")
+    }
+    # Keys and values of a rank's 256 tokens travel P - 1 times around a ring, or √P - 1 times along each side of the
+    # grid, with queries and results.
+    assert sent[64, "rotate"] / sent[16, "rotate"] == pytest.approx(63 / 15, rel=0.01)
+    assert sent[64, "2d"] / sent[16, "2d"] == pytest.approx(7 / 3, rel=0.02)
+
+
+def test_tensor_ranks_send_sums_and_less_attention():
+    call = plan_mesh("FLUX.1-dev", ranks=1).work
+    # Each of the 19 double blocks all-reduces two results per stream, each of the 38 single blocks one. A result has
+    # 3,072 numbers of 2 bytes per token. A ring all-reduce over 4 ranks sends 2 * 3/4 of the result's bytes.
+    tokens = 19 * 2 * (4096 + 512) + 38 * (4096 + 512)
+    assert traffic_of(MeshShape(tensor=4), call) == pytest.approx(2 * 3 / 4 * tokens * 3072 * 2, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6, 8, 12])
+def test_every_mesh_has_all_ranks_and_is_listed_once(ranks):
+    meshes = list(shapes(ranks))
+    assert all(shape.ranks == ranks for shape in meshes)
+    assert len(set(meshes)) == len(meshes)
+    expected = [
+        (1, ring, u, t) for ring in divisors(ranks) for u in divisors(ranks // ring) for t in [ranks // ring // u]
+    ]
+    assert {(s.batch, s.ring, s.ulysses, s.tensor) for s in meshes if s.batch == s.pipe == 1} == set(expected)
+
+
+def test_two_cards_on_slow_bus_are_slower_than_one():
+    plan = predict_meshes(work(), machine("L20", Link("slow", 3e-5, 1e8)), 2, Choices("replicate"))
+    assert plan.best.seconds > plan.others[1].seconds
+    assert re.match(r"1 of these 2 ranks", plan.advice)
+
+
+def test_guidance_goes_first_where_there_are_branches():
+    assert predict_meshes(work(branches=2), machine(), 2).best.shape == MeshShape(batch=2)
+    batched = replace(
+        work(branches=2, batched=True), call=replace(model(), attention=(replace(model().attention[0], samples=2),))
+    )
+    assert predict_meshes(batched, machine(), 2).best.shape == MeshShape(batch=2)
+    rows = predict_meshes(work(), machine(), 2).rows
+    assert rows[0].shape.batch == 1
+    assert next(row.problem for row in rows if row.shape.batch == 2)
+
+
+def test_equally_fast_meshes_prefer_ulysses():
+    plan = predict_meshes(work(), machine(), 4)
+    assert plan.best.shape == MeshShape(ulysses=4)
+    fastest = min(row.seconds for row in plan.rows if row.runs)
+    assert fastest <= plan.best.seconds <= EQUAL * fastest
+
+
+def test_between_hosts_the_ring_and_within_them_ulysses():
+    best = predict_meshes(work(model(tokens=120_000)), machine(between="ethernet"), 16, Choices("replicate")).best
+    assert best.shape.ulysses <= 8 and best.shape.ring >= 2
+
+
+def large(**changes):
+    """Return work whose weights do not fit one H100."""
+    weights = replace(WEIGHTS, transformer=ModuleBytes(100 << 30, 96 << 30, 8 << 30, parts=21), tensor=90 << 30)
+    return work(weights=replace(weights, **changes))
+
+
+def test_rows_beyond_memory_come_last():
+    plan = predict_meshes(large(), machine(), 4)
+    assert plan.best.memory < 74e9
+    fitting = [row.fits for row in plan.rows if not row.problem]
+    assert fitting == sorted(fitting, reverse=True) and not all(fitting)
+    assert any(re.search(r"GB do not fit into 74", row.why) for row in plan.rows)
+
+
+def test_gathered_weights_count_as_sent_bytes_and_are_held_in_parts():
+    placement = Placement("replicate")
+    whole, gathered = (
+        predict(MeshShape(ulysses=4, fsdp=is_so), large(), machine(), placement) for is_so in (False, True)
+    )
+    # 96 of 100 GiB are sharded. In addition, 8 are gathered into their own buffers.
+    assert whole.memory - gathered.memory == pytest.approx((0.75 * 96 - 8) * 2**30)
+    assert gathered.sent - whole.sent == pytest.approx(0.75 * 96 * 2**30)
+    assert gathered.step > whole.step
+    # If all weights fit, no rank gathers them.
+    assert not any(row.shape.fsdp for row in predict_meshes(work(), machine(), 4).rows)
+
+
+def test_fast_link_hides_all_but_first_block():
+    link = Link("", latency=0.0, bandwidth=1e15)
+    on = Machine(replace(DEVICES["H100"], products=1e12), link, link)
+    whole, gathered = (predict(MeshShape(ulysses=2, fsdp=is_so), large(), on).step for is_so in (False, True))
+    assert gathered - whole == pytest.approx(0.5 * 96 * 2**30 / 1e15 / 21, rel=1e-3)
+
+
+PLACED = replace(
+    Weights(ModuleBytes(60 << 30, 56 << 30, 6 << 30, parts=21)),
+    encoders=ModuleBytes(30 << 30, 28 << 30, 2 << 30, parts=25, largest_layer=1 << 30),
+    blocks=tuple((1.0, 3 << 30) for _ in range(18)),
+    no_stages="",
+)
+
+
+def test_text_encoders_wait_in_host_memory_where_nothing_else_fits():
+    some = work(weights=PLACED)
+    row = predict_meshes(some, machine(), 1).best
+    assert row.placement == Placement("offload")
+    assert row.options == {"text_encoders": "offload"}
+    assert row.host_memory == 30 << 30
+    whole = predict(MeshShape(), some, machine())
+    assert whole.memory - row.memory == pytest.approx(30 * 2**30, rel=0.05)
+    assert row.seconds - whole.seconds == pytest.approx((30 << 30) / DEVICES["H100"].host_bandwidth)
+
+
+def test_as_many_blocks_as_fit_stay_on_the_device():
+    larger = replace(PLACED, transformer=ModuleBytes(90 << 30), blocks=tuple((1.0, 4 << 30) for _ in range(20)))
+    some = work(weights=larger)
+    row = predict_meshes(some, machine(), 1).best
+    assert row.runs and row.placement.resident is not None
+    one_more = predict(row.shape, some, machine(), replace(row.placement, resident=row.placement.resident + 1))
+    assert not one_more.runs
+    assert row.host_memory == (20 - row.placement.resident) * (4 << 30) + (30 << 30)
+
+
+def test_int8_is_considered_if_nothing_exact_fits_and_said():
+    huge = replace(PLACED, transformer=ModuleBytes(200 << 30), blocks=(), no_stages="none")
+    assert predict_meshes(work(weights=huge), machine(), 1).best.placement.quantize is None
+    plan = predict_meshes(work(weights=replace(huge, in_8_bits=0.25)), machine(), 1)
+    assert plan.best.placement.quantize == "int8" and plan.best.runs
+    assert "not exact" in str(plan)
+
+
+@pytest.mark.parametrize(("ranks", "placement"), [(1, "offload"), (2, "first")])
+def test_vae_waits_in_host_memory_where_nothing_else_fits(ranks, placement):
+    # Weights of 62 GiB and activations of 4 in a step, and a VAE of 4, which does not run in a step.
+    some = work(replace(model(), peak=(0.0, 4 << 30)), weights=Weights(ModuleBytes(62 << 30), vae=4 << 30))
+    best = predict_meshes(some, machine(), ranks).best
+    assert best.runs and best.options == {"vae_placement": placement}
+    whole = predict(best.shape, some, machine())
+    assert not whole.runs
+    assert whole.memory - best.memory == best.host_memory == 4 << 30
+
+
+def test_a_vae_that_waits_is_on_the_device_while_it_decodes():
+    some = work(weights=Weights(ModuleBytes(10 << 30), vae=20 << 30))
+    at_rest, waiting = (
+        memory_of(MeshShape(), some, Placement(vae=placement)) for placement in ("replicate", "offload")
+    )
+    assert waiting == 30 << 30
+    assert at_rest > waiting
+
+
+def test_components_that_take_turns_are_alone_on_the_device():
+    some = work(weights=PLACED)
+    row = predict_meshes(some, machine(), 1, Choices(offload="model")).best
+    assert row.memory == pytest.approx((60 << 30) + some.call.peak[0])
+    assert row.host_memory == 90 << 30
+
+
+def test_exact_stages_save_memory_and_no_time():
+    row, alone = (predict(shape, work(), machine()) for shape in (MeshShape(pipe=2), MeshShape()))
+    assert row.step > alone.step
+    # There are 22 GiB of blocks. The stages cost 6 and 6, and the second one holds 12.
+    assert alone.memory - row.memory == pytest.approx(10 * 2**30)
+    # Each stage sends the tokens of each branch to the next one.
+    assert row.sent == 4608 * WIDTH * 2
+
+
+def test_problems_of_meshes_are_named():
+    heads = predict_meshes(work(heads=4), machine(), 8).rows
+    assert any(re.search(r"ulysses 8 × tensor 1 .*4 heads", row.problem) for row in heads)
+    unknown = replace(WEIGHTS, no_stages="it hands more on", blocks=())
+    rows = predict_meshes(work(weights=unknown), machine(), 2).rows
+    assert all("it hands more on" in row.problem for row in rows if row.shape.pipe > 1)
+    few = predict_meshes(work(weights=replace(WEIGHTS, blocks=BLOCKS[:1])), machine(), 2).rows
+    assert any(re.match(r"1 blocks .*2 stages", row.problem) for row in few)
+    for shape, scheme, words in (
+        (MeshShape(ulysses=2, fsdp=True), "fp8", "FSDP2"),
+        (MeshShape(tensor=2), "int8-dynamic", "tensor"),
+    ):
+        assert words in predict(shape, work(), machine(), Placement(quantize=scheme)).problem
+
+
+def test_a_way_out_is_named_where_nothing_runs():
+    huge = replace(PLACED, transformer=ModuleBytes(100 << 30, 99 << 30, 6 << 30), blocks=(), no_stages="none")
+    plan = predict_meshes(work(weights=huge), machine(), 1)
+    assert not plan.best.runs
+    assert "does not fit 1 × H100" in plan.verdict
+    assert re.match(r"It runs on \d+ ranks: .*fsdp", plan.advice)
+    assert "parallelize_pipe(" not in str(plan)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("device", ["RTX 4090", "L40S"])
+@pytest.mark.parametrize("name", ["FLUX.1-dev", "FLUX.2-dev", "Qwen-Image", "HunyuanVideo", "Wan 2.2 A14B"])
+def test_published_models_run_on_cards_of_24_and_48_gb(name, device, ranks):
+    plan = plan_mesh(name, ranks=ranks, device=device)
+    assert plan.best.runs, plan.advice
+    assert plan.best.code in str(plan)
+
+
+def test_a_row_says_the_line_that_runs_it():
+    lines = {
+        MeshShape(ring=4, ulysses=2, ring_method="2d", fsdp=True): (
+            "parallelize_pipe(pipe, mesh=init_context_parallel_mesh(max_ring_dim_size=4, max_ulysses_dim_size=2), "
+            "rotate_method='2d', weights='fsdp')"
+        ),
+        MeshShape(ulysses=4, tensor=2): (
+            "parallelize_pipe(pipe, mesh=init_context_parallel_mesh(max_ring_dim_size=1, max_ulysses_dim_size=4, "
+            "max_tensor_dim_size=2), weights='tensor')"
+        ),
+        MeshShape(): "pipe = pipe  # one device: unchanged",
+    }
+    for shape, line in lines.items():
+        assert predict(shape, work(), machine()).code == line
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, True])
+def test_a_number_of_ranks_is_a_positive_integer(ranks):
+    with pytest.raises(ValueError, match="expected a positive integer"):
+        predict_meshes(work(), machine(), ranks)
+
+
+@pytest.mark.parametrize("weights", ["replicate", "fsdp", "tensor"])
+@pytest.mark.parametrize("ranks", [1, 2, 6])
+def test_demanded_way_to_shard_weights_is_that_of_every_row(weights, ranks):
+    for device in ("H100", "RTX 4090"):
+        rows = plan_mesh("FLUX.1-dev", ranks=ranks, device=device, weights=weights).rows
+        expected = None if weights == "replicate" or ranks == 1 else weights
+        assert {row.options.get("weights") for row in rows} == {expected}
+
+
+def test_demanded_mesh_is_that_of_every_row():
+    for mesh, expected in (
+        ({"ring": 2}, (1, 1, 2, 2, 1)),
+        ({"batch": 2}, (2, 1, 1, 2, 1)),
+        ({"ulysses": 1}, (1, 1, 4, 1, 1)),
+        ({"tensor": 2, "ring": 8}, (1, 1, 2, 1, 2)),
+        ({"pipe": 3}, (1, 2, 1, 2, 1)),
+        ({"pipe": 2, "ulysses": 2}, (1, 2, 1, 2, 1)),
+    ):
+        rows = plan_mesh("Wan 2.1 14B", ranks=4, mesh=mesh).rows
+        assert {(x.batch, x.pipe, x.ring, x.ulysses, x.tensor) for x in (row.shape for row in rows)} == {expected}
+
+
+def test_demanded_offload_is_that_of_every_row():
+    for ranks in (1, 2):
+        rows = plan_mesh("FLUX.1-dev", ranks=ranks, offload="blocks").rows
+        assert {row.options.get("offload") for row in rows if not row.problem} == {"blocks"}
+        assert all(row.placement.takes_turns for row in plan_mesh("FLUX.1-dev", ranks=ranks, offload="model").rows)
+
+
+def test_memory_of_a_rank_replaces_that_of_the_device():
+    rows = {size: plan_mesh("FLUX.1-dev", ranks=1, memory=size).best for size in (34e9, 33e9)}
+    assert rows[34e9].options == {} and rows[34e9].room == 34e9
+    assert rows[33e9].memory <= 33e9 and rows[33e9].options
+    assert plan_mesh("FLUX.1-dev", ranks=1).best.room == 80e9 - RESERVED
+
+
+def test_published_ratios_are_those_of_the_check():
+    results = json.loads((Path(__file__).parents[2] / "benchmarks/results/planner_check.json").read_text())
+    assert {name: tuple(values) for name, values in results["ratios"].items()} == PUBLISHED_RATIOS
+    assert results["errors"]["median"] > EQUAL - 1
+
+
+@pytest.mark.parametrize(
+    ("compiled", "ranks", "kind"), [(True, 1, "compiled"), (False, 1, "eager, one device"), (False, 2, "eager")]
+)
+def test_first_line_states_a_range_of_seconds(compiled, ranks, kind):
+    plan = predict_meshes(work(), machine(compiled=compiled), ranks)
+    least, most = (duration(ratio * plan.best.seconds) for ratio in PUBLISHED_RATIOS[kind])
+    assert f"{least} to {most}" in plan.verdict
+    assert str(plan).startswith(plan.verdict)
+
+
+def test_first_line_states_the_bytes_and_the_cards():
+    small, whole = predict_meshes(work(), machine(), 1), predict(MeshShape(), work(), machine())
+    assert f"fits 1 × H100: {whole.memory / 1e9:.0f} of the 74 GB" in small.verdict
+    # The weights of this model need more than one device has.
+    plan = predict_meshes(large(), machine(), 8)
+    assert f"all of it needs {plan.on_one.memory / 1e9:.0f} GB" in plan.verdict
+    nothing = predict_meshes(large(), machine(room=1e9), 1)
+    assert "does not fit 1 × H100" in nothing.verdict and "may hold 1 GB" in nothing.verdict
+
+
+def test_weights_alone_are_compared_with_the_device():
+    some = Workload("a unet", GenerationSizes(0, 0, 1, 0), 0, Weights(ModuleBytes(), other=5e9), uncounted="not known.")
+    plan = predict_meshes(some, machine(), 2)
+    assert plan.best.runs and plan.best.memory == 5e9
+    assert re.match(r"a unet, weights alone: fits 2 × H100.*not predicted: not known\.", plan.verdict)
+    assert not predict_meshes(some, machine(room=4e9), 1).best.runs
