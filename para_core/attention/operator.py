@@ -47,8 +47,8 @@ def _outputs(saved: Saved | None, plan: AttentionPlan) -> tuple[Tensor, ...]:
     if saved is None:
         raise RuntimeError("the forward of a call that requires a gradient saved nothing.")
     if plan.ulysses is None:
-        empty = saved.lse.new_empty(0)
-        return saved.lse, empty, empty.clone(), empty.clone(), empty.clone()
+        new_empty = saved.lse.new_empty
+        return saved.lse, new_empty(0), new_empty(0), new_empty(0), new_empty(0)
     return saved.lse, saved.query, saved.key, saved.value, saved.out
 
 
