@@ -23,12 +23,12 @@ from para_core.adapters.agree.loras import models_of
 from para_core.adapters.agree.rng import random_state_of_first_rank
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallel_call
+from para_core.adapters.denoisers import denoiser_run_of
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import adapter_for, applied_mesh, transformers_of
-from para_core.adapters.vae.unet import unet_run
 from para_core.adapters.weights.fused_pipe import FusedPipe
 from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
 from para_core.cfg.guidance import Guidance
@@ -170,7 +170,7 @@ class ParallelCall:
                     self._guided.add(component)
                     branches = {"__call__": self._run_branch}
                     stack.enter_context(filled_during(component, Slot.GUIDANCE, branches, owner=self))
-            stack.enter_context(inputs_verified(map(unet_run, self._unets.values())))
+            stack.enter_context(inputs_verified(map(denoiser_run_of, self._unets.values())))
             stack.enter_context(reasons_shared(token, self._places))
             if self.fused is not None:
                 # Do not compare callbacks: stages reach a step at different times and would wait for each other.

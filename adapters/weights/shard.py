@@ -12,16 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.inspect.components import components_of
+from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.refusal import refusal
-from para_core.adapters.registry import (
-    mesh_of,
-    refuse_fsdp1,
-    refuse_wrapped_model,
-    require_kind,
-    tensor_plan_for,
-    transformers_of,
-)
+from para_core.adapters.registry import mesh_of, require_kind, tensor_plan_for, transformers_of
 from para_core.adapters.weights.offloaded_modules import require_not_offloaded
 from para_core.adapters.weights.sharded_component import (
     METHODS,
@@ -115,8 +109,8 @@ def _check_options(pipe: Any, method: Method, offload_policy: OffloadPolicy | No
 def check_shard(pipe: Any) -> None:
     """Raise ``ValueError`` if weights of ``pipe`` are spread over several devices or moved by accelerate."""
     for name, module in transformers_of(pipe).items():
-        refuse_fsdp1(module, f"pipe.{name}")
-        refuse_wrapped_model(module, f"pipe.{name}")
+        check_not_fsdp1(module, f"pipe.{name}")
+        check_not_wrapped(module, f"pipe.{name}")
         refuse_several_devices(module, "the transformer")
     refuse_several_devices(pipe, "the pipeline")
     refuse_moved_weights(pipe)

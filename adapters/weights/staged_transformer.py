@@ -12,8 +12,9 @@ from torch import nn
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.arguments import require_equal as require_equal_values
 from para_core.adapters.agree.loras import described_model, lora_weights
+from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import stack_of, why_no_stages
-from para_core.adapters.registry import adapter_for, transformers_of, unet_adapter
+from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.adapters.weights.lora import ADDS, CHANGES, on_all_ranks, require_equal_lora, require_own_values
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
@@ -202,8 +203,8 @@ def _add_lora(
 
 def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
     """Refuse stages for a model whose blocks pass more than tokens to the next block."""
-    is_unet = unet_adapter(module) is not None
-    reason = "it is a UNet, whose blocks pass residuals to each other" if is_unet else why_no_stages(module, adapter)
+    kind = kind_of(module)
+    reason = why_no_stages(module, adapter) if kind is None else kind.why_no_stages
     if reason is not None:
         raise TypeError(
             f"{original_class(module).__name__} cannot run in stages: {reason}. Use a mesh without 'pipe' "

@@ -41,7 +41,7 @@ class Slot(IntEnum):
     LORA = auto()
     STAGED_WEIGHTS = auto()
     STAGED_MERGE = auto()
-    PARALLEL_UNET = auto()
+    PARALLEL_DENOISER = auto()
     PLAN = auto()
     ATTENTION_CHECK = auto()
     # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan shards the

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance.record import slot_owner
 from para_core.instance.slots import Slot
+from para_core.layout.sequence import Segment
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.planned_attention import Interception
 from para_core.plans.region import region_of

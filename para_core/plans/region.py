@@ -19,18 +19,17 @@ from torch import Tensor, nn
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
 from para_core.distributed.agree import RequireEqual
-from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance.modules import ModuleTree, submodules_of
 from para_core.instance.private_class import is_entry
 from para_core.instance.record import Around, empty_slots, fill_slot, slot_owner
 from para_core.instance.slots import Slot
+from para_core.layout.sequence import Segment
 from para_core.modes import fused_encoder
-from para_core.modes.flash_attention import has_other_builds
-from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
+from para_core.modes.foreign_operators import has_other_builds
 from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import dispatcher_is_available, unintercepted
-from para_core.modes.recomputation import recomputed_under, refuse_checkpointing
+from para_core.modes.registry import check_exchanges, explain, needs_mode, recomputed_under
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import AttentionCheck
@@ -85,7 +84,7 @@ class Region:
         encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
         self.has_encoders = any(map(isinstance, submodules_of(module), repeat(encoders)))
         # Only a mode intercepts attention in fused encoder layers, and in operators that run functions: flex_attention.
-        self._must_use_mode = self.has_encoders or uses_flex_attention(module)
+        self._must_use_mode = self.has_encoders or needs_mode(module)
         attending = self.plan.attention.values()
         # Parameters that ranks do not compare, because each rank fills in the cached keys of its own heads.
         self._caches_by_heads = {
@@ -182,7 +181,7 @@ class Region:
         if torch.compiler.is_compiling():
             self._refuse_arguments(module, args, kwargs)
         if self._mixes_over_ranks:
-            refuse_checkpointing(module)
+            check_exchanges(module)
         planned = PlannedAttention(self._prepared, self._joint_attention, self.bind)
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         is_checked = not torch.compiler.is_compiling() and self.check.due
@@ -222,7 +221,7 @@ class Region:
             return output if samples is None or self.batch is None else all_samples(output, samples, self.batch)
         # flex_attention raises a ValueError for a wrong mask size, and a RuntimeError since torch 2.15.
         except (ValueError, RuntimeError, IndexError) as error:
-            explain_unsharded_mask(error)
+            explain(error)
             name = type(module).__name__
             explain_whole_tensor(error, name, self.parameters, args, kwargs, self.segments, self.mesh)
             raise

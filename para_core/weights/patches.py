@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors, copy_ordinary_tensors, run_without_data
-from para_core.distributed.layout import Run
+from para_core.layout.sequence import Run
 from para_core.torch_internals import pytree, schema_of, to_copy
 
 _aten = torch.ops.aten

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors, materialize
-from para_core.distributed.layout import Run
 from para_core.instance.modules import has_compiled_parts, is_compiled
 from para_core.instance.record import empty_slot, empty_slots, fill_slot, fill_slots, slot_owner
 from para_core.instance.slots import Slot
+from para_core.layout.sequence import Run
 from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
 from para_core.plans.current_call import interception_of
 from para_core.plans.module_matching import parameters_of

@@ -41,7 +41,7 @@ RESOLVE = (
     "models_to_parallelize",
     "check_parallelize",
     "transformers_of",
-    "unets_of",
+    "denoisers_by_kind",
     "_parallel_vaes_of",
     "require_mesh_fits",
     "text_encoders_of",

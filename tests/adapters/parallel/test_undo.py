@@ -24,7 +24,7 @@ from para_core.adapters import (
     unshard_weights,
 )
 from para_core.adapters.parallel.call import parallel_call
-from para_core.adapters.parallel.options import TransformerPart
+from para_core.adapters.parallel.transformer import TransformerPart
 from para_core.adapters.registry import adapter_for
 from para_core.instance.modules import uncompiled
 from para_core.instance.record import filled_slots
@@ -159,7 +159,7 @@ PARALLEL = "para_core.adapters.parallel"
 WEIGHTS = "para_core.adapters.weights"
 # Each module has the functions that a step calls and looks up there.
 STEPS_OF_PIPE = {
-    "plan": f"{PARALLEL}.options.apply_plan",
+    "plan": f"{PARALLEL}.transformer.apply_plan",
     "submodules": "para_core.plans.region.fill_slot",
     "time-out": f"{PARALLEL}.parts.override_timeouts",
     "one group": "para_core.distributed.timeouts.set_group_timeout",
@@ -350,8 +350,8 @@ def fail_in_models(rank):
                 parallelize_vae(vae, mesh=mesh)
         image = image_of(pipe)
         for target, step in [
-            (mesh, f"{PARALLEL}.options.apply_plan"),
-            (stages, f"{PARALLEL}.options.hold_stage"),
+            (mesh, f"{PARALLEL}.transformer.apply_plan"),
+            (stages, f"{PARALLEL}.transformer.hold_stage"),
             (stages, f"{WEIGHTS}.staged_transformer.fill_slot"),
         ]:
             with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank):
@@ -387,7 +387,7 @@ def fail_in_unet(rank):
         before = state_of(pipe)
         for step in (
             "para_core.adapters.vae.unet.fill_slot",
-            "para_core.adapters.parallel.options.resolve_unet",
+            "para_core.adapters.parallel.unet.make_denoiser_run",
         ):
             with pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_unet(pipe.unet, mesh=mesh, batched=False)
