@@ -6,6 +6,7 @@ The page docs/refusals.md lists the checks that refuse something.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import repeat
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,7 @@ from para_core.adapters.registry import (
     wrapped_model,
 )
 from para_core.distributed.mesh import SequenceMesh
-from para_core.instance.modules import uncompiled
+from para_core.instance.modules import submodules_of, uncompiled
 from para_core.instance.private_class import original_class
 from para_core.plans.plan import Plan
 
@@ -71,7 +72,7 @@ def check_component_classes(pipeline: str, components: Mapping[str, Any]) -> Non
 
 def check_not_fsdp1(module: nn.Module, name: str) -> None:
     """Refuse a model that FSDP1, FullyShardedDataParallel, has sharded."""
-    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+    if any(map(isinstance, submodules_of(module), repeat(FullyShardedDataParallel))):
         raise TypeError(
             f"{name} is sharded by FullyShardedDataParallel (FSDP1), which keeps the weights of a module in one flat "
             f"tensor: neither it nor the {original_class(wrapped_model(module) or module).__name__} inside it can run "

@@ -19,6 +19,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
 from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Keywords = ParamSpec("Keywords")
@@ -163,6 +164,12 @@ def declarations(options: type[Any]) -> tuple[Declaration, ...]:
 
     Fields without an :class:`Option` are left out.
     """
+    declared: tuple[Declaration, ...] = _declarations(options)  # type: ignore[arg-type]
+    return declared
+
+
+@cache
+def _declarations(options: Any) -> tuple[Declaration, ...]:
     hints = get_type_hints(options, include_extras=True)
     declared: list[Declaration] = []
     for field in fields(options):

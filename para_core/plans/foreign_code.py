@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -106,6 +107,8 @@ def _package_of(code: Any) -> str:
     """Return the name of the package that defines a class, a function or a callable object."""
     if isinstance(code, type):
         return code.__module__.partition(".")[0]
+    if isinstance(code, FunctionType):
+        return str(code.__globals__.get("__name__", "")).partition(".")[0]
     return _module_of(code).partition(".")[0]
 
 
