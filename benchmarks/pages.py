@@ -12,11 +12,11 @@ import ast
 import inspect
 import re
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
-from benchmarks import one_process, reports, simulated_gpu
+from benchmarks import one_process, option_tables, reports, simulated_gpu
 from benchmarks.attention import low_precision
 from benchmarks.cache import forecasts, quality
 from benchmarks.comfyui import classes as comfyui
@@ -37,7 +37,10 @@ from benchmarks.pipelines import (
 )
 from benchmarks.planner import memory, propose, published, sizes, traffic
 from benchmarks.serving import load, trials
-from para_core.adapters.compatibility.checks import PHASES
+from para_core.adapters.cache.checks import check_cache, check_cached_call
+from para_core.adapters.compatibility.checks import check_parallel_call, check_parallelize
+from para_core.adapters.denoisers import denoiser_kinds
+from para_core.adapters.weights.shard import check_shard
 
 # These fields of messages are the same in all cases. Every other field is an ellipsis on the page.
 _WORDS = {
@@ -48,9 +51,22 @@ _WORDS = {
 }
 
 
+# The checks of each phase, by the name of the phase in docs/refusals.md.
+PHASES: Mapping[str, Callable[..., None]] = {
+    "`parallelize_pipe`": check_parallelize,
+    "a parallel call": check_parallel_call,
+    "`apply_cache_on_pipe`": check_cache,
+    "a cached call": check_cached_call,
+    "`shard_weights`": check_shard,
+}
+
+
 def checks_of(phase: Callable[..., None]) -> list[Callable[..., None]]:
-    """Return the checks that ``phase`` calls, in order."""
-    functions = inspect.getclosurevars(phase).globals.values()
+    """Return the checks that ``phase`` calls, in order, and those of the kinds of denoisers in this phase."""
+    phases = [phase, *[getattr(kind, phase.__name__, None) for kind in denoiser_kinds()]]
+    functions = [
+        function for of_kind in phases if of_kind for function in inspect.getclosurevars(of_kind).globals.values()
+    ]
     return [function for function in functions if (function.__doc__ or "").startswith("Refuse ")]
 
 
@@ -163,7 +179,7 @@ def _requirement(text: str) -> str:
 # A page has the parts of these programs. A program may have parts of several pages.
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "README.md": (peers.parts, beside_diffusers.parts),
-    "docs/cache.md": (forecasts.parts,),
+    "docs/cache.md": (option_tables.cache_parts, forecasts.parts),
     "docs/comfyui.md": (comfyui.parts,),
     "docs/command.md": (memory.encode_first_parts,),
     "docs/install.md": (extras,),
@@ -171,7 +187,7 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/new_model.md": (propose.parts,),
     "docs/one_process.md": (one_process.parts,),
     "docs/own_model.md": (low_precision.parts,),
-    "docs/pipelines.md": (supported.parts, modular_pipelines.parts),
+    "docs/pipelines.md": (option_tables.pipeline_parts, supported.parts, modular_pipelines.parts),
     "docs/planner.md": (published.parts, memory.parts),
     "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),

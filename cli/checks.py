@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from para_core.cli.launcher import stated_ranks
-from para_core.cli.options import LoadOptions, RunOptions
+from para_core.cli.options import RecipeOptions
 from para_core.distributed.mesh_shape import mesh_sizes, parse_mesh_sizes
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ class Checked:
         """Raise typer.BadParameter if the class takes no such image, while others for the same weights do."""
         from para_core.fleet.pipeline_source import CONTROLNET, advised_pipelines
 
-        accepted_fields = {} if self.draft is None else self.draft.fields
+        accepted_fields: Mapping[str, Any] = {}
+        if self.draft is not None:
+            accepted_fields = self.draft.fields
         for name in ("image", "mask_image", "control_image"):
             if name not in fields or name in accepted_fields:
                 continue
@@ -65,7 +68,9 @@ class Checked:
                 sources = [source for source in sources if CONTROLNET not in source.components]
             classes = [source.name for source in sources]
             if classes:
-                way = "--image" if name == "image" else f"--set {name}"
+                way = f"--set {name}"
+                if name == "image":
+                    way = "--image"
                 raise typer.BadParameter(
                     f"{way}: {self.selection.pipeline} takes none; expected --pipeline with one of "
                     f"{', '.join(classes)}."
@@ -88,7 +93,7 @@ class Checked:
             choose_format(self.draft, format_)
 
 
-def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Checked:
+def check(model: str | None, options: RecipeOptions, *, debug: bool = False) -> Checked:
     """Validate how a command would load ``model``. Imports no torch, so that a wrong option is answered at once.
 
     Unless ``debug``, retries of downloads are not logged. Raise FileNotFoundError if the model, a ControlNet or a LoRA
@@ -99,29 +104,32 @@ def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Ch
     from para_core.fleet.recipe import Recipe, require_loras
     from para_core.fleet.selection import select_pipeline
 
-    values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
-    schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
-    values |= {"backend": schedule or options.backend, "mesh": parse_mesh_sizes(options.mesh)}
-    values |= {"config": next(iter(options.config or ()), None), "controlnet": tuple(options.controlnet or ())}
-    if isinstance(options, RunOptions):
-        with suppress(ValueError):  # Recipe refuses other texts than "default".
-            values["cache"] = float(options.cache or "")
-        values["lora"] = tuple(options.lora or ())
+    values = dict(vars(options))
+    backend, schedule = values["backend"], _read_schedule(values.pop("attention_schedule"), values["backend"])
+    values |= {"backend": schedule or backend, "mesh": parse_mesh_sizes(values["mesh"])}
+    values["config"] = next(iter(values["config"] or ()), None)
+    for name in ("controlnet", "lora"):
+        values[name] = tuple(values.get(name) or ())
+    with suppress(ValueError):  # Recipe refuses other texts than "default".
+        values["cache"] = float(values.get("cache") or "")
     if not debug:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    recipe = Recipe("" if model is None else model, **values)
+    recipe = Recipe(model or "", **values)
     require_loras(recipe)
     _require_packages(recipe)
-    recipe = replace(recipe, model=str(find_tiny_flux()) if model is None else model)
+    defaults: Mapping[str, Any] = {}
+    if model is None:
+        recipe, defaults = replace(recipe, model=str(find_tiny_flux())), TINY_FLUX_FIELDS
     selection = select_pipeline(
         recipe.model, pipeline=recipe.pipeline, config=recipe.config, controlnet=recipe.controlnet
     )
     draft = None
     if selection.source is not None:
-        defaults = TINY_FLUX_FIELDS if model is None else {}
         draft = describe_call(recipe.model, selection.pipeline, selection.source.call, defaults)
     # The class that the index names gives the same results, whether it was named or not.
-    recipe = replace(recipe, pipeline=selection.pipeline if selection.is_other_class else None)
+    recipe = replace(recipe, pipeline=None)
+    if selection.is_other_class:
+        recipe = replace(recipe, pipeline=selection.pipeline)
     return Checked(recipe, selection, draft)
 
 
@@ -151,11 +159,10 @@ def describe_model(model: str | None, checked: Checked) -> Model:
     """
     from para_core.attention.libraries import require_library
     from para_core.fleet.build import find_model
-    from para_core.fleet.recipe import refuse_options
+    from para_core.fleet.recipe import check_options_of_model
 
     recipe = checked.recipe
-    backends = recipe.schedule.backends if recipe.schedule else (recipe.backend,)
-    for backend in (*backends, recipe.cross_backend):
+    for backend in recipe.backends:
         require_library(backend)
     description = find_model(
         model,
@@ -164,7 +171,7 @@ def describe_model(model: str | None, checked: Checked) -> Model:
         controlnet=recipe.controlnet,
         trust_remote_code=recipe.trust_remote_code,
     )
-    refuse_options(description, recipe)
+    check_options_of_model(description, recipe)
     return description
 
 
@@ -172,7 +179,9 @@ def require_images(model: Model, fields: dict[str, Any]) -> None:
     """Raise typer.BadParameter if an image that every request of the pipeline needs is missing."""
     for name in model.required:
         if fields.get(name) is None:
-            way = "--image FILE" if name == "image" else f"--set {name}=FILE"
+            way = f"--set {name}=FILE"
+            if name == "image":
+                way = "--image FILE"
             raise typer.BadParameter(f"{model.pipeline} needs {way}.")
 
 
@@ -191,8 +200,12 @@ def _read_schedule(text: str | None, exact: str | None) -> AttentionSchedule | N
     values: dict[str, Any] = {"exact": exact}
     values |= zip(("first", "last"), map(int, steps), strict=False)
     try:
-        values["middle"] = KeptKeys(float(middle.removeprefix("keys="))) if middle.startswith("keys=") else middle
+        values["middle"] = middle
+        if middle.startswith("keys="):
+            values["middle"] = KeptKeys(float(middle.removeprefix("keys=")))
         return AttentionSchedule(**values)
     except ValueError as error:
-        arguments = f"--attention-schedule {text}" + ("" if exact is None else f" with --backend {exact}")
+        arguments = f"--attention-schedule {text}"
+        if exact is not None:
+            arguments += f" with --backend {exact}"
         raise typer.BadParameter(f"{arguments}: {error}") from None

@@ -17,7 +17,7 @@ from torch import nn
 from para_core.adapters.registry import transformers_of
 from para_core.cli.ranks import from_first_rank, gather
 from para_core.fleet.build import build, build_unmodified
-from para_core.fleet.recipe import Recipe, approximations
+from para_core.fleet.recipe import Recipe, approximations, on_one_rank
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from para_core.recorder.operator_count import tensors_in
@@ -40,7 +40,9 @@ class Reference:
     @property
     def bound(self) -> float | None:
         """Largest relative error that another order of operations explains. None if ``rounding`` is None."""
-        return None if self.rounding is None else ROUNDINGS * self.rounding
+        if self.rounding is None:
+            return None
+        return ROUNDINGS * self.rounding
 
 
 def make_reference(recipe: Recipe, request: Request) -> Reference:
@@ -50,10 +52,8 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
     that work on one rank, uncompiled, so that the comparison shows only what the other ranks change.
     """
     if approximations(recipe):
-        alone = replace(
-            recipe, mesh=(), weights="replicate", text_encoders=None, rotate_method=None, comm_dtype=None, vae=False
-        )
-        reference = Reference(_generate(build(replace(alone, compile="no")), request), None)
+        alone = replace(on_one_rank(recipe), compile="no")
+        reference = Reference(_generate(build(alone), request), None)
     else:
         pipe = build_unmodified(recipe)
         pixels = _generate(pipe, request)
@@ -86,17 +86,18 @@ def compare(
     if not ranks_equal:
         # The ranks differ, so each computes the error of its own pixels, for which it needs the reference.
         reference = from_first_rank(reference)
-    errors = gather(None if reference is None else relative_error(results[0], reference.pixels))
-    error = max(float(error) for error in errors if error is not None)
-    bound = None if reference is None else reference.bound
+    error: float | None = None
+    bound: float | None = None
+    if reference is not None:
+        error, bound = relative_error(results[0], reference.pixels), reference.bound
+    largest = max(float(error) for error in gather(error) if error is not None)
     return {
         "approximations": list(approximations(recipe)),
-        # JSON cannot express infinity, so an infinite error becomes None.
-        "relative error": error if math.isfinite(error) else None,
+        "relative error": _finite(largest),
         "bound": bound,
         "runs equal": all(rank[0] == rank[1] for rank in of_ranks),
         "ranks equal": ranks_equal,
-        "passed": bound is None or error <= bound,
+        "passed": bound is None or largest <= bound,
     }
 
 
@@ -106,14 +107,25 @@ def relative_error(pixels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any])
         return float("inf")
     expected = expected.astype(np.float64)
     error = float(np.linalg.norm(pixels - expected)) / max(float(np.linalg.norm(expected)), 1e-30)
-    return error if math.isfinite(error) else float("inf")
+    if math.isnan(error):
+        return float("inf")
+    return error
+
+
+def _finite(error: float) -> float | None:
+    """Return ``error`` for JSON, which cannot express infinity: None then."""
+    if math.isfinite(error):
+        return error
+    return None
 
 
 def _generate(pipe: Any, request: Request) -> np.ndarray[Any, Any]:
     """Generate once, and return the pixels: float32 from 0 to 1, not rounded to 8 bits."""
     output = call_pipe(pipe, [request], output_type="np")
-    frames = getattr(output, "frames", None)
-    return np.asarray(output.images if frames is None else frames, dtype=np.float32)
+    pixels = getattr(output, "frames", None)
+    if pixels is None:
+        pixels = output.images
+    return np.asarray(pixels, dtype=np.float32)
 
 
 @contextmanager

@@ -89,7 +89,9 @@ def make_task(
     # line.
     if prompts is None:
         require_images(model, common)
-    alone = replace(model, required=()) if prompts is not None else model
+    alone = model
+    if prompts is not None:
+        alone = replace(model, required=())
     request = make_request(fields, alone, seed=seed, read_image=lambda path: Path(path).read_bytes())
     lines, problems = [Line(1, request)], list[Problem]()
     if prompts is not None:
@@ -124,7 +126,9 @@ def _memory_problems(lines: Sequence[Line], model: Model, recipe: Recipe, ranks:
 
 def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dict[str, int], Memory | None]:
     """Return the mesh sizes that loading will choose, and the memory of a rank: ``({}, None)`` without a prediction."""
-    sizes = foresee_mesh(None, recipe, ranks) if recipe.mesh or ranks == 1 else {}
+    sizes: dict[str, int] = {}
+    if recipe.mesh or ranks == 1:
+        sizes = foresee_mesh(None, recipe, ranks)
     try:
         pipe = without_weights(model, dtype_of(recipe))
         sizes = foresee_mesh(pipe, recipe, ranks)
@@ -140,7 +144,9 @@ def _absolute(value: Any) -> Any:
     # paths are relative to that file.
     if isinstance(value, list):
         return [_absolute(item) for item in value]
-    return str(Path(value).absolute()) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return str(Path(value).absolute())
+    return value
 
 
 def run_task(task: GenerationTask, debug: bool) -> int:
@@ -173,7 +179,7 @@ def run_task(task: GenerationTask, debug: bool) -> int:
     _print_results(task, failures, console)
     # torchrun stops all ranks as soon as one of them exits with an error. Only the first rank reports failed lines by
     # its exit code, because it writes the results and ends last.
-    return 1 if first and (task.problems or failures) else 0
+    return int(first and bool(task.problems or failures))
 
 
 def _print_warnings(task: GenerationTask, console: Console) -> None:
@@ -183,8 +189,10 @@ def _print_warnings(task: GenerationTask, console: Console) -> None:
         for warning in warnings_of(line.request, task.model):
             numbers.setdefault(warning, []).append(line.number)
     for warning, lines in numbers.items():
-        where = f" (line {lines[0]} and {len(lines) - 1} more)" if len(lines) > 1 else ""
-        console.print(f"warning: {warning}{where}", markup=False, soft_wrap=True)
+        text = f"warning: {warning}"
+        if len(lines) > 1:
+            text += f" (line {lines[0]} and {len(lines) - 1} more)"
+        console.print(text, markup=False, soft_wrap=True)
 
 
 def _print_results(task: GenerationTask, failures: Sequence[Problem], console: Console) -> None:
@@ -198,8 +206,10 @@ def _print_results(task: GenerationTask, failures: Sequence[Problem], console: C
         files = f" ({names[0]})"
     elif names:
         files = f" ({names[0]} to {names[-1]})"
-    failures_text = f", {failed} failed" if failed else ""
-    console.print(f"{len(names)} generated in {task.folder}/{files}{failures_text}", markup=False)
+    text = f"{len(names)} generated in {task.folder}/{files}"
+    if failed:
+        text += f", {failed} failed"
+    console.print(text, markup=False)
 
 
 def _finished_names(task: GenerationTask) -> list[str]:
@@ -215,8 +225,10 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
     from para_core.fleet.replicas import generate_lines
 
     options = ReplicaOptions(task.ranks)
-    where = " on Ray" if uses_ray(spread=options.spread) else ""
-    Console(stderr=True, highlight=False).print(f"starting {task.replicas} replicas of {task.ranks} ranks{where}")
+    text = f"starting {task.replicas} replicas of {task.ranks} ranks"
+    if uses_ray(spread=options.spread):
+        text += " on Ray"
+    Console(stderr=True, highlight=False).print(text)
     bars = Bars(len(task.lines), steps=False)
 
     def write(line: Line, result: Result) -> None:
@@ -245,35 +257,28 @@ def show_plan(task: GenerationTask) -> None:
     """Print the task as a table on stdout."""
     recipe = task.recipe
     sizes, memory = _foresee(task.model, recipe, task.ranks, task.room)
-    mesh = " × ".join(f"{name} {size}" for name, size in sizes.items())
-    method = f", rotate_method {recipe.rotate_method}" if recipe.rotate_method else ""
-    unknown = "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
-    pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
-    needed = f"{memory.bytes_of(pixels) / 1e9:.3g} of {task.room / 1e9:.3g} GB on each rank" if memory else ""
-    usual = "replicate" if recipe.weights == "replicate" else "fsdp"
-    if recipe.offload:
-        usual = "offload"
     rows = {
         "model": f"{recipe.model} ({task.model.pipeline}, {task.model.kind}s)",
-        **({} if recipe.config is None else {"configs": recipe.config}),
-        **({"ControlNet": ", ".join(recipe.controlnet)} if recipe.controlnet else {}),
-        "ranks": f"{task.replicas} × {task.ranks}" if task.replicas > 1 else str(task.ranks),
-        "mesh": mesh + method if mesh else unknown,
-        "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",
+        "configs": recipe.config,
+        "ControlNet": ", ".join(recipe.controlnet),
+        "ranks": _ranks(task),
+        "mesh": _mesh(recipe, sizes),
+        "cache": _cache(recipe),
         "compile": recipe.compile,
-        "weights": recipe.weights + (f", {recipe.quantize} (not exact)" if recipe.quantize else ""),
-        "text encoders": recipe.text_encoders or usual,
+        "weights": _weights(recipe),
+        "text encoders": recipe.encoders_placement,
         "in host memory": {"blocks": "blocks", "model": "what does not run"}.get(recipe.offload or "", "nothing"),
         "VAE": _vae(recipe),
         "dtype": recipe.dtype,
         "LoRA": ", ".join(recipe.lora) or "none",
-        "memory": f"{needed}, predicted without the VAE" if needed and pixels else "not predicted",
+        "memory": _memory(task, memory),
         "to generate": f"{len(task.lines)}, {len(task.finished)} finished, {len(task.problems)} bad",
         "results": f"{task.folder}/*.{task.format_}, at most {task.bytes_ / 1e6:.1f} MB",
     }
     table = Table(show_header=False, title="plan")
     for name, text in rows.items():
-        table.add_row(name, text)
+        if text:
+            table.add_row(name, text)
     console = Console(highlight=False)
     console.print(table)
     for problem in task.problems:
@@ -281,8 +286,47 @@ def show_plan(task: GenerationTask) -> None:
     _print_warnings(task, console)
 
 
+def _ranks(task: GenerationTask) -> str:
+    if task.replicas > 1:
+        return f"{task.replicas} × {task.ranks}"
+    return str(task.ranks)
+
+
+def _mesh(recipe: Recipe, sizes: dict[str, int]) -> str:
+    if not sizes:
+        return "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
+    mesh = " × ".join(f"{name} {size}" for name, size in sizes.items())
+    if recipe.rotate_method is not None:
+        mesh += f", rotate_method {recipe.rotate_method}"
+    return mesh
+
+
+def _cache(recipe: Recipe) -> str:
+    if recipe.cache is None:
+        return "none"
+    return f"First Block Cache, threshold {recipe.cache}"
+
+
+def _weights(recipe: Recipe) -> str:
+    if recipe.quantize is None:
+        return recipe.weights
+    return f"{recipe.weights}, {recipe.quantize} (not exact)"
+
+
+def _memory(task: GenerationTask, memory: Memory | None) -> str:
+    pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
+    if memory is None or pixels == 0:
+        return "not predicted"
+    needed = memory.bytes_of(pixels) / 1e9
+    return f"{needed:.3g} of {task.room / 1e9:.3g} GB on each rank, predicted without the VAE"
+
+
 def _vae(recipe: Recipe) -> str:
-    if recipe.vae_placement == "first":
+    if recipe.vae_on_first_rank:
         return "on the first rank, in host memory"
-    where = "on all ranks" if recipe.vae else "on each rank"
-    return f"{where}, in host memory" if recipe.vae_placement == "offload" else where
+    where = "on each rank"
+    if recipe.vae:
+        where = "on all ranks"
+    if recipe.vae_in_host_memory:
+        return f"{where}, in host memory"
+    return where

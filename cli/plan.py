@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from para_core.cli import options
-from para_core.cli.options import PIPELINE, RANKS, flag, option
+from para_core.cli.options import flag, option
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.model_files import GGUF, SAFETENSORS, home_of
 from para_core.fleet.recipe import Compile
 from para_core.fleet.request import read_size
+from para_core.pipeline_options import PIPELINE, RANKS
 
 if TYPE_CHECKING:
     from para_core.adapters.planner.prediction import Prediction
@@ -35,12 +36,12 @@ def plan(
     size: Annotated[str | None, option("Width x height: 1024x768. Default: published.", "WxH")] = None,
     frames: Annotated[int | None, option("Frames of a video.", "N")] = None,
     steps: Annotated[int | None, option("Denoising steps.", "N")] = None,
-    pipeline: options.Pipeline = None,
+    pipeline: Annotated[str | None, option("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE)] = None,
     compile_: Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE, "--compile")] = "whole",
     dtype: Annotated[str, option("auto, bfloat16 or float16.", "TYPE", PIPELINE)] = "auto",
     weights: Annotated[str | None, option("replicate, fsdp or tensor. Default: any.", "HOW", PIPELINE)] = None,
     offload: Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)] = None,
-    quantize: options.Quantize = None,
+    quantize: Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)] = None,
     mesh: Annotated[str, option("Largest sizes: batch=2,ring=2. Default: any.", "DIMS", RANKS)] = "",
     memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None,
     trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)] = (

@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -17,6 +16,7 @@ import ray
 from ray.util import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from para_core.fleet import replica
 from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
 from para_core.fleet.last_words import Notes, describe_death
 from para_core.fleet.log_relay import Position, log_entries
@@ -38,8 +38,8 @@ _GRACE_SECONDS = 30.0
 logger = logging.getLogger(__name__)
 
 
-class Replica:
-    """A :class:`~para_core.fleet.replicas.Replica` of Ray actors. ``name`` is its name in the log."""
+class Replica(replica.Replica):
+    """A :class:`~para_core.fleet.replica.Replica` of Ray actors. ``name`` is its name in the log."""
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:
         self._recipe, self._options, self._name = recipe, options, name
@@ -147,17 +147,6 @@ class Replica:
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
-
-    async def generate(self, request: Request) -> Result:
-        """Run one request after all requests that were sent earlier, and return its result.
-
-        Raise RequestFailed if the pipeline raised on all ranks, and ReplicaDied if a rank died. The replica is then
-        stopped.
-        """
-        (outcome,) = await self.generate_batch([(uuid.uuid4().hex, request)])
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
 
     async def generate_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] = lambda event: None

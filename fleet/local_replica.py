@@ -8,7 +8,6 @@ import os
 import queue
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions, load_rank
 from para_core.fleet.recipe import Recipe
+from para_core.fleet.replica import Replica
 from para_core.fleet.request import Request
 from para_core.launcher.display import Display
 from para_core.launcher.errors import Cancelled, RankDied
@@ -40,8 +40,8 @@ class _Batch:
     steps: int = 0  # number of finished steps
 
 
-class LocalReplica:
-    """A :class:`~para_core.fleet.replicas.Replica` on this host.
+class LocalReplica(Replica):
+    """A :class:`~para_core.fleet.replica.Replica` on this host.
 
     Its ranks use the GPUs ``devices``, by default the first ones, and ``env`` are their further environment variables.
     With ``own_process`` its one rank is a thread of this process: no second process takes memory, but what ends the
@@ -72,7 +72,7 @@ class LocalReplica:
         self._turn = asyncio.Lock()
         self._started = False  # whether start has ever ended
         self._batch: _Batch | None = None
-        self.running = False
+        self._running = False
 
     async def start(self) -> None:
         await self.stop()
@@ -90,7 +90,7 @@ class LocalReplica:
             logger.error("%s: cannot start: %s", self._name, sentence(error))
             raise RuntimeError(sentence(error)) from error
         seconds, ready = time.monotonic() - begun, "ready again" if self._started else "ready"
-        self._started = self.running = True
+        self._started = self._running = True
         ids = ", ".join(map(str, self.process_ids))
         logger.info("%s: %s after %.1f s, process ids of its ranks: %s", self._name, ready, seconds, ids)
 
@@ -102,12 +102,16 @@ class LocalReplica:
             self._ranks.start()
 
     @property
+    def running(self) -> bool:
+        return self._running
+
+    @property
     def process_ids(self) -> list[int]:
         """Process id of each rank."""
         return self._ranks.process_ids if isinstance(self._ranks, LaunchedRanks) else [os.getpid()]
 
     async def stop(self) -> None:
-        self.running = False
+        self._running = False
         if self._batch is not None:
             self._batch.ticket.cancel()
         if self._thread is not None:
@@ -123,12 +127,6 @@ class LocalReplica:
         if self._thread is None or not self.running:
             raise ReplicaDied("the replica is not running.")
         return await self._thread.run(partial(self._ranks.call, method, *args, **options))
-
-    async def generate(self, request: Request) -> Result:
-        (outcome,) = await self.generate_batch([(uuid.uuid4().hex, request)])
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
 
     async def generate_batch(
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] = lambda event: None

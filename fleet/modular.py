@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +15,9 @@ from para_core.adapters.registry import USUAL_NAMES, is_transformer_class
 from para_core.adapters.weights.quantize import loading_config
 from para_core.fleet.model_files import read_index
 from para_core.fleet.pipeline_info import Kind, Model, can_be_given
-from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
 from para_core.option_values import Quantize
 from para_core.progress import report
 
@@ -25,7 +27,6 @@ _OUTPUTS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "imag
 # Inputs that one block passes to the next. diffusers lists them as inputs of the pipeline, but requests must not set
 # them.
 _BETWEEN_BLOCKS = ("batch_size", "dtype", "timesteps", "preprocess_kwargs", "mask_overlay_kwargs")
-_KEY = "callback of steps"
 
 
 def is_modular(pipe: Any) -> bool:
@@ -174,21 +175,6 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     return SimpleNamespace(**{_OUTPUTS[output or ""][1]: samples})
 
 
-def set_guidance(pipe: Any, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Set the guiders of a modular pipeline to the guidance scales in the arguments of several ``calls``.
-
-    Return the calls without these fields. Raise ValueError if the scales of two calls differ.
-    """
-    guiders = guiders_of(pipe)
-    for field, name in guiders.items():
-        scales = {call.get(field) for call in calls}
-        if len(scales) > 1:
-            raise ValueError(f"{field} is {sorted(map(str, scales))}; expected one value for all prompts.")
-        if scales != {None}:
-            getattr(pipe, name).guidance_scale = scales.pop()
-    return [{field: value for field, value in call.items() if field not in guiders} for call in calls]
-
-
 @contextmanager
 def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[None]:
     """Inside this context, call ``callback`` after each step of the scheduler of ``pipe``, unless one of them is None.
@@ -214,11 +200,11 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
         last = index
         return output
 
-    wrap_method(scheduler, "step", _KEY, step, order=WrapperPriority.PARALLEL, plain_copies=True)
+    fill_slot(scheduler, Slot.STEP_CALLBACK, {"step": step}, permits_copies=True)
     try:
         yield
     finally:
-        unwrap(scheduler, _KEY)
+        empty_slot(scheduler, Slot.STEP_CALLBACK)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.replicas import Replica, connect, make_replicas
+from para_core.fleet.replica import Replica
+from para_core.fleet.replicas import connect, make_replicas
 from para_core.fleet.request import Request
 
 # Seconds between two checks that the ranks of all replicas live.

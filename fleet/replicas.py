@@ -6,62 +6,17 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 
 from para_core.fleet.choice_of_ray import uses_ray
-from para_core.fleet.failures import ReplicaDied, RequestCancelled, RequestFailed
+from para_core.fleet.failures import ReplicaDied, RequestFailed
 from para_core.fleet.local_replica import LocalReplica
-from para_core.fleet.memory import Memory
-from para_core.fleet.outputs import Output, Result
+from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line, Problem
 from para_core.fleet.rank import ReplicaOptions
 from para_core.fleet.recipe import Recipe
-from para_core.fleet.request import Request
-
-
-class Replica(Protocol):
-    """A group of ranks that runs one pipeline, one request at a time."""
-
-    @property
-    def running(self) -> bool:
-        """Whether the pipeline is loaded, or being loaded, and the replica was not stopped since then."""
-
-    async def start(self) -> None:
-        """Load the pipeline on all ranks. If the replica runs already, it is stopped first.
-
-        Raise RuntimeError if a rank cannot start, or loading fails.
-        """
-
-    async def stop(self) -> None:
-        """End all ranks at once, even in the middle of a step. A rank in this process ends after its step."""
-
-    async def alive(self) -> bool:
-        """Whether the replica has loaded and none of its ranks has ended."""
-
-    async def memory(self) -> Memory | None:
-        """Return the predicted memory of a rank, or None if it cannot be predicted."""
-
-    async def generate(self, request: Request) -> Result:
-        """Run one request after all requests that were sent earlier, and return its result.
-
-        Raise RequestFailed if the pipeline raised on all ranks, and ReplicaDied if a rank died. The replica is then
-        stopped.
-        """
-
-    async def generate_batch(
-        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] = lambda event: None
-    ) -> list[Result | RequestFailed | RequestCancelled]:
-        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
-
-        ``progress`` is called with the numbers of finished steps and partial images. If the call fails, each request is
-        run alone, because only one of them may be the reason. Raise ReplicaDied if the replica is not running, or a
-        rank died. The replica is then stopped.
-        """
-
-    def cancel(self, id_: str) -> None:
-        """Cancel a running request after its current step. A batch ends early only if all of it is cancelled."""
+from para_core.fleet.replica import Replica
 
 
 def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequence[Replica]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import math
 import operator
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from para_core.fleet.image_classes import is_image_field, takes_no_image
+from para_core.fleet.image_files import open_image, read_images
 from para_core.fleet.pipeline_info import Kind, Model, unknown_field
 
 # Short names that a request may use, and the parameters of diffusers that each stands for: the first that the pipeline
@@ -33,9 +33,6 @@ _POSITIVE = (
 _SIZE = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")
 LARGEST_SEED = 2**63 - 1
 _LARGEST_INT = 2**31 - 1
-# Formats that Pillow may decode. Other formats are refused, so that no client's file reaches a rarely tested decoder.
-_FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_IMAGE_PIXELS = 64 * 2**20
 # Width, height and number of frames that are assumed for estimates if a request leaves them to the pipeline.
 _USUAL: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
 USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL.items()}
@@ -303,7 +300,7 @@ def request_from(
             if value not in (None, "auto"):
                 fields["width"], fields["height"] = read_size(value)
         elif full_name in model.images and value is not None:
-            images[full_name] = _read_images(full_name, value, read_image)
+            images[full_name] = read_images(full_name, value, read_image)
         else:
             fields[full_name] = value
     for name, value in fields.items():
@@ -403,34 +400,3 @@ def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
         name: [request.fields[name] for request in requests] for name in _TEXTS if first.fields.get(name) is not None
     }
     return {**first.fields, **texts}
-
-
-def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """Decode an image file into a PIL image in RGB. The size is checked before decoding.
-
-    Raise ValueError if ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
-    """
-    from PIL import Image
-
-    try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        if image.width * image.height > max_pixels:
-            raise ValueError(
-                f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
-            )
-        return image.convert("RGB")
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{len(data)} bytes are not a readable image; expected a PNG, JPEG or WebP file.") from error
-
-
-def _read_images(name: str, value: str | list[str], read: Callable[[str], bytes] | None) -> tuple[bytes, ...]:
-    if read is None:
-        raise ValueError(f"field {name!r} takes an image, and images cannot be passed here.")
-    paths = value if isinstance(value, list) else [value]
-    files = tuple(read(path) for path in paths)
-    for path, data in zip(paths, files, strict=True):
-        try:
-            open_image(data)
-        except ValueError as error:
-            raise ValueError(f"field {name!r}, {path}: {error}") from error
-    return files

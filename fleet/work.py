@@ -23,7 +23,7 @@ from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, batch_arguments, split_request
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.version import __version__
 
 _CALLBACK = "callback_on_step_end"
@@ -64,7 +64,7 @@ def generate_batch(
     if watch.preview is not None and requests[0].delivery.partial_images:
         send = watch.preview if first else lambda output: None
         # Decoding is a collective call if the VAE runs on all ranks, or on the first rank for all.
-        decodes = first or recipe.vae or recipe.vae_placement == "first"
+        decodes = first or recipe.vae or recipe.vae_on_first_rank
         previews = Previews(requests[0], send, decodes=decodes)
     start = time.perf_counter()
     output = call_pipe(pipe, requests, **step_callback(pipe, watch, previews))

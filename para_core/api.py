@@ -19,9 +19,10 @@ from para_core.cache.options import CacheOptions as CacheOptions
 from para_core.cache.options import Observation as Observation
 from para_core.cache.options import Rule as Rule
 from para_core.cache.report import CacheReport as CacheReport
+from para_core.comparison.difference import Difference as Difference
 from para_core.distributed.create_mesh import init_context_parallel_mesh as init_context_parallel_mesh
-from para_core.distributed.layout import Segment as Segment
-from para_core.distributed.layout import SequenceLayout as SequenceLayout
+from para_core.layout.sequence import Segment as Segment
+from para_core.layout.sequence import SequenceLayout as SequenceLayout
 from para_core.modes.batch_parallel import BatchParallelAttnMode as BatchParallelAttnMode
 from para_core.modes.functional import ring_attention as ring_attention
 from para_core.modes.functional import ulysses_attention as ulysses_attention
@@ -53,9 +54,8 @@ from para_core.user_warnings import CacheWarning as CacheWarning
 from para_core.user_warnings import ForeignCodeWarning as ForeignCodeWarning
 from para_core.user_warnings import ParaCoreWarning as ParaCoreWarning
 from para_core.user_warnings import ParallelWarning as ParallelWarning
-from para_core.verify.check import CheckedCase as CheckedCase
-from para_core.verify.check import ParallelCheck as ParallelCheck
 from para_core.verify.check import check_parallel as check_parallel
-from para_core.verify.first_difference import Difference as Difference
+from para_core.verify.check_result import CheckedCase as CheckedCase
+from para_core.verify.check_result import ParallelCheck as ParallelCheck
 from para_core.weights.pipefusion import PipeFusionReport as PipeFusionReport
 from para_core.weights.pipefusion_options import PipeFusion as PipeFusion

@@ -26,9 +26,6 @@ VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
-# What a calibration of the cache measures.
-Metric = Literal["psnr", "ssim", "lpips", "speedup", "computed_steps"]
-
 
 def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
     """Raise ``ValueError`` if ``scheme`` is unknown or does not work with this method of sharding weights.

@@ -49,7 +49,27 @@ class Feature:
     words: tuple[str, ...] = ()
 
 
+_MODES = "para_core/modes/__init__.py"
 FEATURES: dict[str, Feature] = {
+    "FlashAttention's operators": Feature(
+        ("para_core/modes/flash_attention.py",),
+        (_MODES, "import para_core.modes.flash_attention"),
+        tests=("tests/modes/test_flash_attention.py",),
+        words=("flash",),
+    ),
+    "flex attention": Feature(
+        ("para_core/modes/flex_attention.py", "para_core/modes/block_masks.py", "para_core/attention/flex_exchange.py"),
+        (_MODES, "import para_core.modes.flex_attention"),
+        words=("flex", "BlockMask"),
+    ),
+    "F.multi_head_attention_forward": Feature(
+        ("para_core/modes/multi_head.py",), (_MODES, "import para_core.modes.multi_head"), words=("multi_head",)
+    ),
+    "checkpoint binding": Feature(
+        ("para_core/modes/recomputation.py",),
+        (_MODES, "import para_core.modes.recomputation  # noqa: F401"),
+        words=("checkpoint", "recompute"),
+    ),
     "ComfyUI nodes": Feature(("comfyui_para_core",), tests=("tests/comfyui", "benchmarks/comfyui")),
     "planner": Feature(
         ("adapters/planner",),
@@ -63,6 +83,19 @@ FEATURES: dict[str, Feature] = {
         ),
         words=("plan", "foreseen"),
     ),
+    "UNets": Feature(
+        ("adapters/vae/unet.py", "adapters/models/unets.py", "adapters/parallel/unet.py"),
+        line=("adapters/denoisers.py", '"para_core.adapters.vae.unet",'),
+        names=("parallelize_unet", "unparallelize_unet"),
+        tests=("tests/spatial/test_unet_pipelines.py",),
+        words=("unet",),
+    ),
+    "Allegro, a model family": Feature(
+        ("adapters/models/allegro.py",),
+        line=("adapters/models/__init__.py", '"allegro",'),
+        words=("allegro", "Allegro"),
+    ),
+    "norm kernel": Feature(("kernels/norm.py",), tests=("tests/kernels/test_norm.py",), words=("norm",)),
     "propose": Feature(
         ("adapters/propose",), names=("Proposal", "propose_plan"), tests=("tests/adapters/propose",), words=("propose",)
     ),

@@ -20,10 +20,10 @@ from torch import nn
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import plan_for
 from para_core.attention.libraries import require_library
-from para_core.instance_patching import submodules_of
+from para_core.instance.modules import submodules_of
 from para_core.option_values import Backend
 from para_core.plans.module_matching import matching_modules
-from para_core.plans.plan import AttentionByHeads
+from para_core.plans.plan import Attending, AttentionByHeads
 from para_core.plans.region import region_of
 from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 
@@ -61,7 +61,7 @@ class ProcessorBackend(NamedTuple):
         return TRANSLATED.get(self.name)
 
 
-def refuse_unseen_attention(settings: Sequence[ProcessorBackend], name: str, sequence_ranks: int) -> None:
+def check_attention_is_seen(settings: Sequence[ProcessorBackend], name: str, sequence_ranks: int) -> None:
     """Refuse an attention backend of diffusers that has no equivalent in para_core."""
     for setting in settings:
         if setting.name not in (*_SEEN, *TRANSLATED):
@@ -74,7 +74,7 @@ def refuse_unseen_attention(settings: Sequence[ProcessorBackend], name: str, seq
         require_library(setting.backend)
 
 
-def refuse_mixed_attention(settings: Sequence[ProcessorBackend], name: str) -> None:
+def check_one_attention_backend(settings: Sequence[ProcessorBackend], name: str) -> None:
     """Refuse several attention backends of diffusers in one transformer."""
     for kind in _by_kind(settings):
         other = next((setting for setting in kind if setting.name not in _SEEN), None)
@@ -89,18 +89,20 @@ def refuse_mixed_attention(settings: Sequence[ProcessorBackend], name: str) -> N
             )
 
 
-def refuse_attention_named_twice(settings: Sequence[ProcessorBackend], module: nn.Module, name: str) -> None:
+def check_attention_named_once(settings: Sequence[ProcessorBackend], module: nn.Module, name: str) -> None:
     """Refuse an attention backend of diffusers that contradicts the backend= or cross_backend= of para_core."""
     region = region_of(module)
     for kind in _by_kind(settings):
         other = next((setting for setting in kind if setting.name not in _SEEN), None)
         if region is None or other is None:
             continue
-        backend = region.cross_backend if other.crosses else region.options.backend
+        option, backend = "backend", region.options.backend
+        if other.crosses:
+            option, backend = "cross_backend", region.cross_backend
         if backend not in (None, other.backend):
             raise RuntimeError(
                 f"{name} attends with diffusers' backend {other.name!r} in {other.path!r}, and it was parallelized "
-                f"with {'cross_' if other.crosses else ''}backend={backend!r}. Leave one out: "
+                f"with {option}={backend!r}. Leave one out: "
                 f"{name}.set_attention_backend('native') leaves the choice to the option."
             )
 
@@ -151,12 +153,13 @@ def code_by_name(module: nn.Module) -> dict[str, str]:
 def translated_attention(module: nn.Module) -> Iterator[None]:
     """Use para_core's equivalents of the backends that diffusers names for ``module``, inside the ``with`` block.
 
-    The checks :func:`refuse_unseen_attention` and :func:`refuse_mixed_attention` must have passed. Does nothing on one
-    rank, where diffusers' own backends run.
+    The checks :func:`check_attention_is_seen` and :func:`check_one_attention_backend` must have passed. Does nothing
+    on one rank, where diffusers' own backends run.
     """
     region = region_of(module)
-    backends = [] if region is None or region.mesh.ranks == 1 else processor_backends(module)
-    others = [backend for backend in backends if backend.name not in _SEEN]
+    others: list[ProcessorBackend] = []
+    if region is not None and region.mesh.ranks > 1:
+        others = [backend for backend in processor_backends(module) if backend.name not in _SEEN]
     if region is None or not others:
         yield
         return
@@ -179,7 +182,9 @@ def translated_attention(module: nn.Module) -> Iterator[None]:
 def processor_backends(module: nn.Module) -> list[ProcessorBackend]:
     """Return the backend of each processor; empty if all processors call scaled_dot_product_attention."""
     backends = {x._attention_backend for x in processors_of(module) if hasattr(x, "_attention_backend")}
-    return [] if set(map(_name_of, backends)) <= set(_SEEN) else _backends_by_path(module)
+    if set(map(_name_of, backends)) <= set(_SEEN):
+        return []
+    return _backends_by_path(module)
 
 
 def processors_of(module: nn.Module) -> list[Any]:
@@ -195,7 +200,10 @@ def processors_of(module: nn.Module) -> list[Any]:
 def _backends_by_path(module: nn.Module) -> list[ProcessorBackend]:
     settings, by_heads, crossing = [], set(), set()
     plan = plan_for(module)
-    for pattern, attention in () if plan is None else plan.attention.items():
+    attention_by_pattern: Mapping[str, Attending] = {}
+    if plan is not None:
+        attention_by_pattern = plan.attention
+    for pattern, attention in attention_by_pattern.items():
         if isinstance(attention, AttentionByHeads):
             # The module then attends to all tokens with some of the heads, so any backend of diffusers is correct.
             by_heads |= set(matching_modules(module, pattern))

@@ -12,12 +12,13 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.registry import adapter_for, plan_for, require_adapter, require_blocks, transformers_of
-from para_core.instance_patching import original_class, uncompiled, unwrapped_class
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class, unwrapped_class
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stages import StagedBlock
 
-# Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but vae_placement= does not
-# move these, because they are small.
+# Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but these are small and stay
+# on the device.
 VAE_METHODS = ("encode", "decode")
 # Names of the autoencoders for sound, in pipelines that also generate sound.
 SOUND_VAES = ("audio_vae", "sound_tokenizer")
@@ -84,8 +85,9 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
     several modules of one class with parameters.
     """
     adapter = adapter_for(module)
-    groups = () if adapter is None or adapter.blocks is None else adapter.blocks.groups
-    stack = [name for group in groups for name in group.lists]
+    stack: list[str] = []
+    if adapter is not None and adapter.blocks is not None:
+        stack = [name for group in adapter.blocks.groups for name in group.lists]
     others = [name for name in _outermost_lists(module) if name not in stack]
     # Blocks outside the stack come first: most of them (text refiners, blocks of a condition) run before the stack.
     return list(chain.from_iterable(module.get_submodule(name).children() for name in (*others, *stack)))

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 
 
 def default_guidance(pipe: Any, transformer: Any) -> str | None:

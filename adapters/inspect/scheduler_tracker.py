@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from para_core.cache.options import CacheOptions
-from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
 
-_KEY = "scheduler tracker"
 # Schedulers that list the end of the schedule as the last timestep, at which pipelines take no step.
 _END_IS_LISTED = ("LTXEulerAncestralRFScheduler",)
 
@@ -40,7 +41,7 @@ class SchedulerTracker:
     def __init__(self) -> None:
         self.active = False
         # The key is unique, because a pipeline may have several trackers, which wrap the same scheduler.
-        self._key = f"{_KEY} {id(self)}"
+        self._name = str(id(self))
         self._pipe: Any = None
         self._scheduler: Any = None
         self._with_copies = False
@@ -101,14 +102,12 @@ class SchedulerTracker:
 
         try:
             if scheduler is not None:
-                wrap_method(scheduler, "step", self._key, count, order=WrapperPriority.CACHE, plain_copies=True)
-                wrap_method(
-                    scheduler, "set_timesteps", self._key, restart, order=WrapperPriority.CACHE, plain_copies=True
-                )
+                methods = {"step": count, "set_timesteps": restart}
+                fill_slot(scheduler, Slot.SCHEDULER_TRACKER, methods, name=self._name, permits_copies=True)
             yield
         finally:
             if scheduler is not None:
-                unwrap(scheduler, self._key)
+                empty_slot(scheduler, Slot.SCHEDULER_TRACKER, self._name)
             self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
 
     def moment(self) -> int | None:
@@ -117,14 +116,18 @@ class SchedulerTracker:
         It is not if copies of the scheduler take the steps, or if it takes a step for each tile.
         """
         self._called = True
-        return None if self._scheduler is None or self._with_copies or self._repeats else self._num_taken
+        if self._scheduler is None or self._with_copies or self._repeats:
+            return None
+        return self._num_taken
 
     def position(self, branch: str) -> Position:
         """Return the step that the next call of the model for ``branch`` belongs to."""
         if not self._times:
             # Leave out the timesteps that the call skips at the beginning of the schedule.
             listed = getattr(self._scheduler, "timesteps", None)
-            times = [] if listed is None else [float(t) for t in listed.tolist()]
+            times = []
+            if listed is not None:
+                times = [float(t) for t in listed.tolist()]
             if original_class(self._scheduler).__name__ in _END_IS_LISTED:
                 times = times[:-1]
             begin = getattr(self._scheduler, "begin_index", None)
@@ -164,7 +167,7 @@ class SchedulerTracker:
         return index
 
 
-def refuse_missing_scheduler(pipe: Any, options: CacheOptions) -> None:
+def check_has_scheduler(pipe: Any, options: CacheOptions) -> None:
     """Refuse a cache with options that need a schedule, if the pipeline has no scheduler."""
     if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
         raise ValueError(

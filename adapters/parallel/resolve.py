@@ -13,17 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
-from para_core.adapters.default_mesh import Mesh, mesh_and_method
+from para_core.adapters.default_mesh import mesh_and_method
+from para_core.adapters.denoisers import denoisers_by_kind, other_denoisers_of
 from para_core.adapters.inspect.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
-from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
-from para_core.adapters.parallel.options import ParallelOptions, TransformerPart, resolve_transformer, resolve_unet
+from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
+from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.parts import OffloadPart, TextEncodersPart, TimeoutPart, WeightsPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
-from para_core.adapters.vae.unet import unparallelize_unet
+from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer
+from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.vae.vae_adapter import vae_adapter
 from para_core.adapters.weights.block_offload import OffloadedBlocks, num_resident, offloaded_blocks
 from para_core.adapters.weights.fused_pipe import patches_of
 from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of
@@ -34,19 +36,19 @@ from para_core.attention.schedule import KeptKeys
 from para_core.distributed.agree import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
-from para_core.instance_patching import original_class
-from para_core.modes.flex_attention import uses_flex_attention
+from para_core.instance.private_class import original_class
+from para_core.modes.registry import needs_mode
 from para_core.option_values import TextEncoders
 
 
-def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
-    """Return the session that runs ``pipe`` on ``mesh`` with the checked ``options``. Changes nothing.
+def resolve(pipe: Any, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
+    """Return the session that runs ``pipe`` with the checked ``options``. Changes nothing.
 
     Every rank of the mesh must call this function with equal options. The errors are those of
     :func:`parallelize_pipe`, on every rank. ``unshards`` says whether the current session shards weights, so that the
     new one must gather them if it does not shard them itself.
     """
-    guided, predicted_method = mesh_and_method(mesh, pipe, options.weights)
+    guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
     # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the same.
     needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"
     ranks = _global_ranks(guided) if guided.ranks > 1 and needs_ranks else set()
@@ -68,9 +70,9 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions, *, unshards:
             for module in transformers_of(pipe).values()
         ]
         runs: list[Part] = []
-        for module in unets_of(pipe).values():
-            run = resolve_unet(module, guided, assume_equal=options.assume_equal, batched=batched)
-            runs.append(Change("the UNet", run.apply, partial(unparallelize_unet, module)))
+        for kind, _, module in denoisers_by_kind(pipe):
+            run = make_denoiser_run(kind, module, guided, assume_equal=options.assume_equal, batched=batched)
+            runs.append(Change("the UNet", run.apply, run.remove))
         session = ParallelSession(guided, [*transformers, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
@@ -127,7 +129,7 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
         if options.pipefusion is not None:
             patches_of(module, mesh, options.adapter)
         middle = None if options.schedule is None else options.schedule.middle
-        if isinstance(middle, KeptKeys) and uses_flex_attention(module):
+        if isinstance(middle, KeptKeys) and needs_mode(module):
             raise ValueError(
                 f"backend= is an AttentionSchedule with {middle}, and pipe.{name} attends by flex_attention, whose "
                 "mask selects the keys. Use a schedule with a backend in the middle."
@@ -153,10 +155,10 @@ def _parts_of_pipe(
     """
     if mesh.ranks == 1 and options.pipefusion is None and not options.offloads and options.schedule is None:
         return []
-    batched = bool(unets_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
+    batched = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
     call = ParallelCall(
         transformers_of(pipe),
-        unets_of(pipe),
+        other_denoisers_of(pipe),
         mesh,
         sequential_cfg=mesh.batch.size > 1 and not batched,
         assume_equal=options.assume_equal,
@@ -196,9 +198,14 @@ def _parts_of_weights(
         first = placement == "first"
         offloaded = OffloadedModules(text_encoders_of(pipe), mesh, "text_encoders", first_rank_only=first)
         parts.append(OffloadPart(offloaded, "placing the text encoders"))
-    if options.vae_placement in ("offload", "first"):
-        first, vaes = options.vae_placement == "first", vaes_of(pipe)
-        in_host_memory = OffloadedVaes(vaes, mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first)
+    if options.vae_in_host_memory:
+        in_host_memory = OffloadedVaes(
+            vaes_of(pipe),
+            mesh,
+            "vae_placement",
+            methods=VAE_METHODS,
+            first_rank_only=options.vae_on_first_rank,
+        )
         parts.append(OffloadPart(in_host_memory, "placing the VAE"))
     if options.offload is not None:
         blocks = OffloadedBlocks(transformers_of(pipe), mesh, num_resident(options.resident_blocks))

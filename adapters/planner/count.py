@@ -19,7 +19,7 @@ from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.weights import ModuleBytes, Weights
 from para_core.adapters.planner.work import AttentionWork, CallWork, GenerationSizes
 from para_core.adapters.registry import plan_for, tensor_plan_for
-from para_core.instance_patching import unwrapped_class
+from para_core.instance.private_class import unwrapped_class
 from para_core.plans.module_matching import ModuleRules, match_modules, matching_modules, parameters_of
 from para_core.plans.plan import Plan, ShardRule, Split
 from para_core.recorder.events import (

@@ -15,10 +15,11 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.default_mesh import MeshChoice
+from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.inspect.guidance import default_guidance, number_of_heads
 from para_core.adapters.planner.count import UnknownModelError
 from para_core.adapters.planner.plan_mesh import plan_mesh, workload_of
-from para_core.adapters.registry import transformers_of, unets_of
+from para_core.adapters.registry import transformers_of
 from para_core.devices import gpu_at_hand
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def choose_default_mesh(
     except NotPredictedError as error:
         transformer, guidance = owner, None
         if not isinstance(owner, nn.Module):
-            transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()), None)
+            transformer = next(iter((transformers_of(owner) or other_denoisers_of(owner)).values()), None)
             guidance = default_guidance(owner, transformer)
         choice = choose_mesh(ranks, number_of_heads(transformer), guidance, on_host, weights)
         return replace(choice, reason=f"{choice.reason}; not predicted: {error}")

@@ -16,7 +16,8 @@ from para_core.adapters.planner.inputs import default_sizes
 from para_core.adapters.planner.weights import ModuleBytes, Weights
 from para_core.adapters.planner.work import GenerationSizes, Workload, check_size
 from para_core.adapters.registry import plan_for, transformers_of
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
 
 
 def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Workload:

@@ -5,17 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, get_args
 
-import torch
-from torch import Tensor, nn
-
 from para_core.cache.blocks import CachedBlocks
-from para_core.dataclass_fields import map_leaves
 from para_core.plans.plan import Attending, Attention, Gather, Halo, Plan, ShardRule, Split
-from para_core.verify.parts import largest_error, tensors_in
-from para_core.verify.virtual_ranks import fresh
 
 Answers = Mapping[str, Any]
 
@@ -32,8 +25,8 @@ _EXPECTED = (
     "as in a Plan; 'plan': a Plan; 'CachedBlocks': CachedBlocks(...) or None; 'samples': the number of samples in the "
     "examples, or None"
 )
-# Matches "module(parameter)", "module(parameter[index])" and "module(index of an output)", each also with the path of a
-# field: "module(parameter.field)".
+# Matches "module(parameter)", "module(parameter[index])" and "module(index of an output)", each also with the
+# path of a field: "module(parameter.field)".
 PARAMETER_NAME = re.compile(r"(.*)\((\w+(?:\[\d+\])?(?:\.\w+)*)\)")
 
 
@@ -70,7 +63,9 @@ def _is_gather(answer: Any) -> bool:
 
 
 def form_a_plan(answers: Answers) -> bool:
-    """Whether ``answers`` are a complete plan: they have a ``"plan"``, or split a segment and gather an output."""
+    """Whether ``answers`` are a complete plan: they have a ``"plan"``, or split a segment and gather an
+    output.
+    """
     splits = any(isinstance(answer, Split) and answer.segment is not None for answer in answers.values())
     return "plan" in answers or (splits and bool(_gathers(answers)))
 
@@ -122,7 +117,8 @@ def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) 
     if not module:
         inputs = {key: old for key, old in plan.inputs.items() if key != parameter}
         return replace(plan, inputs=inputs if rule is None else {**inputs, parameter: rule})
-    # An integer names an output of the module by its index. In ``module``, ``*`` matches one part between dots.
+    # An integer names an output of the module by its index. In ``module``, ``*`` matches one part between
+    # dots.
     key: str | int = int(parameter) if parameter.isdecimal() else parameter
     pattern = re.compile(re.escape(module).replace(r"\*", "[^.]+"))
     inner = {
@@ -132,41 +128,3 @@ def _with_rule(plan: Plan, module: str, parameter: str, rule: ShardRule | None) 
     if rule is not None:
         inner[module] = {**inner.get(module, {}), key: rule}
     return replace(plan, inner={name: rules for name, rules in inner.items() if rules})
-
-
-def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], samples: int) -> Plan | str:
-    """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one call.
-
-    The first dim of length ``samples`` of an argument counts as its sample dim. Returns the reason, as a string, if the
-    samples one by one do not give the same result as in the batch.
-    """
-    batched: dict[str, int] = {}
-    for name, value in inputs.items():
-        shapes = [tuple(x.shape) for x in tensors_in(value)]
-        dims = {shape.index(samples) if samples in shape else -1 for shape in shapes}
-        if len(dims) == 1 and -1 not in dims:
-            batched[name] = dims.pop()
-
-    def sample(index: int) -> dict[str, Any]:
-        def narrow(x: Any, dim: int) -> Any:
-            return x.narrow(dim, index, 1) if isinstance(x, Tensor) else x
-
-        narrowed = {name: map_leaves(partial(narrow, dim=dim), inputs[name]) for name, dim in batched.items()}
-        return fresh({**inputs, **narrowed})
-
-    with torch.no_grad():
-        expected = _stacked([module(**fresh(inputs))])
-        try:
-            parts = [module(**sample(index)) for index in range(samples)]
-        # The model may raise anything if an argument does not hold samples, or if it needs more than one sample.
-        except Exception as failure:
-            return f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
-    error = largest_error(_stacked(parts), expected)
-    if samples < 2 or not error < 1e-4:
-        return f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."
-    common = tuple(name for name, value in inputs.items() if name not in batched and tensors_in(value))
-    return replace(plan, batched=batched, common=common)
-
-
-def _stacked(outs: list[Any]) -> list[Tensor]:
-    return [torch.cat(of_all) for of_all in zip(*[tensors_in(out) for out in outs], strict=True)]

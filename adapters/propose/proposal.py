@@ -23,10 +23,11 @@ class Proposal:
 
     Args:
         transformer (`str`): Name of the model's class.
-        plan, blocks (`Plan`, `CachedBlocks`, *optional*): A plan, and a block stack for First Block Cache, that were
-            exact in the check. None if no guess was.
-        error, blocks_error (`float`, *optional*): The largest ``‖out − expected‖ / ‖expected‖`` of the plan on virtual
-            ranks, and of a call that skips blocks. ``expected`` is the output of the unmodified model.
+        plan, blocks (`Plan`, `CachedBlocks`, *optional*): A plan, and a block stack for First Block Cache,
+            that were exact in the check. None if no guess was.
+        error, blocks_error (`float`, *optional*): The largest ``‖out − expected‖ / ‖expected‖`` of the plan
+            on virtual ranks, and of a call that skips blocks. ``expected`` is the output of the unmodified
+            model.
         reasons (`tuple[str, ...]`): A sentence for each guess.
         questions (`tuple[str, ...]`): What the user must state in ``answers``.
         guess (`Plan`, *optional*): The likeliest plan if none was exact, to be corrected by hand.
@@ -42,13 +43,19 @@ class Proposal:
     guess: Plan | None = None
 
     def adapter(self) -> Adapter:
-        """Return the proposal as an adapter, as for ``parallelize_pipe``. Raise ``ValueError`` if no plan was exact."""
+        """Return the proposal as an adapter, as for ``parallelize_pipe``.
+
+        Raise ``ValueError`` if no plan was exact.
+        """
         if self.plan is None:
             raise ValueError(f"no plan was found for {self.transformer}: {' '.join(self.questions)}")
         return Adapter(self.transformer, self.transformer, self.plan, blocks=self.blocks)
 
     def source(self) -> str:
-        """Return the source of a module for adapters/models/ that defines the adapter. Raise as :meth:`adapter`."""
+        """Return the source of a module for adapters/models/ that defines the adapter.
+
+        Raise as :meth:`adapter`.
+        """
         return source_of(self.adapter())
 
     def __str__(self) -> str:
@@ -74,7 +81,9 @@ def source_of(adapter: Adapter) -> str:
 
 
 def expression_of(value: Any, indent: int = 0) -> str:
-    """Return ``value``, a part of an adapter, as a Python expression without defaults, indented in later lines."""
+    """Return ``value``, a part of an adapter, as a Python expression without defaults, indented in later
+    lines.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         items = []
         for field in dataclasses.fields(value):

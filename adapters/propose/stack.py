@@ -1,247 +1,199 @@
-"""Derive the block stack of a model, which First Block Cache needs, from its observed calls.
+"""Guess the block stack of a model, which First Block Cache needs.
 
-The optional arguments that change the block stack are found by calling the model without each of them.
+One call shows the blocks and their streams. Whether an optional argument changes the streams between blocks,
+or the blocks that run, shows when the model is called without any optional argument, and then with each one
+alone.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain, pairwise
 from typing import Any
 
-import torch
 from torch import nn
 
-from para_core.adapters.propose.candidates import ObservedRegion, streams_of
-from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorRecord, observe, tensors_of
-from para_core.cache.apply import apply_cache, model_cache_report, require_cache
-from para_core.cache.blocks import BlockGroup, CachedBlocks
-from para_core.cache.decision import Step
-from para_core.instance_patching import original_class
-from para_core.torch_internals import tree_leaves
-from para_core.verify.parts import largest_error
-from para_core.verify.virtual_ranks import fresh, with_same_weights
+from para_core.adapters.propose.block_groups import guess_blocks, is_chained
+from para_core.adapters.propose.conditions import guess_conditions
+from para_core.adapters.propose.observe import observe
+from para_core.adapters.propose.records import ObservedCall
+from para_core.adapters.propose.region import ObservedRegion
+from para_core.cache.blocks import CachedBlocks
+from para_core.comparison.cached_call import CachedCallError, error_of_cached_call
+from para_core.instance.private_class import original_class
 
 logger = logging.getLogger(__name__)
 
 
-def guess_blocks(region: ObservedRegion) -> CachedBlocks | None:
-    """Return the block stack of the observed model: the module lists from the start of ``region`` that call attention.
-
-    Return None if there is no such list, or if a block returns a tensor that updates none of its parameters.
-    """
-    began = region.calls()[0][0].began
-    groups: list[BlockGroup] = []
-    previous: list[ModuleCall] = []
-    for name in dict.fromkeys(call.block_list for call in region.small.calls if call.block_list is not None):
-        calls = region.small.of_list(name)
-        # A list in which nothing calls attention holds modules that are no transformer blocks, such as norms.
-        if calls[0].began < began or not region.small.attends(calls[0].began, calls[-1].ended):
-            continue
-        streams = _parameters(streams_of(calls))
-        if not all(streams):
-            return None
-        measured = next((name for name in map(_parameter, region.start.streams) if name in streams), streams[0])
-        # The dim of the samples in the streams is 1 for [S, B, C], and 0 otherwise.
-        samples = int(region.start.dim == 0 and region.samples() is not None)
-        group = BlockGroup((name,), streams, measured, chained=is_chained(calls, streams), samples=samples)
-        if groups and groups[-1].streams == streams and _passes_on(previous[-1], calls[0], streams):
-            chained = groups[-1].chained and group.chained and is_chained([previous[-1], calls[0]], streams)
-            groups[-1] = replace(groups[-1], lists=(*groups[-1].lists, name), chained=chained)
-        else:
-            groups.append(group)
-        previous = calls
-    return CachedBlocks(tuple(groups), conditions=conditions_of(region.small, region.large)) if groups else None
-
-
-def conditions_of(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
-    """Return the names of the arguments that distinguish CFG branches.
-
-    These are sequences (text); if there are none, embeddings with one vector per sample; if there are none either,
-    labels. Left out are arguments that grow with the tokens, and vectors and numbers whose names suggest a time step.
-    """
-    kinds: dict[str, list[str]] = {"sequence": [], "embedding": [], "label": []}
-    sample = _image_arguments(small, large)
-    for name, value in small.inputs.items():
-        if name in sample:
-            continue
-        pairs = [*zip(tensors_of(value), tensors_of(large.inputs.get(name)), strict=False)]
-        fixed = [record for record, larger in pairs if record.shape == larger.shape]
-        # A list holds one tensor per sample, without the batch dim, so its tensors have one dim fewer.
-        in_list = isinstance(value, (list, tuple))
-        floating = [x.shape for x in fixed if x.dtype.is_floating_point]
-        if any(len(shape) + in_list >= 3 for shape in floating):
-            kinds["sequence"].append(name)
-        elif not _TIME_NAME.search(name) and any(len(shape) == 2 and shape[1] > 1 for shape in floating):
-            kinds["embedding"].append(name)
-        elif not _TIME_NAME.search(name) and len(floating) < len(fixed):
-            kinds["label"].append(name)
-    return tuple(next((names for names in kinds.values() if names), []))
-
-
-def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
-    """Return the names of the arguments that hold the image if both calls have equal shapes; otherwise ``[]``.
-
-    The calls have equal shapes if the model accepts one image size only. Of the arguments from which the tokens were
-    computed, those with the most dims hold the image.
-    """
-
-    def sizes(observed: ObservedCall) -> dict[str, list[tuple[int, ...]]]:
-        return {name: [x.shape for x in tensors_of(value)] for name, value in observed.inputs.items()}
-
-    shapes = sizes(small)
-    if shapes != sizes(large):
-        return []
-    most = max((len(shape) for name in small.sources for shape in shapes[name]), default=0)
-    return [name for name in small.sources if any(len(shape) == most for shape in shapes[name])]
-
-
-# Matches names of arguments that change between steps, or with the strength of guidance.
-_TIME_NAME = re.compile(r"^[trs]$|time|step|sigma|noise|guidance|scale|alpha")
-
-
-def _parameter(name: str) -> str:
-    """Return the parameter of the argument ``name``, which may be the path of a field."""
-    return name.partition(".")[0]
-
-
-def _parameters(streams: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the parameters of ``streams``, with one entry for all fields of a dataclass, which the cache names."""
-    kept = [stream for i, stream in enumerate(streams) if _parameter(stream) not in map(_parameter, streams[:i])]
-    return tuple(_parameter(stream) for stream in streams if "." not in stream or stream in kept)
-
-
-def _passes_on(call: ModuleCall, following: ModuleCall, streams: tuple[str, ...]) -> bool:
-    by_stream = [[x for name, x in following.arguments.items() if _parameter(name) == stream] for stream in streams]
-    received = [x.identity for values in by_stream for x in tensors_of(values)]
-    return received == [x.identity for x in tensors_of(call.output)]
-
-
-def is_chained(calls: list[ModuleCall], streams: tuple[str, ...]) -> bool:
-    """Whether the model only passes the streams from block to block, with equal other arguments for all blocks."""
-    values = [
-        [value for name, value in sorted(call.arguments.items()) if _parameter(name) not in streams] for call in calls
-    ]
-    others = [
-        [x.identity if isinstance(x, TensorRecord) else repr(x) for x in tree_leaves(of_call)] for of_call in values
-    ]
-    passed_on = all(_passes_on(call, following, streams) for call, following in pairwise(calls))
-    return passed_on and all(other == others[0] for other in others)
-
-
-def cached_error(module: nn.Module, blocks: CachedBlocks, inputs: Mapping[str, Any], tolerance: float) -> float | str:
-    """Return the relative error of a call that skips ``blocks``, or as the end of a sentence why it is not exact.
-
-    The model is called twice with the same inputs. The first-block residual has then not changed, so the second output
-    equals that of the uncached model if ``blocks`` describes the model correctly.
-    """
-    copy = with_same_weights(module)
-    with torch.no_grad():
-        expected = module(**fresh(inputs))
-        try:
-            # Any positive threshold would do: calls with equal inputs have equal residuals.
-            apply_cache(copy, blocks, residual_diff_threshold=0.5)
-            cache = require_cache(copy)
-            for step in range(2):
-                # The step is said, because calls with equal inputs look like two calls of one step.
-                arguments = fresh(inputs)
-                call = partial(original_class(copy).__call__, copy, **arguments)
-                out = cache.run(call, arguments, lambda _: Step(), moment=step)
-            error = largest_error(out, expected)
-        # With a wrong block stack the cached model may raise anything, which means that the guess is wrong.
-        except Exception as failure:
-            return f"fails ({type(failure).__name__}: {failure})"
-    skipped = any(row.hit for row in model_cache_report(copy).rows)
-    return error if skipped and error < tolerance else "is not exact"
-
-
 @dataclass(frozen=True)
 class StackGuess:
-    """A guess of the block stack, the arguments of a call in which it can be cached, and reasons as sentences."""
+    """A guess of the block stack, the arguments of a call in which it can be cached, and reasons as
+    sentences.
+    """
 
     blocks: CachedBlocks
     inputs: Mapping[str, Any]
     reasons: tuple[str, ...] = ()
 
 
-def stacks(
+def guess_stacks(
     module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any], tolerance: float
 ) -> Iterator[StackGuess]:
-    """Yield guesses of the block stack, the likeliest first. ``inputs`` are those of the smaller call.
+    """Yield guesses of the block stack, the likeliest first.
+
+    Args:
+        module: The model.
+        region: Its region, observed with all arguments.
+        inputs: The arguments of the smaller call.
+        tolerance: A call that skips blocks counts as exact if its relative error is smaller.
+    """
+    blocks = guess_blocks(region)
+    if blocks is not None and all(group.chained for group in blocks.groups):
+        yield StackGuess(blocks, inputs)
+        yield from _guess_optional(module, region, inputs, tolerance)
+        return
+    # The model changes its streams between blocks. Perhaps an optional argument does, so try that first.
+    yield from _guess_optional(module, region, inputs, tolerance)
+    if blocks is not None:
+        yield StackGuess(blocks, inputs)
+
+
+def _guess_optional(
+    module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any], tolerance: float
+) -> Iterator[StackGuess]:
+    """Yield the block stack of a call without optional arguments, if one of these changes what is cached.
+
+    It lists the arguments with which the model changes streams between blocks (``between``), and those with
+    which
+    other blocks run or a cached call is not exact (``uncached``).
+    """
+    conditions = guess_conditions(region.small, region.large)
+    plain = _leave_out(module, region, inputs, _optional_arguments(module, inputs, conditions))
+    if plain is None:
+        return
+    blocks = guess_blocks(replace(region, small=plain.observed))
+    if blocks is None:
+        return
+    probe = _Probe(module, region, replace(blocks, conditions=conditions), plain, tolerance)
+    effects = {name: probe.effect_of(name, inputs[name]) for name in plain.left_out}
+    uncached = tuple(name for name, effect in effects.items() if effect.is_uncached)
+    between = {name: effect.between for name, effect in effects.items() if effect.between}
+    if not uncached and not between:
+        return
+    yield StackGuess(
+        replace(_with_between(probe.blocks, between), uncached=uncached),
+        {name: value for name, value in inputs.items() if name not in uncached},
+        tuple([reason for effect in effects.values() for reason in effect.reasons]),
+    )
+
+
+def _optional_arguments(module: nn.Module, inputs: Mapping[str, Any], conditions: Sequence[str]) -> list[str]:
+    """Return the names of ``inputs`` that have a default in ``forward`` and are no conditions.
+
+    Booleans and strings are left out: they decide what the model returns.
+    """
+    parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
+    optional = []
+    for name, value in inputs.items():
+        has_default = name in parameters and parameters[name].default is not inspect.Parameter.empty
+        if has_default and name not in conditions and not isinstance(value, (bool, str, type(None))):
+            optional.append(name)
+    return optional
+
+
+@dataclass(frozen=True)
+class _PlainCall:
+    """A call without the optional arguments ``left_out``: its arguments, and its record."""
+
+    inputs: Mapping[str, Any]
+    observed: ObservedCall
+    left_out: tuple[str, ...]
+
+
+def _leave_out(
+    module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any], optional: Sequence[str]
+) -> _PlainCall | None:
+    """Return the call without the ``optional`` arguments that the model can do without; None if there is
+    none.
+    """
+    plain = None
+    for name in optional:
+        earlier = inputs if plain is None else plain.inputs
+        fewer = {key: value for key, value in earlier.items() if key != name}
+        observed = _observe_or_none(module, region, fewer)
+        if observed is not None:
+            left_out = () if plain is None else plain.left_out
+            plain = _PlainCall(fewer, observed, (*left_out, name))
+    return plain
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """The effect of an optional argument on a call.
+
+    Args:
+        between: Indices of the groups between whose blocks the model changes the streams.
+        is_uncached: Whether a call with the argument cannot be cached.
+        reasons: The reasons as sentences.
+    """
+
+    between: tuple[int, ...] = ()
+    is_uncached: bool = False
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Calls of a model with one optional argument, which are compared with the ``plain`` call, whose blocks
+    are these.
 
     A call that skips blocks counts as exact if its relative error is below ``tolerance``.
     """
-    guess = guess_blocks(region)
-    is_chained_guess = guess is not None and all(group.chained for group in guess.groups)
-    guesses = [] if guess is None else [StackGuess(guess, inputs)]
-    others = _without_options(module, region, inputs, tolerance)
-    yield from chain(guesses, others) if is_chained_guess else chain(others, guesses)
 
+    module: nn.Module
+    region: ObservedRegion
+    blocks: CachedBlocks
+    plain: _PlainCall
+    tolerance: float
 
-def _without_options(
-    module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any], tolerance: float
-) -> Iterator[StackGuess]:
-    """Yield the block stack of a call without optional arguments, if it can be guessed.
-
-    It lists the optional arguments with which the model changes tokens between blocks (``between``), and those with
-    which other blocks run or a cached call is not exact (``uncached``).
-    """
-    conditions = conditions_of(region.small, region.large)
-    # Optional arguments have a default in ``forward``. Booleans and strings decide what the model returns.
-    parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
-    defaults = {name for name, x in parameters.items() if x.default is not inspect.Parameter.empty} - {*conditions}
-    optional = [name for name, x in inputs.items() if name in defaults and not isinstance(x, (bool, str, type(None)))]
-    plain, observed = dict(inputs), None
-    left_out = []
-    for name in optional:
-        fewer = {key: value for key, value in plain.items() if key != name}
-        observed_fewer = _observe_or_none(module, region, fewer)
-        if observed_fewer is not None:
-            plain, observed = fewer, observed_fewer
-            left_out.append(name)
-    blocks = None if observed is None else guess_blocks(replace(region, small=observed))
-    if blocks is None or observed is None:
-        return
-    blocks = replace(blocks, conditions=conditions)
-    between: dict[int, list[str]] = {}
-    uncached, reasons = [], []
-    for name in left_out:
-        alone = {**plain, name: inputs[name]}
-        with_it = _observe_or_none(module, region, alone)
-        if with_it is None:
-            continue
-        if _block_order(with_it, blocks) != _block_order(observed, blocks):
-            uncached.append(name)
-            reasons.append(f"{name}: it changes which blocks run, so calls with it are not cached.")
-            continue
-        indices = [
-            i
-            for i, group in enumerate(blocks.groups)
-            if group.chained
-            and not is_chained([call for name in group.lists for call in with_it.of_list(name)], group.streams)
-        ]
-        with_between = _with_between(blocks, {i: [name] for i in indices})
-        problem = cached_error(module, with_between, alone, tolerance)
-        if isinstance(problem, str):
-            uncached.append(name)
-            reasons.append(f"{name}: with it a call that skips blocks {problem}, so calls with it are not cached.")
-            continue
-        for i in indices:
-            between.setdefault(i, []).append(name)
-            lists = " and ".join(blocks.groups[i].lists)
+    def effect_of(self, name: str, value: Any) -> _Effect:
+        """Return what the optional argument ``name`` with this ``value`` changes."""
+        inputs = {**self.plain.inputs, name: value}
+        observed = _observe_or_none(self.module, self.region, inputs)
+        if observed is None:
+            return _Effect()
+        if _block_order(observed, self.blocks) != _block_order(self.plain.observed, self.blocks):
+            reason = f"{name}: it changes which blocks run, so calls with it are not cached."
+            return _Effect(is_uncached=True, reasons=(reason,))
+        between = self._changed_groups(observed)
+        try:
+            blocks = _with_between(self.blocks, {name: between})
+            error_of_cached_call(self.module, blocks, inputs, self.tolerance)
+        except CachedCallError as error:
+            reason = f"{name}: with it {error}, so calls with it are not cached."
+            return _Effect(is_uncached=True, reasons=(reason,))
+        reasons = []
+        for index in between:
+            lists = " and ".join(self.blocks.groups[index].lists)
             reasons.append(f"{name}: with it, the model changes the streams between the blocks of {lists}.")
-    if between or uncached:
-        stack = replace(_with_between(blocks, between), uncached=tuple(uncached))
-        cached = {name: value for name, value in inputs.items() if name not in uncached}
-        yield StackGuess(stack, cached, tuple(reasons))
+        return _Effect(between, reasons=tuple(reasons))
+
+    def _changed_groups(self, observed: ObservedCall) -> tuple[int, ...]:
+        """Return the indices of the groups that are chained in the plain call, but not in the ``observed``
+        one.
+        """
+        changed = []
+        for index, group in enumerate(self.blocks.groups):
+            calls = [call for name in group.lists for call in observed.calls_in_list(name)]
+            if group.chained and not is_chained(calls, group.streams):
+                changed.append(index)
+        return tuple(changed)
 
 
 def _observe_or_none(module: nn.Module, region: ObservedRegion, inputs: Mapping[str, Any]) -> ObservedCall | None:
+    """Return the record of a call with ``inputs``; None if the model fails."""
     try:
         return observe(module, inputs, region.start.block, region.start.streams)
     # The model may raise anything if an argument that it needs, and so belongs to every call, is missing.
@@ -255,6 +207,10 @@ def _block_order(observed: ObservedCall, blocks: CachedBlocks) -> list[str]:
     return [call.name for call in observed.calls if call.block_list in lists]
 
 
-def _with_between(blocks: CachedBlocks, between: Mapping[int, Sequence[str]]) -> CachedBlocks:
-    groups = [replace(group, between=tuple(between.get(i, ()))) for i, group in enumerate(blocks.groups)]
+def _with_between(blocks: CachedBlocks, between: Mapping[str, Sequence[int]]) -> CachedBlocks:
+    """Return ``blocks`` with these arguments as ``between`` of the groups with these indices."""
+    groups = []
+    for index, group in enumerate(blocks.groups):
+        names = [name for name, indices in between.items() if index in indices]
+        groups.append(replace(group, between=tuple(names)))
     return replace(blocks, groups=tuple(groups))

@@ -1,4 +1,6 @@
-"""Derive variants of a plan in which a module inside the blocks, such as a rotary embedding, is given all tokens."""
+"""Derive variants of a plan in which a module inside the blocks, such as a rotary embedding, is given all
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +11,22 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.propose.candidates import Candidate, ObservedRegion
-from para_core.adapters.propose.observe import ModuleCall, TensorRecord, observe, output_tensors
-from para_core.instance_patching import original_class
+from para_core.adapters.propose.candidates import Candidate
+from para_core.adapters.propose.observe import observe
+from para_core.adapters.propose.records import ModuleCall, OutputTensor, TensorRecord, output_tensors
+from para_core.adapters.propose.region import ObservedRegion
+from para_core.instance.private_class import original_class
 from para_core.plans.plan import Gather, Plan, ShardRule, Split
 
 
 def with_whole_module(
     module: nn.Module, region: ObservedRegion, plan: Plan, name: str, examples: Sequence[Mapping[str, Any]]
 ) -> Candidate | None:
-    """Return ``plan`` with tokens gathered before the submodule ``name``, and sharded after it if it returns tokens.
+    """Return ``plan`` with tokens gathered before the submodule ``name``, and sharded after it if it returns
+    tokens.
 
-    Returns None if the submodule calls attention, its sizes do not show which dims hold the tokens, or ``plan`` has
-    rules for it.
+    Returns None if the submodule calls attention, its sizes do not show which dims hold the tokens, or
+    ``plan`` has rules for it.
     """
     pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     if not name or pattern in plan.inner:
@@ -29,12 +34,14 @@ def with_whole_module(
     start = region.start
     observed = [observe(module, inputs, start.block, start.streams, inside=name) for inputs in examples]
     calls = [[call for call in of_example.calls if call.name == name] for of_example in observed]
-    if not calls[0] or any(observed[0].attends(call.began, call.ended) for call in calls[0]):
+    if not calls[0] or any(observed[0].attends([call]) for call in calls[0]):
         return None
     rules: dict[str | int, ShardRule] = {}
     for pair in zip(*calls, strict=False):
-        of_call = _rules(region, plan, pair)
-        if of_call is None or any(rules.setdefault(key, rule) != rule for key, rule in of_call.items()):
+        rules_of_call = _rules(region, plan, pair)
+        if rules_of_call is None:
+            return None
+        if any(rules.setdefault(key, rule) != rule for key, rule in rules_of_call.items()):
             return None
     if not any(isinstance(key, str) for key in rules):
         return None
@@ -50,26 +57,34 @@ def computes_much(module: nn.Module, region: ObservedRegion, name: str) -> bool:
 
     Without them it computes little for each token. Outside of the blocks it is called only a few times.
     """
-    lists = {call.block_list for call in region.small.calls if region.small.attends(call.began, call.ended)}
-    if not any(name.startswith(f"{block_list}.") for block_list in lists if block_list is not None):
+    lists = [
+        block_list
+        for block_list in region.small.list_names()
+        if any(region.small.attends([call]) for call in region.small.calls_in_list(block_list))
+    ]
+    if not any(name.startswith(f"{block_list}.") for block_list in lists):
         return False
     layers = [x for x in module.get_submodule(name).modules() if original_class(x).__module__.startswith("torch.nn.")]
     return any([*layer.parameters()] for layer in layers)
 
 
 def _rules(region: ObservedRegion, plan: Plan, calls: Sequence[ModuleCall]) -> dict[str | int, ShardRule] | None:
-    """Return the rules for the tensors of a call, given in one or both examples. None if the tokens' dim is unknown."""
+    """Return the rules for the tensors of a call, given in one or both examples.
+
+    None if the tokens' dim is unknown.
+    """
     rules: dict[str | int, ShardRule] = {}
     for parameter in calls[0].arguments:
-        records = [call.arguments.get(parameter) for call in calls]
-        if isinstance(records[0], TensorRecord) and records[0].derived:
-            gather = _gather(region, plan, [record for record in records if isinstance(record, TensorRecord)])
+        values = [call.arguments.get(parameter) for call in calls]
+        if isinstance(values[0], TensorRecord) and values[0].derived:
+            gather = _gather(region, plan, [value for value in values if isinstance(value, TensorRecord)])
             if gather is None:
                 return None
             rules[parameter] = gather
-    outputs = [{(index, path): record for index, path, record in output_tensors(call.output)} for call in calls]
+    outputs = [{_place(output): output.record for output in output_tensors(call.output)} for call in calls]
     for index, path in outputs[0]:
-        gather = _gather(region, plan, [of_call[index, path] for of_call in outputs if (index, path) in of_call])
+        records = [of_call[index, path] for of_call in outputs if (index, path) in of_call]
+        gather = _gather(region, plan, records)
         if gather is None:
             continue
         if path:
@@ -83,15 +98,21 @@ def _rules(region: ObservedRegion, plan: Plan, calls: Sequence[ModuleCall]) -> d
     return rules
 
 
+def _place(output: OutputTensor) -> tuple[int, str]:
+    return output.index, output.path
+
+
 def _gather(region: ObservedRegion, plan: Plan, records: Sequence[TensorRecord]) -> Gather | None:
     """Return the rule that gathers the tokens of a tensor, alone or in a joint sequence with replicated text.
 
-    With records of two examples the dim of the tokens grows. With one record, it is the last that is as long as they.
+    With records of two examples the dim of the tokens grows. With one record, it is the last that is as long
+    as they.
     """
-    tokens, text = region.start.tokens, region.text_parameter()
+    text = region.text_parameter()
     sizes = [*zip(*[record.shape for record in records], strict=False)]
-    for added in dict.fromkeys([0, 0 if text is None else text[2]]):
-        lengths = tuple(number + added for number in tokens)[: len(records)]
+    numbers_of_text = [0] if text is None else [0, text.length]
+    for added in numbers_of_text:
+        lengths = tuple([number + added for number in region.start.tokens])[: len(records)]
         dims = [dim for dim, of_dim in enumerate(sizes) if of_dim == lengths]
         if dims:
             image_last = plan.joint_order[-1] == region.segment

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
 from para_core.spatial.fetch import start_fetch
 from para_core.spatial.mode import SpatialShardMode, first_ranks
-from para_core.spatial.rows import Layout, RowTag, even, rows_of, tagged, untagged
+from para_core.spatial.rows import Layout, RowTag, clear_rows, even, rows_of, set_rows
 
 Gather = Literal["all", "first"]
 # The structure of an output, as JSON: "tensor", ["tuple", [...]], ["list", [...]], ["module:Class", {field: ...}] for
@@ -44,12 +44,11 @@ class RowRanks:
             return MeshDim("rows", count, self.ranks.index, "", None)
         if count not in self._first:
             group = self.ranks.group
-            members = [] if group is None else dist.get_process_group_ranks(group)
-            self._first[count] = (
-                first_ranks(members, count, like=group, groups=self._groups)
-                if group is not None and self.ranks.index < count and count > 1
-                else MeshDim("rows", count, self.ranks.index, "", None)
-            )
+            if group is None or self.ranks.index >= count or count == 1:
+                self._first[count] = MeshDim("rows", count, self.ranks.index, "", None)
+            else:
+                members = dist.get_process_group_ranks(group)
+                self._first[count] = first_ranks(members, count, like=group, groups=self._groups)
         return self._first[count]
 
     def shard(self, x: Tensor, dim: int, unit: int, min_units: int) -> tuple[RowTag, MeshDim]:
@@ -102,7 +101,10 @@ def deliver(compute: Callable[[], Any], workers: int, ranks: MeshDim, mesh: Guid
             if workers == ranks.size:
                 raise
             kind = type(error) if type(error) in (TypeError, ValueError) else RuntimeError
-            record = error_record(kind(error if isinstance(error, kind) else f"{type(error).__name__}: {error}"))
+            text = str(error)
+            if not isinstance(error, kind):
+                text = f"{type(error).__name__}: {text}"
+            record = error_record(kind(text))
     if workers < ranks.size:
         if works and not record:
             record = {"form": form, "tensors": [_description(x) for x in tensors]}
@@ -126,7 +128,9 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
             return x
         # The other ranks get all elements from the first rank, flattened, so that each is sent as one row.
         tag = RowTag(0, (shape.numel(),))
-        x = x.reshape(-1) if ranks.index == 0 else x.new_empty(0)
+        x = x.reshape(-1)
+        if ranks.index != 0:
+            x = x.new_empty(0)
     rows = RowTag(tag.dim, (*tag.layout, *[0] * (ranks.size - len(tag.layout))), tag.outer)
     if gather == "all":
         out = all_gather(x, rows.layout, rows.dim, ranks).contiguous()
@@ -135,18 +139,21 @@ def _gather(x: Tensor, workers: int, ranks: MeshDim, gather: Gather) -> Tensor:
         fetched = start_fetch(x, rows, wanted, ranks)()
         # A rank that does not get the output returns zeros, expanded from one element so that they take no memory.
         empty_shape = [*x.shape[: rows.dim], rows.total, *x.shape[rows.dim + 1 :]]
-        out = fetched[0].contiguous() if fetched else x.new_zeros(()).expand(empty_shape)
-    return out.view(shape) if is_copied else out
+        out = x.new_zeros(()).expand(empty_shape)
+        if fetched:
+            out = fetched[0].contiguous()
+    if is_copied:
+        out = out.view(shape)
+    return out
 
 
 def _description(x: Tensor) -> dict[str, Any]:
+    dtype = str(x.dtype).removeprefix("torch.")
+    description: dict[str, Any] = {"shape": list(x.shape), "dtype": dtype, "device": x.device.type, "rows": None}
     rows = rows_of(x)
-    return {
-        "shape": list(x.shape),
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "device": x.device.type,
-        "rows": None if rows is None else [rows.dim, list(rows.layout), rows.outer],
-    }
+    if rows is not None:
+        description["rows"] = [rows.dim, list(rows.layout), rows.outer]
+    return description
 
 
 def _empty_part(description: dict[str, Any]) -> Tensor:
@@ -157,20 +164,30 @@ def _empty_part(description: dict[str, Any]) -> Tensor:
         return torch.zeros((), **options).expand(shape)
     dim, layout, outer = description["rows"]
     shape[dim] = 0
-    return tagged(torch.empty(shape, **options), RowTag(dim, tuple(layout), outer))
+    return set_rows(torch.empty(shape, **options), RowTag(dim, tuple(layout), outer))
 
 
 def _parameters(value: Any) -> list[Tensor] | None:
     """Return the tensors that a distribution of diffusers consists of; None if ``value`` is not a distribution."""
     if hasattr(value, "parameters") and hasattr(value, "logvar"):
         return [value.parameters]
-    return [value.mean, value.logs] if hasattr(value, "mean") and hasattr(value, "logs") else None
+    if hasattr(value, "mean") and hasattr(value, "logs"):
+        return [value.mean, value.logs]
+    return None
 
 
 def holds_distribution(value: Any) -> bool:
     """Whether ``value``, the output of an autoencoder, is or contains a distribution (as encoders return)."""
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return _parameters(value) is not None or any(map(holds_distribution, parts))
+    return _parameters(value) is not None or any(map(holds_distribution, _items(value)))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Return the items of a dict, list or tuple; none of anything else."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, (tuple, list)):
+        return value
+    return ()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -178,8 +195,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif (parameters := _parameters(value)) is not None:
         yield from parameters
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
+    else:
+        for item in _items(value):
             yield from _tensors(item)
 
 
@@ -189,7 +206,8 @@ def _form(value: Any) -> Form:
     if (parameters := _parameters(value)) is not None:
         return [f"{type(value).__module__}:{type(value).__name__}", len(parameters)]
     if isinstance(value, (tuple, list)):
-        return ["list" if isinstance(value, list) else "tuple", [_form(item) for item in value]]
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_form(item) for item in value]]
     if isinstance(value, dict):
         return [f"{type(value).__module__}:{type(value).__name__}", {name: _form(item) for name, item in value.items()}]
     raise TypeError(f"a model returned a {type(value).__name__}; expected tensors, or an output class of diffusers.")
@@ -197,10 +215,10 @@ def _form(value: Any) -> Form:
 
 def _rebuild(form: Form, tensors: Iterator[Tensor]) -> Any:
     if form == "tensor":
-        return untagged(next(tensors))
+        return clear_rows(next(tensors))
     kind, parts = form
     if isinstance(parts, int):
-        return _class(kind)(*[untagged(next(tensors)) for _ in range(parts)])
+        return _class(kind)(*[clear_rows(next(tensors)) for _ in range(parts)])
     if kind in ("tuple", "list"):
         items = [_rebuild(part, tensors) for part in parts]
         return items if kind == "list" else tuple(items)

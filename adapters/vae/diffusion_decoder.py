@@ -14,11 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from para_core.distributed.mesh import MeshDim
-from para_core.instance_patching import WrapperPriority, wrap_alike, wrap_method
+from para_core.instance.record import fill_slot, fill_slots
+from para_core.instance.slots import Slot
 from para_core.spatial.fetch import fetch, gather, part_of
-from para_core.spatial.rows import Layout, Range, RowTag, even, held, tagged
-
-_ORDER = WrapperPriority.PARALLEL
+from para_core.spatial.rows import Layout, Range, RowTag, even, ranges_of, set_rows
 
 
 def window_attentions(module: nn.Module) -> list[nn.Module]:
@@ -40,7 +39,7 @@ def windows(layout: Layout, kernel: int) -> tuple[Range, ...]:
     def first(query: int) -> int:
         return max(min(query - kernel // 2, total - kernel), 0)
 
-    return tuple([(first(start), min(first(stop - 1) + kernel, total)) for start, stop in held(layout)])
+    return tuple([(first(start), min(first(stop - 1) + kernel, total)) for start, stop in ranges_of(layout)])
 
 
 class DecoderRows:
@@ -56,24 +55,25 @@ class DecoderRows:
         # Number of rows of each rank before upsampling. None while no rows are sharded.
         self._layout: Layout | None = None
 
-    def attach(self, vae: Any, key: str) -> None:
+    def attach(self, vae: Any) -> None:
         """Wrap the decoder methods of ``vae`` that take all rows, and its attention, which needs others' rows."""
-        for name, around in (
-            ("__call__", self._decode),
-            ("forward_stages_1_to_3", partial(self._stage, 0)),
-            ("forward_stage_4", partial(self._stage, 1)),
-            ("denoise", self._denoise),
-        ):
-            wrap_method(vae.decoder, name, key, around, order=_ORDER)
-        attentions = window_attentions(vae)
-        wrap_alike(attentions, "__call__", key, self._attend, order=_ORDER)
-        wrap_alike(attentions, "build_block_mask", key, self._block_mask, order=_ORDER)
+        of_decoder: dict[str, Callable[..., Any]] = {
+            "__call__": self._decode,
+            "forward_stages_1_to_3": partial(self._stage, 0),
+            "forward_stage_4": partial(self._stage, 1),
+            "denoise": self._denoise,
+        }
+        fill_slot(vae.decoder, Slot.PARALLEL_VAE, of_decoder)
+        of_attention: dict[str, Callable[..., Any]] = {"__call__": self._attend, "build_block_mask": self._block_mask}
+        fill_slots(window_attentions(vae), Slot.PARALLEL_VAE, of_attention)
 
     @contextmanager
     def decoding(self, latents: Tensor) -> Iterator[None]:
         """Shard rows inside the ``with`` block. If ``latents`` has fewer rows than ranks, each rank decodes all."""
         dim = 4 if latents.shape[4] > latents.shape[3] else 3
-        self._dim = dim if latents.shape[dim] >= self.ranks.size else None
+        self._dim = None
+        if latents.shape[dim] >= self.ranks.size:
+            self._dim = dim
         try:
             yield
         finally:
@@ -112,7 +112,7 @@ class DecoderRows:
             noise = randn_tensor(tuple(shape), generator=generator, device=z.device, dtype=z.dtype)
             noise = part_of(noise, RowTag(dim, rows), self.ranks).clone()
             video = decoder.denoise(context, noise, num_inference_steps or decoder.default_num_inference_steps)
-        return tagged(video, RowTag(dim, rows))
+        return set_rows(video, RowTag(dim, rows))
 
     # -- The following methods run on the tiles of a tiled decode. Each takes and returns all rows of a tile.
 
@@ -157,7 +157,7 @@ class DecoderRows:
         wanted = windows(rows.layout, module.kernel_size[rows.dim - 1])
         out = call(module, fetch(x, rows, wanted, self.ranks), block_mask)
         rank = self.ranks.index
-        return out.narrow(rows.dim, held(rows.layout)[rank][0] - wanted[rank][0], rows.layout[rank])
+        return out.narrow(rows.dim, ranges_of(rows.layout)[rank][0] - wanted[rank][0], rows.layout[rank])
 
     def _block_mask(self, call: Callable[..., Any], module: Any, x: Tensor, /) -> Any:
         """Return the block mask for the rows that :meth:`_attend` fetches, instead of for the rows of ``x``."""

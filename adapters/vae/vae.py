@@ -18,24 +18,21 @@ from para_core.adapters.agree.arguments import describe
 from para_core.adapters.agree.failures import Places, places_of_all, reasons_shared
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.agree.rng import random_state_of_first_rank
-from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
-from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE, refuse_fsdp1, refuse_wrapped_model, require_kind
+from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
+from para_core.adapters.models.vaes import REFUSED_VAES, VAES
+from para_core.adapters.registry import require_kind
+from para_core.adapters.row_adapter import VaeAdapter
 from para_core.adapters.vae.call import Gather, RowRanks, deliver, holds_distribution, on_rows
 from para_core.adapters.vae.diffusion_decoder import DecoderRows, window_attentions
+from para_core.adapters.vae.vae_adapter import rows_per_latent, vae_adapter
 from para_core.adapters.vae.vae_compile import traceable
 from para_core.distributed.agree import Record, check_consistent, differing_fields, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.mesh import GuidedMesh, one_guided_rank
-from para_core.instance_patching import (
-    WrapperPriority,
-    has_compiled_parts,
-    is_wrapped,
-    original_class,
-    restored_on_failure,
-    uncompiled,
-    unwrap,
-    wrap_method,
-)
+from para_core.distributed.mesh import GuidedMesh, MeshDim, one_guided_rank
+from para_core.instance.modules import has_compiled_parts, uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slots, fill_slot, is_filled, restored_on_failure
+from para_core.instance.slots import Slot
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
 from para_core.spatial.rows import rows_of
@@ -50,9 +47,9 @@ Way = Literal["encode", "decode"]
 
 # With more ranks than this, parallelize_vae warns: the ranks wait for each other at every layer, which then takes
 # longer than the computation that they save.
-_MANY = 8
+_MOST_USEFUL_RANKS = 8
 # Ranks compare their inputs up to this number of bytes. Of a larger input they compare evenly spaced values.
-_MAX_COMPARED = 1 << 24
+_MAX_COMPARED_BYTES = 1 << 24
 _NO_TILES_IN_GRAPHS = (
     "ranks exchange the shapes of tiles, which a graph cannot do. Call the VAE uncompiled; or compile it with "
     "method='exact', and vae.disable_tiling()."
@@ -91,7 +88,7 @@ def parallelize_vae(
     Raises:
         TypeError: If the class is not supported.
         ValueError: If ``method`` or ``gather`` is unknown, ``method`` is ``"tiled"`` and the tiles of the class cannot
-            be distributed, or the first rank alone runs the autoencoder (``vae_placement="first"``).
+            be distributed, or the first rank alone runs the autoencoder.
         RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
     """
     module = uncompiled(vae)
@@ -113,19 +110,19 @@ def parallelize_vae(
     if ranks.size == 1:
         unparallelize_vae(vae)
         return vae
-    if ranks.size > _MANY and ranks.index == 0:
+    if ranks.size > _MOST_USEFUL_RANKS and ranks.index == 0:
         logger.warning(
             "parallelize_vae: %d ranks; beyond %d an image of 720 rows is not decoded faster, because ranks wait for "
             "each other at every layer. Pass a smaller mesh, and gather='first' if only one rank needs the image.",
             ranks.size,
-            _MANY,
+            _MOST_USEFUL_RANKS,
         )
     row_ranks = RowRanks(ranks, dim_groups(mesh))
     with (
         restored_on_failure([module, *_parts(module)]),
         raising_on_all(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
     ):
-        if is_wrapped(module, FIRST_RANK):
+        if is_filled(module, Slot.FIRST_RANK):
             raise ValueError(
                 "the first rank alone runs it, by vae_placement='first' of a parallel pipeline. Place it by 'offload', "
                 "which goes with several ranks, or call unparallelize_pipe(...) of that pipeline first."
@@ -139,8 +136,8 @@ def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdap
     """Return the adapter of the autoencoder ``module``. Raises the errors of :func:`parallelize_vae`."""
     adapter = vae_adapter(module)
     if adapter is None:
-        refuse_fsdp1(module, "vae")
-        refuse_wrapped_model(module, "vae")
+        check_not_fsdp1(module, "vae")
+        check_not_wrapped(module, "vae")
         name = original_class(module).__name__
         reason = REFUSED_VAES.get(name, "para_core has no adapter for it")
         raise TypeError(f"{name} does not run on several ranks: {reason}. Supported are {', '.join(VAES)}.")
@@ -160,9 +157,16 @@ def unparallelize_vae(vae: Vae) -> Vae:
     """Undo :func:`parallelize_vae` and return ``vae`` as it was before."""
     require_kind("model", vae, "unparallelize_pipe takes a pipeline.")
     module = uncompiled(vae)
-    for part in (module, *_parts(module)):
-        unwrap(part, PARALLEL_VAE)
+    empty_slots([module, *_parts(module)], Slot.PARALLEL_VAE)
     return vae
+
+
+def _gather_if_sharded(x: Any, ranks: MeshDim) -> Any:
+    """Return all rows of ``x`` if it is a tensor of which this rank holds some; ``x`` itself otherwise. Collective."""
+    rows = rows_of(x)
+    if rows is None:
+        return x
+    return gather_rows(x, rows, ranks)
 
 
 def _parts(vae: nn.Module) -> list[nn.Module]:
@@ -184,7 +188,9 @@ class _VaeRun:
             way: traceable(vae, partial(self.traced, vae, getattr(original_class(vae), name), way))
             for way, name in self.ways.items()
         }
-        self.decoder = DecoderRows(self.ranks) if self.adapter.windows else None
+        self.decoder: DecoderRows | None = None
+        if self.adapter.windows:
+            self.decoder = DecoderRows(self.ranks)
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
         self.places: Places = {}
         # Sharding mode of the current call, None outside of a call that runs on rows.
@@ -198,13 +204,12 @@ class _VaeRun:
         handlers.update({name: self.tiles for name in self.adapter.tiled if hasattr(vae, name)})
         if self.adapter.tiled and self.adapter.distributes_tiles:
             for part in _parts(vae):
-                wrap_method(part, "__call__", PARALLEL_VAE, self.tile, order=WrapperPriority.PARALLEL)
+                fill_slot(part, Slot.PARALLEL_VAE, {"__call__": self.tile})
             if hasattr(vae, "clear_cache"):
                 handlers["clear_cache"] = self.clear
-        for name, handler in handlers.items():
-            wrap_method(vae, name, PARALLEL_VAE, handler, order=WrapperPriority.PARALLEL)
+        fill_slot(vae, Slot.PARALLEL_VAE, handlers, owner=self)
         if self.decoder is not None:
-            self.decoder.attach(vae, PARALLEL_VAE)
+            self.decoder.attach(vae)
 
     def run(self, way: Way, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         # The caller is another wrapped method, which already shards.
@@ -295,10 +300,12 @@ class _VaeRun:
         if torch.compiler.is_compiling():
             raise RuntimeError(_NO_TILES_IN_GRAPHS)
         mode, self.mode = self.mode, None
-        ranks = self.ranks if mode is None else mode.ranks
+        ranks = self.ranks
+        if mode is not None:
+            ranks = mode.ranks
         try:
             with DisableTorchFunction():
-                args = tuple([gather_rows(x, rows, ranks) if (rows := rows_of(x)) else x for x in args])
+                args = tuple([_gather_if_sharded(x, ranks) for x in args])
             if not self.adapter.distributes_tiles:
                 return call(vae, *args, **kwargs)
             self.distributed_tiles = Tiles(ranks, replace(one_guided_rank("cpu"), batch=ranks))
@@ -337,11 +344,15 @@ class _VaeRun:
                 "ranks. Compile the method around it (vae.decode = torch.compile(vae.decode)), or "
                 "unparallelize_vae(vae)."
             )
-        values = x if x.nbytes <= _MAX_COMPARED else x.flatten()[:: -(-x.nbytes // _MAX_COMPARED)]
+        values = x
+        if x.nbytes > _MAX_COMPARED_BYTES:
+            values = x.flatten()[:: -(-x.nbytes // _MAX_COMPARED_BYTES)]
         tiling = {name: value for name, value in vars(vae).items() if name.startswith(("tile_", "use_"))}
         record = {"sample": f"{list(x.shape)} {describe(values)}", "tiling": repr(sorted(tiling.items()))}
-        listed = [item for value in others for item in (value if isinstance(value, (list, tuple)) else [value])]
-        generators = [item for item in listed if isinstance(item, torch.Generator)]
+        generators: list[torch.Generator] = []
+        for value in others:
+            items = value if isinstance(value, (list, tuple)) else [value]
+            generators += [item for item in items if isinstance(item, torch.Generator)]
         if generators:
             record["generators"] = describe(generators)
         check_consistent(problem or signature(record), self.mesh, explain=self.explain, call=f"the {self.adapter.vae}")

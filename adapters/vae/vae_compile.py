@@ -45,8 +45,8 @@ def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]
         clear: Any = getattr(vae, "_clear_conv_cache", None)
         if clear is not None:
             clear()
-        positional = tuple([None if _is_none(value) else value for value in args])
-        named = {name: None if _is_none(value) else value for name, value in kwargs.items()}
+        positional = tuple([_decode_none(value) for value in args])
+        named = {name: _decode_none(value) for name, value in kwargs.items()}
         return functional_call(module, weights, positional, named)
 
     opaque = nonstrict_trace(run)
@@ -59,12 +59,16 @@ def traceable(vae: nn.Module, compute: Callable[..., Any]) -> Callable[..., Any]
         # Dynamo makes a float that has changed symbolic, which cannot become text; calling hex() keeps it a constant.
         values = [getattr(vae, name) for name in settings]
         guarded = str([value.hex() if isinstance(value, float) else value for value in values])
-        positional = tuple([_NONE if value is None else value for value in args])
-        named = {name: _NONE if value is None else value for name, value in kwargs.items()}
+        positional = tuple([_encode_none(value) for value in args])
+        named = {name: _encode_none(value) for name, value in kwargs.items()}
         return opaque(weights, guarded, positional, named)
 
     return call
 
 
-def _is_none(value: Any) -> bool:
-    return isinstance(value, str) and value == _NONE
+def _encode_none(value: Any) -> Any:
+    return _NONE if value is None else value
+
+
+def _decode_none(value: Any) -> Any:
+    return None if isinstance(value, str) and value == _NONE else value

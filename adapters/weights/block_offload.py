@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from para_core.adapters.inspect.components import stack_of
-from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY, execution_device, require_not_offloaded
+from para_core.adapters.weights.offloaded_modules import execution_device, require_not_offloaded
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_alike, wrap_method
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot, fill_slots
+from para_core.instance.slots import Slot
 from para_core.weights.parameters import plain_tensors
 
 logger = logging.getLogger(__name__)
@@ -60,14 +63,14 @@ class OffloadedBlocks:
                 blocks = offloaded_blocks(module, self.resident)
                 rollback.callback(module.to, next(module.parameters()).device)
                 for wrapped in (module, *blocks):
-                    rollback.callback(unwrap, wrapped, BLOCKS_KEY)
+                    rollback.callback(empty_slot, wrapped, Slot.OFFLOADED_BLOCK)
                 module_blocks = [HostBlock(block, device, stream) for block in blocks]
                 for block, following in pairwise(module_blocks):
                     block.following = following
                 _move_others(module, set(blocks), device)
                 self._blocks |= dict(zip(blocks, module_blocks, strict=True))
-                wrap_method(module, "__call__", BLOCKS_KEY, self._run_model, order=WrapperPriority.OFFLOADED_BLOCK)
-                wrap_alike(blocks, "__call__", BLOCKS_KEY, self._run, order=WrapperPriority.OFFLOADED_BLOCK)
+                fill_slot(module, Slot.OFFLOADED_BLOCK, {"__call__": self._run_model})
+                fill_slots(blocks, Slot.OFFLOADED_BLOCK, {"__call__": self._run})
                 size = sum(x.nbytes for block in blocks for x in block.parameters())
                 logger.info("%d blocks of pipe.%s, %.1f GB, are in host memory", len(blocks), name, size / 1e9)
             self._undo = rollback.pop_all()

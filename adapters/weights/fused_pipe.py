@@ -16,13 +16,14 @@ from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import require_adapter, require_blocks
 from para_core.cache.branches import Branches, conditions_of
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_method
+from para_core.instance.modules import is_compiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.patch_plan import PatchPlan
 from para_core.weights.pipefusion import Fusion, PipeFusionReport, fusion_of
 from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion
-
-_KEY = "pipefusion"
 
 
 def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
@@ -74,14 +75,14 @@ class FusedPipe:
             self._names[id(module)] = []
             self._branches[id(module)] = Branches(conditions_of(module, require_blocks(module, adapter)))
             if hasattr(module, "cache_context"):
-                wrap_method(module, "cache_context", _KEY, self._named, order=WrapperPriority.CACHE)
+                fill_slot(module, Slot.PIPEFUSION, {"cache_context": self._named})
             self.fusions[name] = Fusion(module, options, plan, blocks, partial(self._branch_of, module), self._step_of)
             self.fusions[name].install()
 
     def remove(self) -> None:
         for fusion in self.fusions.values():
             fusion.remove()
-            unwrap(fusion.module, _KEY)
+            empty_slot(fusion.module, Slot.PIPEFUSION)
 
     @contextmanager
     def _named(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:

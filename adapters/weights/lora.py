@@ -21,12 +21,13 @@ from para_core.adapters.agree.arguments import require_equal
 from para_core.adapters.agree.loras import lora_layers, lora_weights
 from para_core.distributed.agree import Record, differing_fields, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, empty_slots, fill_slot, fill_slots
+from para_core.instance.slots import Slot
 from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
 from para_core.weights.parameters import forget_gradients, stand_ins, weights_of
 from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
 
-_KEY = "LoRA over shared weights"
 # Names of the LoRA methods of models. Those of pipelines call these, or merge the LoRA into each layer.
 ADDS = ("load_lora_adapter", "add_adapter", "load_adapter")
 CHANGES = (*ADDS, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", "delete_adapter")
@@ -70,17 +71,14 @@ def follow_loras(module: nn.Module, ranks: Ranks) -> None:
     All of ``ranks`` must then call such a method together, and a failure on one rank raises on all. With ``ranks=None``
     only the rank that fails raises.
     """
-    for method in CHANGES:
-        if hasattr(module, method):
-            wrap_method(module, method, _KEY, partial(_change, ranks, method in ADDS), order=WrapperPriority.PLAN)
+    changes = {name: partial(_change, ranks, name in ADDS) for name in CHANGES if hasattr(module, name)}
+    fill_slot(module, Slot.LORA, changes)
     _wrap_merges(module)
 
 
 def leave_loras(module: nn.Module) -> None:
     """Undo :func:`follow_loras`."""
-    unwrap(module, _KEY)
-    for layer in lora_layers(module):
-        unwrap(layer, _KEY)
+    empty_slots([module, *lora_layers(module)], Slot.LORA)
 
 
 def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -99,7 +97,7 @@ def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: Any, /, 
             present = {id(layer) for layer in lora_layers(module)}
             for layer in before:
                 if id(layer) not in present:
-                    unwrap(layer, _KEY)
+                    empty_slot(layer, Slot.LORA)
             try:
                 if tensor_mesh(module) is not None:
                     shard_new_loras(module)
@@ -161,9 +159,7 @@ def _as_whole(module: nn.Module) -> Iterator[None]:
 def _wrap_merges(module: nn.Module) -> None:
     # The layers of all blocks share one class, so the compiled graph of one block fits the others.
     around = partial(_with_whole, module if tensor_mesh(module) is not None else None)
-    layers = lora_layers(module)
-    for method in ("merge", "unmerge"):
-        wrap_alike(layers, method, _KEY, around, order=WrapperPriority.PLAN)
+    fill_slots(lora_layers(module), Slot.LORA, {"merge": around, "unmerge": around})
 
 
 def _with_whole(

@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE
 from para_core.cfg.deferred import materialize
 from para_core.distributed.agree import raising_on_all
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, is_wrapped, unwrap, wrap_method
+from para_core.instance.record import empty_slot, fill_slot, is_filled
+from para_core.instance.slots import Slot
 
-# Key of the wrappers of transformers whose blocks are offloaded (block_offload.py).
-BLOCKS_KEY = "offload"
 # Names of the hooks of diffusers' group offload, in the order of removal: outermost first
 # (diffusers/hooks/group_offloading.py).
 _HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading")
@@ -78,7 +76,7 @@ class OffloadedModules:
         """Offload the weights. Raise ``ValueError`` if other code has offloaded them. A failure changes nothing."""
         require_not_offloaded(self.modules, f"Leave {self.option} out.")
         for name, module in self.modules.items():
-            if self.first_rank_only and is_wrapped(module, PARALLEL_VAE):
+            if self.first_rank_only and is_filled(module, Slot.PARALLEL_VAE):
                 raise ValueError(
                     f"{self.option}='first' runs pipe.{name} on one rank, and it runs on all ranks already, by "
                     f"parallelize_vae or another pipeline with vae=True. Use {self.option}='offload', or undo that: "
@@ -91,10 +89,9 @@ class OffloadedModules:
                 rollback.callback(_remove_offload, module, next(module.parameters()).device, before)
                 self._place(module, device, rollback)
                 if self.first_rank_only and self.mesh.ranks > 1:
-                    rollback.callback(unwrap, module, FIRST_RANK)
+                    rollback.callback(empty_slot, module, Slot.FIRST_RANK)
                     around = partial(_run_on_first, self.mesh, device, name)
-                    for method in self.methods:
-                        wrap_method(module, method, FIRST_RANK, around, order=WrapperPriority.PARALLEL)
+                    fill_slot(module, Slot.FIRST_RANK, dict.fromkeys(self.methods, around))
             self._undo = rollback.pop_all()
 
     def _place(self, module: nn.Module, device: torch.device, rollback: ExitStack) -> None:
@@ -121,14 +118,14 @@ def offloader_of(module: nn.Module) -> Offloader | None:
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         return Offloader(f"accelerate's {type(hook).__name__}", "pipe.remove_all_hooks()")
-    if is_wrapped(module, BLOCKS_KEY):
+    if is_filled(module, Slot.OFFLOADED_BLOCK):
         return Offloader(
             "offload='blocks' of parallelize_pipe", "unparallelize_pipe(pipe), with the pipeline of that call"
         )
     registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
     grouped = any(registry is not None and registry.get_hook("group_offloading") is not None for registry in registries)
     undo = (
-        "unparallelize_pipe(pipe) if it is that of parallelize_pipe (text_encoders=, vae_placement=); if it is "
+        "unparallelize_pipe(pipe) if parallelize_pipe placed it there; if it is "
         "diffusers' own, HookRegistry.check_if_exists_or_initialize(module).remove_hook(name) of diffusers.hooks, for "
         f"each name of {', '.join(_HOOKS)}"
     )

@@ -13,18 +13,11 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_of
+from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.refusal import refusal
-from para_core.adapters.registry import (
-    mesh_of,
-    refuse_fsdp1,
-    refuse_wrapped_model,
-    require_kind,
-    tensor_plan_for,
-    transformers_of,
-)
-from para_core.adapters.weights.offloaded_modules import BLOCKS_KEY, require_not_offloaded
+from para_core.adapters.registry import mesh_of, require_kind, tensor_plan_for, transformers_of
+from para_core.adapters.weights.offloaded_modules import require_not_offloaded
 from para_core.adapters.weights.sharded_component import (
-    KEY,
     METHODS,
     Method,
     MoveGuard,
@@ -37,15 +30,9 @@ from para_core.adapters.weights.sharded_component import (
 )
 from para_core.distributed.agree import Record, check_consistent, first_difference, raising_on_all, signature
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, TENSOR_DIM, GuidedMesh, SequenceMesh
-from para_core.instance_patching import (
-    WrapperPriority,
-    is_wrapped,
-    original_class,
-    restored_on_failure,
-    unwrap,
-    wrap_method,
-    wrapper,
-)
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot, is_filled, restored_on_failure, slot_owner
+from para_core.instance.slots import Slot
 from para_core.user_warnings import ParaCoreWarning, warn_user
 from para_core.weights.fsdp import require_shardable, shard_mesh
 from para_core.weights.group import as_ranks, sequence_ranks, timeout_of, weights_mesh
@@ -122,8 +109,8 @@ def _check_options(pipe: Any, method: Method, offload_policy: OffloadPolicy | No
 def check_shard(pipe: Any) -> None:
     """Raise ``ValueError`` if weights of ``pipe`` are spread over several devices or moved by accelerate."""
     for name, module in transformers_of(pipe).items():
-        refuse_fsdp1(module, f"pipe.{name}")
-        refuse_wrapped_model(module, f"pipe.{name}")
+        check_not_fsdp1(module, f"pipe.{name}")
+        check_not_wrapped(module, f"pipe.{name}")
         refuse_several_devices(module, "the transformer")
     refuse_several_devices(pipe, "the pipeline")
     refuse_moved_weights(pipe)
@@ -196,7 +183,7 @@ def shard_components(
         placed = {
             name: module
             for name, module in chosen.items()
-            if is_wrapped(module, BLOCKS_KEY) or not (name in transformers or hasattr(module, "_hf_hook"))
+            if is_filled(module, Slot.OFFLOADED_BLOCK) or not (name in transformers or hasattr(module, "_hf_hook"))
         }
         require_not_offloaded(placed, "Shard other components alone (components=[...]).")
         for name, module in chosen.items():
@@ -351,7 +338,7 @@ def gather_modules(pipe: Any, modules: Iterable[nn.Module]) -> None:
     for module in modules:
         gather_component(module)
     if not any(map(is_distributed, components_of(pipe).values())):
-        unwrap(pipe, KEY)
+        empty_slot(pipe, Slot.WEIGHTS)
 
 
 def release_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[[], None]:
@@ -382,10 +369,10 @@ def restore_shards(pipe: Any, names: Collection[str] | None = None) -> Callable[
 
 def _move_guard_of(pipe: Any) -> MoveGuard:
     """Return the :class:`MoveGuard` of ``pipe``. If it has none yet, install its wrappers."""
-    guard = getattr(wrapper(pipe, "save_pretrained", KEY), "__self__", None)
-    if not isinstance(guard, MoveGuard):
+    guard = slot_owner(pipe, Slot.WEIGHTS, MoveGuard)
+    if guard is None:
         guard = MoveGuard()
-        for method, around in (("enable_model_cpu_offload", guard.offload), ("save_pretrained", guard.save)):
-            if hasattr(pipe, method):
-                wrap_method(pipe, method, KEY, around, order=WrapperPriority.PLAN)
+        methods = {"enable_model_cpu_offload": guard.offload, "save_pretrained": guard.save}
+        present = {method: around for method, around in methods.items() if hasattr(pipe, method)}
+        fill_slot(pipe, Slot.WEIGHTS, present, owner=guard)
     return guard

@@ -22,7 +22,10 @@ from para_core.adapters.registry import adapter_for
 from para_core.adapters.weights.lora import follow_loras, leave_loras
 from para_core.distributed.agree import Signature, check_consistent, raising_on_all, signature
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh
-from para_core.instance_patching import WrapperPriority, is_compiled, unwrap, unwrapped_class, wrap_method, wrapper
+from para_core.instance.modules import is_compiled
+from para_core.instance.private_class import unwrapped_class
+from para_core.instance.record import empty_slot, fill_slot, slot_owner
+from para_core.instance.slots import Slot
 from para_core.plans.region import mesh_of_plan
 from para_core.torch_internals import COMPILED_CALL, buffer_slots, compile_context, parameter_slots, parse_to
 from para_core.weights.fsdp import discard_shards, gather_blocks, is_sharded, shard_blocks, shard_mesh
@@ -32,7 +35,6 @@ from para_core.weights.tensor_plan import TensorPlan
 Method = Literal["fsdp", "tensor"]
 METHODS: tuple[Method, ...] = ("fsdp", "tensor")
 
-KEY = "weights"
 _FUSED = "Projections that are fused or taken apart now would not be sharded."
 # Methods that fail on sharded weights. Each value is the sentence of the message that says why.
 _LATE = {
@@ -134,15 +136,13 @@ class ShardedComponent:
         if self.ranks is not None:
             name = f"the {unwrapped_class(self.module).__name__}"
             around = partial(_run_on_all_ranks, self.ranks, name, signature({"call": name}))
-            wrap_method(self.module, "__call__", KEY, around, order=WrapperPriority.PARALLEL)
+            fill_slot(self.module, Slot.WEIGHTS, {"__call__": around})
 
     def refuse_late(self, guard: MoveGuard) -> None:
         """Wrap methods that would fail on sharded weights, or save only a part of them, so that they raise."""
         component = replace(self, guard=guard)
-        wrap_method(self.module, "to", KEY, component.move, order=WrapperPriority.PLAN)
-        for method, problem in _LATE.items():
-            if hasattr(self.module, method):
-                wrap_method(self.module, method, KEY, partial(_too_late, problem), order=WrapperPriority.PLAN)
+        late = {name: partial(_too_late, problem) for name, problem in _LATE.items() if hasattr(self.module, name)}
+        fill_slot(self.module, Slot.WEIGHTS, {"to": component.move, **late}, owner=component)
 
     def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``module.to``. Raise ``RuntimeError`` if it would change the dtype or device type of FSDP2 weights.
@@ -169,8 +169,8 @@ class ShardedComponent:
 
 def sharded_component(module: nn.Module) -> ShardedComponent | None:
     """Return the settings with which ``module`` is sharded; None if it is not sharded."""
-    component = getattr(wrapper(module, "to", KEY), "__self__", None)
-    if isinstance(component, ShardedComponent):
+    component = slot_owner(module, Slot.WEIGHTS, ShardedComponent)
+    if component is not None:
         return component
     # Otherwise the module was sharded by the user's own fully_shard. Its offload policy is unknown.
     mesh = shard_mesh(module) if is_sharded(module) else None
@@ -188,7 +188,7 @@ def gather_component(module: nn.Module) -> None:
         gather_blocks(module)
     if tensor_mesh(module) is not None:
         gather_tensors(module)
-    unwrap(module, KEY)
+    empty_slot(module, Slot.WEIGHTS)
     leave_loras(module)
 
 

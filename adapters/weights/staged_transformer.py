@@ -12,29 +12,23 @@ from torch import nn
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.arguments import require_equal as require_equal_values
 from para_core.adapters.agree.loras import described_model, lora_weights
+from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import stack_of, why_no_stages
-from para_core.adapters.registry import adapter_for, transformers_of, unet_adapter
+from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.adapters.weights.lora import ADDS, CHANGES, on_all_ranks, require_equal_lora, require_own_values
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
 from para_core.distributed.agree import Record, RequireEqual, differing_fields, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, MeshDim
-from para_core.instance_patching import (
-    WrapperPriority,
-    is_compiled,
-    is_wrapped,
-    original_class,
-    unwrap,
-    wrap_alike,
-    wrap_method,
-)
+from para_core.instance.modules import is_compiled, submodules_of
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, empty_slots, fill_slot, fill_slots, is_filled
+from para_core.instance.slots import Slot
 from para_core.weights.balance import balanced
 from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.pipefusion import fusion_of
 from para_core.weights.stages import Stages, free_others, gather_stages, others, require_sendable, stages_of
 
-_KEY = "weights in stages"
-_MERGE_KEY = "merge in stages"
 # Methods of a model that need the weights of all blocks, or would move them. The values complete the error message.
 _TOO_LATE = {
     "to": "moving it",
@@ -79,16 +73,15 @@ def hold_stage(
     )
     stages = Stages(module, blocks, mesh.pipe, require_equal)
     stages.install()
-    for method, what in _TOO_LATE.items():
-        if hasattr(module, method):
-            wrap_method(module, method, _KEY, partial(_too_late, what), order=WrapperPriority.PLAN)
+    late = {name: partial(_too_late, what) for name, what in _TOO_LATE.items() if hasattr(module, name)}
     # diffusers' group offload moves single blocks and layers, so each layer must refuse to move.
     elsewhere = [part for block in others(stages) for part in block.modules()]
-    wrap_alike(elsewhere, "to", _KEY, partial(_too_late_inside, module), order=WrapperPriority.PLAN)
+    fill_slots(elsewhere, Slot.STAGED_WEIGHTS, {"to": partial(_too_late_inside, module)})
     for method in CHANGES:
         if hasattr(module, method):
             change = _add_lora if method in ADDS else _change_lora
-            wrap_method(module, method, _KEY, partial(change, stages, mesh), order=WrapperPriority.PLAN)
+            late[method] = partial(change, stages, mesh)
+    fill_slot(module, Slot.STAGED_WEIGHTS, late)
 
 
 def free_other_stages(module: nn.Module) -> None:
@@ -106,23 +99,22 @@ def refuse_late_on_pipe(pipe: Any) -> None:
 
     The transformer refuses them too, but only after other components have been changed.
     """
-    for method, what in _TOO_LATE_FOR_PIPE.items():
-        if hasattr(pipe, method):
-            wrap_method(pipe, method, _KEY, partial(_too_late_for_pipe, what), order=WrapperPriority.PLAN)
+    late = {name: partial(_too_late_for_pipe, what) for name, what in _TOO_LATE_FOR_PIPE.items() if hasattr(pipe, name)}
+    fill_slot(pipe, Slot.STAGED_WEIGHTS, late)
 
 
 def release_pipe(pipe: Any) -> None:
     """Undo :func:`refuse_late_on_pipe`."""
-    unwrap(pipe, _KEY)
+    empty_slot(pipe, Slot.STAGED_WEIGHTS)
 
 
 def release_stage(module: nn.Module) -> None:
     """Undo :func:`hold_stage`: every rank holds all blocks again. A collective call; does nothing without stages."""
     gather_stages(module)
-    if is_wrapped(module, _KEY):
-        # Unwrap the module itself last, so that a second call after a failure finds it wrapped and removes the rest.
-        for part in reversed(list(module.modules())):
-            unwrap(part, _KEY)
+    if is_filled(module, Slot.STAGED_WEIGHTS):
+        # The module itself comes last, so that a second call after a failure finds its slot filled and empties the
+        # rest.
+        empty_slots(reversed(submodules_of(module)), Slot.STAGED_WEIGHTS)
 
 
 def suspend_stage(module: nn.Module) -> Callable[[], None]:
@@ -174,11 +166,10 @@ def _change_lora(
     layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
     with on_all_ranks(mesh):
         try:
-            wrap_alike(layers, "merge", _MERGE_KEY, _merge_unseen, order=WrapperPriority.PLAN)
+            fill_slots(layers, Slot.STAGED_MERGE, {"merge": _merge_unseen})
             return call(module, *args, **kwargs)
         finally:
-            for layer in layers:
-                unwrap(layer, _MERGE_KEY)
+            empty_slots(layers, Slot.STAGED_MERGE)
 
 
 def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -212,8 +203,8 @@ def _add_lora(
 
 def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
     """Refuse stages for a model whose blocks pass more than tokens to the next block."""
-    is_unet = unet_adapter(module) is not None
-    reason = "it is a UNet, whose blocks pass residuals to each other" if is_unet else why_no_stages(module, adapter)
+    kind = kind_of(module)
+    reason = why_no_stages(module, adapter) if kind is None else kind.why_no_stages
     if reason is not None:
         raise TypeError(
             f"{original_class(module).__name__} cannot run in stages: {reason}. Use a mesh without 'pipe' "

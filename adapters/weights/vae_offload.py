@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from para_core.adapters.inspect.components import VAE_METHODS
 from para_core.adapters.weights.block_offload import HostBlock
 from para_core.adapters.weights.offloaded_modules import OffloadedModules
-from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
 from para_core.torch_internals import pytree
 
-_KEY = "VAE in host memory"
 # The parts of an autoencoder that one of its methods needs no weights of.
 _UNUSED = {"encode": "decoder", "decode": "encoder"}
 
@@ -34,9 +35,8 @@ class OffloadedVaes(OffloadedModules):
         host = _HostVae(module, device)
         for x in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
             x.data = x.data.to(device)
-        rollback.callback(unwrap, module, _KEY)
-        for method in VAE_METHODS:
-            wrap_method(module, method, _KEY, partial(host.run, method), order=WrapperPriority.PARALLEL)
+        rollback.callback(empty_slot, module, Slot.VAE_OFFLOAD)
+        fill_slot(module, Slot.VAE_OFFLOAD, {method: partial(host.run, method) for method in VAE_METHODS})
         # By this hook diffusers finds the device on which the autoencoder computes, and refuses to move it.
         HookRegistry.check_if_exists_or_initialize(module).register_hook(_hook_for(device), "group_offloading")
 

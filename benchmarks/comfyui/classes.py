@@ -62,8 +62,8 @@ def calls(inputs_of: Any, sizes: Any) -> Iterator[Any]:
 def error_of(model: nn.Module, recorded: Any, inputs_of: Any, sizes: Any) -> tuple[float, int]:
     """Return the largest relative error of the plan over the calls and meshes, and the number of samples compared."""
     from para_core.adapters.registry import plan_for
-    from para_core.verify.parts import largest_error
-    from para_core.verify.virtual_ranks import fresh, run_on_virtual_ranks
+    from para_core.comparison.tensor_parts import largest_error
+    from para_core.comparison.virtual_ranks import fresh, run_on_virtual_ranks
 
     plan, errors, samples = plan_for(model, adapter=recorded.adapter), [], 1
     for inputs in calls(inputs_of, sizes):
@@ -112,15 +112,12 @@ def row_of(case: Any, condition: str, inputs_of: Any) -> dict[str, Any]:
 
 
 def cache_error(model: nn.Module, blocks: Any, inputs: Any) -> float:
-    """Return the error of calls that skip blocks. Raise RuntimeError if there is another problem than a large error."""
+    """Return the error of calls that skip blocks. Raise RuntimeError if they fail, or are not exact."""
     from comfyui_para_core.rank_model import keep_inputs_of_blocks
-    from para_core.adapters.propose.stack import cached_error
+    from para_core.comparison.cached_call import error_of_cached_call
 
     keep_inputs_of_blocks(model, blocks)
-    error = cached_error(model, blocks, inputs, EXACT)
-    if isinstance(error, str):
-        raise RuntimeError(f"a call that skips blocks {error}")
-    return error
+    return error_of_cached_call(model, blocks, inputs, EXACT)
 
 
 def propose(case: Any) -> None:

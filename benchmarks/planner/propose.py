@@ -19,8 +19,8 @@ from torch import nn
 from benchmarks.harness import markdown_table, parser_of, read_results, write_results
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.propose import propose_plan
-from para_core.verify.parts import largest_error
-from para_core.verify.virtual_ranks import run_on_virtual_ranks
+from para_core.comparison.tensor_parts import largest_error
+from para_core.comparison.virtual_ranks import run_on_virtual_ranks
 from zoo.tiny.transformers.registry import MODELS
 
 # The sizes are (frames, height, width) in latent pixels.

@@ -5,6 +5,8 @@ between them.
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import json
 import re
 import shutil
@@ -33,6 +35,8 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
 # "para_core" also has the names of the launcher, which para_core/__init__.py imports without torch.
 PACKAGES = {"para_core": "para_core/api.py", "para_core.adapters": "adapters/api.py"}
 INSTALLED = ROOT / "build/site_source/para_core"
+# Stands in a docstring for the options that para_core/declared_options.py describes.
+OPTIONS = "        {options}\n"
 
 
 def on_startup(command: str, dirty: bool) -> None:
@@ -43,6 +47,29 @@ def on_startup(command: str, dirty: bool) -> None:
     shutil.copytree(ROOT / "para_core", INSTALLED, ignore=ignored)
     for folder in ("adapters", "kernels"):
         shutil.copytree(ROOT / folder, INSTALLED / folder, ignore=ignored)
+    for path in INSTALLED.rglob("*.py"):
+        source = path.read_text()
+        if OPTIONS in source:
+            path.write_text(with_options(source, ".".join(path.relative_to(INSTALLED.parent).with_suffix("").parts)))
+
+
+def with_options(source: str, module: str) -> str:
+    """Return the source of a module with the options that functions and classes declare, which the API's reader cannot
+    import: in their docstrings, and in the signatures of functions.
+    """
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        docstring = ast.get_docstring(node, clean=False) or ""
+        if OPTIONS not in docstring:
+            continue
+        documented = getattr(importlib.import_module(module), node.name)
+        source = source.replace(docstring, documented.__doc__)
+        if isinstance(node, ast.FunctionDef):
+            decorators = "".join(f"@{ast.unparse(decorator)}\n" for decorator in node.decorator_list)
+            header = f"def {node.name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}:"
+            source = source.replace(decorators + header, f"def {node.name}{inspect.signature(documented)}:")
+    return source
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import io
 import secrets
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic_core import from_json
-from starlette.datastructures import Headers, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from para_core.fleet.failures import RequestError
+from para_core.fleet.http.forms import read_form
 from para_core.fleet.image_classes import takes_no_image
+from para_core.fleet.image_files import open_image, white_where_transparent
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import FORMATS
@@ -30,7 +29,6 @@ from para_core.fleet.request import (
     Request,
     describe_error,
     estimated_pixels,
-    open_image,
     parameter_of,
     request_from,
     request_schema,
@@ -130,7 +128,7 @@ async def read_content(http: HttpRequest, options: ServerOptions) -> tuple[Any, 
     try:
         async with asyncio.timeout(options.seconds):
             if kind == "multipart/form-data":
-                return await _read_form(http.headers, chunks(), options.body_bytes)
+                return await read_form(http.headers, chunks(), options.body_bytes)
             return from_json(b"".join([chunk async for chunk in chunks()])), {}
     except ClientDisconnect:
         raise RequestError(499, "client_left", "the client disconnected while it sent the body.") from None
@@ -336,68 +334,5 @@ def _converted_masks(value: Any, files: dict[str, bytes]) -> Any:
     if not isinstance(value, str):
         return value
     key = f"mask {len(files)} of the body"
-    files[key] = _white_where_transparent(files[value] if value in files else _decode_base64(value))
+    files[key] = white_where_transparent(files[value] if value in files else _decode_base64(value))
     return key
-
-
-_MAX_FILES, _MAX_FIELDS = 32, 200
-# Values of these form fields, and of all with "prompt" in their name, are strings, but for names that begin with a word
-# of _NO_TEXTS, such as num_images_per_prompt. Values of other fields are parsed as JSON.
-_TEXTS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
-_NO_TEXTS = ("num_", "enhance_", "enable_", "use_")
-
-
-async def _read_form(
-    headers: Headers, chunks: AsyncGenerator[bytes], max_bytes: int
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the fields and files of a multipart form, with which OpenAI's clients send images."""
-    parser = MultiPartParser(headers, chunks, max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=max_bytes)
-    try:
-        form = await parser.parse()
-    except (MultiPartException, KeyError, ValueError) as error:
-        raise RequestError(400, "invalid_form", f"the form is malformed: {error}") from None
-    fields: dict[str, Any] = {}
-    files: dict[str, bytes] = {}
-    try:
-        for full_name, value in form.multi_items():
-            name = full_name.removesuffix("[]")
-            if isinstance(value, UploadFile):
-                data = await value.read()
-                item: Any = f"file {len(files)} of the form"
-                files[item] = data
-            else:
-                is_text = name in _TEXTS or ("prompt" in name and not name.startswith(_NO_TEXTS))
-                item = value if is_text else _json_or_text(value)
-            if name in fields:
-                fields[name] = [*(fields[name] if isinstance(fields[name], list) else [fields[name]]), item]
-            else:
-                fields[name] = item
-    finally:
-        await form.close()
-    return fields, files
-
-
-def _json_or_text(text: str) -> Any:
-    """Return the JSON value that ``text`` is, or else the text. An empty text, as of an empty box, is None."""
-    if not text:
-        return None
-    try:
-        return from_json(text)
-    except ValueError:
-        return text
-
-
-def _white_where_transparent(data: bytes) -> bytes:
-    """Convert OpenAI's mask, transparent where to generate, to diffusers' mask, white there. Other images stay."""
-    from PIL import Image, ImageChops
-
-    try:
-        image = Image.open(io.BytesIO(data), formats=("PNG", "WEBP"))
-        if image.width * image.height > 2**26 or image.mode not in ("RGBA", "LA", "PA"):
-            return data
-        buffer = io.BytesIO()
-        ImageChops.invert(image.convert("RGBA").getchannel("A")).save(buffer, "PNG")
-        return buffer.getvalue()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        # An unreadable mask is refused later, like any unreadable image.
-        return data

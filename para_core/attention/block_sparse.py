@@ -7,15 +7,15 @@ the host.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from para_core.distributed.layout import Run
+from para_core.layout.runs import intersect
+from para_core.layout.sequence import Run
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,9 @@ class BlockMask:
     key_block: int
 
     bits: str
+
+    # A positional mask (:class:`~para_core.attention.tiles.PositionalMask`) without causal tiles.
+    is_causal = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -59,18 +62,23 @@ class BlockMask:
             block += hidden + visible
         return runs
 
-    def equal_runs(self, *, is_causal: bool) -> list[Run]:
-        """Split the queries into runs ``(start, length)``, such that all queries of a run have equal rows of the mask.
-
-        With ``is_causal`` the queries are also split at the edges of all query blocks and key blocks.
-        """
+    def query_edges(self) -> list[int]:
+        """Return the positions of queries at which the row of the mask changes."""
         rows = self.rows
-        edges = [row * self.query_block for row in range(len(rows) + 1)]
-        if is_causal:
-            edges = sorted({*edges, *range(0, edges[-1], self.key_block)})
-        else:
-            edges = [edge for row, edge in enumerate(edges) if row in (0, len(rows)) or rows[row] != rows[row - 1]]
-        return [(first, last - first) for first, last in itertools.pairwise(edges)]
+        return [row * self.query_block for row in range(1, len(rows)) if rows[row] != rows[row - 1]]
+
+    def key_edges(self) -> range:
+        """Return the positions at which blocks of keys begin."""
+        return range(0, self.num_key_blocks * self.key_block, self.key_block)
+
+    def tile(self, queries: Run, keys: Sequence[Run]) -> list[tuple[list[Run], bool]]:
+        """Return the keys that a run of queries with equal rows of the mask sees, as one tile; nothing if it sees none.
+
+        >>> BlockMask(2, 3, 4, 2, "5,2").tile((0, 4), [(1, 5)])
+        [([(1, 1), (4, 2)], False)]
+        """
+        seen = intersect(keys, self.runs_seen(queries[0] // self.query_block))
+        return [(seen, False)] if seen else []
 
     def sees_any(self, queries: Iterable[Run], keys: Iterable[Run]) -> bool:
         """Whether any of the ``queries`` sees any of the ``keys``. Both are positions, as runs ``(start, length)``."""

@@ -36,6 +36,7 @@ def level_rows(query: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     absorbed rows become 0, so that only the mask weighs their keys. A row of -inf stays such a row. Not differentiable.
 
     Args:
+        mask: Its rows may be followed by rows of other queries.
         dtype: The dtype of the returned mask. If it is smaller than that of ``mask``, low numbers may become -inf, but
             no row does that was not.
     """
@@ -44,7 +45,7 @@ def level_rows(query: Tensor, mask: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     highest = mask.amax(-1, keepdim=True)
     if torch.finfo(mask.dtype).min < _ABSORBS:
         # masked_fill would not keep the memory layout of the query, and the output has the same.
-        query = query * (highest >= _ABSORBS)
+        query = query * (highest[:, :, : query.shape[2]] >= _ABSORBS)
     # The clamp avoids -inf minus -inf, which is NaN; hardshrink replaces a maximum from _LOW to 0 by 0.
     shift = F.hardshrink(highest.clamp(min=torch.finfo(mask.dtype).min, max=0.0), -_LOW)
     return query, torch.sub(mask, shift, out=mask.new_empty(mask.shape, dtype=dtype))
@@ -124,14 +125,20 @@ class FiniteMaskedRows:
             for parts in zip(cut(self.mask), cut(self.highest), cut(self.absorbed), strict=True)
         ]
 
-    def lse_of_tile(self, lse: Tensor, mask: Tensor, num_keys: int, *, diagonal: bool) -> Tensor:
+    def rows(self, first: int, length: int) -> FiniteMaskedRows:
+        """Return the ``length`` rows from ``first`` on; all rows if there is one row for all queries."""
+        if self.mask.shape[2] == 1 or (first == 0 and length == self.mask.shape[2]):
+            return self
+        return FiniteMaskedRows(*[x.narrow(2, first, length) for x in (self.mask, self.highest, self.absorbed)])
+
+    def lse_of_tile(self, lse: Tensor, mask: Tensor, num_keys: int, *, is_causal: bool) -> Tensor:
         """Return the corrected lse ``[B, H, S_q]`` of attention to some of the keys (a tile), which have this ``mask``.
 
         In absorbed rows this is the logarithm of the number of the tile's ``num_keys`` keys that have the row's
-        maximum; other rows keep ``lse``. With ``diagonal``, query i sees only keys 0 … i of the tile.
+        maximum; other rows keep ``lse``. With ``is_causal``, query i sees only keys 0 … i of the tile.
         """
         equal = (mask == self.highest).expand(*mask.shape[:-1], num_keys)
-        if diagonal:
+        if is_causal:
             equal = equal & equal.new_ones(lse.shape[-1], num_keys).tril()
         return torch.where(self.absorbed[..., 0], equal.sum(-1).to(lse.dtype).log(), lse)
 

@@ -11,6 +11,7 @@ Both functions call differentiable operators, in eager code and in graphs. Like 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.local import as_sdpa
-from para_core.attention.tiles import TokenOrder, own_runs, sharded_runs, take
-from para_core.attention.ulysses import UlyssesPlan, join_kinds, split_by_kind
 from para_core.distributed.collectives import all_gather, all_to_all, define_collective, done
-from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.held import Layout
+from para_core.layout.runs import put, take
+from para_core.layout.sequence import Run, SequenceLayout
 
 
 def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,35 +53,42 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
     # of one rank, but holds only one of ``layout.ranks`` parts.
     if mesh.ulysses.size == layout.ranks or not layout.sharded:
         return [(0, layout.total)]
-    first = mesh.ring.index * mesh.ulysses.size
-    ranks = range(first, first + mesh.ulysses.size)
-    rows, before = [], 0
-    for segment in layout.segments:
-        if segment.replicated:
-            rows.append((before, segment.total))
-        else:
-            parts = [segment.runs(rank, layout.ranks) for rank in ranks]
-            # In a balanced segment rank i holds the i-th part from the front and the i-th from the back, so the back
-            # parts of the group begin with that of its last rank.
-            for index, first_rank in ((0, 0), (1, -1))[: 1 + segment.balanced]:
-                start = parts[first_rank][index][0]
-                rows.append((before + start, sum([part[index][1] for part in parts])))
-        before = before + segment.total
-    return rows
+    width = mesh.ulysses.size
+    ranks = range(mesh.ring.index * width, (mesh.ring.index + 1) * width)
+    return Layout.of(layout, ranks).grouped(width).runs()
 
 
-def _query_order(plan: AttentionPlan) -> TokenOrder:
-    return TokenOrder(own_runs(plan.spec.query_layout, plan.spec.mesh), ascending=True)
+class _SequenceOrder:
+    """The order of the sequence, into which gathered keys are brought.
+
+    ``runs`` are the positions of the tokens as runs ``(start, length)``, in the order in which the rank holds them.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._order = sorted(range(len(runs)), key=runs.__getitem__)
+        self._lengths = [length for _, length in runs]
+        self._as_held = self._order == list(range(len(runs)))
+
+    def arrange(self, x: Tensor) -> Tensor:
+        """Return ``x`` with its tokens, dim 2, rearranged from the order in which the rank holds them to this order."""
+        if self._as_held:
+            return x
+        parts = x.split(self._lengths, dim=2)
+        return torch.cat([parts[index] for index in self._order], dim=2)
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Undo :meth:`arrange`: return ``x`` with its tokens, dim 2, in the order in which the rank holds them."""
+        if self._as_held:
+            return x
+        parts = x.split([self._lengths[index] for index in self._order], dim=2)
+        return torch.cat([parts[self._order.index(index)] for index in range(len(parts))], dim=2)
 
 
-def _key_order(plan: AttentionPlan) -> TokenOrder:
+def _gathered_order(plan: AttentionPlan) -> _SequenceOrder:
     """Return the order of gathered keys: the sharded tokens of each ring rank, followed by the replicated tokens."""
-    layout, mesh = plan.spec.key_layout, plan.spec.mesh
-    runs = own_runs(layout, mesh)
-    if plan.ring.rotates:
-        runs = [run for index in range(mesh.ring.size) for run in sharded_runs(layout, mesh, index)]
-        runs += layout.runs(0, replicated=True)
-    return TokenOrder(runs, ascending=True)
+    keys = plan.spec.keys
+    runs = keys.only(*range(plan.spec.mesh.ring.size), replicated=False).runs() + keys.runs(0, replicated=True)
+    return _SequenceOrder(runs)
 
 
 # The functions below implement the operators. ``*call`` stands for the spec as text, its numbers, and the argument
@@ -93,25 +101,22 @@ def _plan_of(text: str, numbers: list[int], *_: Any) -> AttentionPlan:
 
 def _enter(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
     plan = _plan_of(*call)
-    if plan.ulysses is not None:
-        query, key, value = plan.ulysses.start_enter((query, key, value))()
-    query = _query_order(plan).arrange(query)
-    blocks = [_key_order(plan).arrange(_all_gather_ring(x, plan)) for x in (key, value)]
+    if plan.ordered_ulysses is not None:
+        query, key, value = plan.ordered_ulysses.start_enter((query, key, value))()
+    blocks = [_all_gather_ring(x, plan) for x in (key, value)]
     # Return copies, because the result of a custom operator must not be a view of its input.
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, *blocks)], done(query)
 
 
 def _all_gather_ring(x: Tensor, plan: AttentionPlan) -> Tensor:
+    """Return the keys of all ring ranks, in the order of the sequence."""
     if not plan.ring.rotates:
         return x
-    layout, mesh = plan.spec.key_layout, plan.spec.mesh
-    # After a Ulysses exchange the replicated tokens are the last ones. With one Ulysses rank no exchange takes place,
-    # and the tokens are in the order of the layout.
-    replicated = (
-        UlyssesPlan.replicated_of(x, layout) if mesh.ulysses.size > 1 else split_by_kind(x, layout, mesh.rank)[1]
-    )
     gathered = all_gather(take(x, 2, plan.ring.travels), plan.ring.block_sizes, 2, plan.ring.dim)
-    return torch.cat([gathered, x[:, :, :0] if replicated is None else replicated], dim=2)
+    replicated = plan.spec.keys.offsets(plan.ring.dim.index, replicated=True)
+    if replicated:
+        gathered = torch.cat([gathered, take(x, 2, replicated)], dim=2)
+    return _gathered_order(plan).arrange(gathered)
 
 
 def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
@@ -131,10 +136,9 @@ def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple
 def _enter_backward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the inputs of :func:`_enter`. The arguments are the gradients of its outputs."""
     plan = _plan_of(*call)
-    query = _query_order(plan).restore(query)
-    key, value = (_scattered(_key_order(plan).restore(x), plan) for x in (key, value))
-    if plan.ulysses is not None:
-        query, key, value = plan.ulysses.leave_gradients(*[x.contiguous() for x in (query, key, value)])
+    key, value = (_scattered(x, plan) for x in (key, value))
+    if plan.ordered_ulysses is not None:
+        query, key, value = plan.ordered_ulysses.leave_gradients(*[x.contiguous() for x in (query, key, value)])
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)], done(query)
 
 
@@ -142,13 +146,14 @@ def _scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
     """Return the gradients of this rank's keys, summed over ring ranks: the transpose of :func:`_all_gather_ring`."""
     if not plan.ring.rotates:
         return grad
-    sizes, ring = plan.ring.block_sizes, plan.ring.dim
+    sizes, ring, keys = plan.ring.block_sizes, plan.ring.dim, plan.spec.keys
+    grad = _gathered_order(plan).restore(grad)
     travelling, replicated = grad.split([sum(sizes), grad.shape[2] - sum(sizes)], dim=2)
     rows = all_to_all(travelling.movedim(2, 0).contiguous(), sizes, [sizes[ring.index]] * ring.size, ring)
-    own = rows.unflatten(0, (ring.size, sizes[ring.index])).sum(0).movedim(0, 2)
-    if plan.ulysses is not None:
-        return torch.cat([own, replicated], dim=2)
-    return join_kinds((own, replicated), plan.spec.key_layout, plan.spec.mesh.rank)
+    whole = grad.new_zeros(*grad.shape[:2], keys.size(ring.index), grad.shape[3])
+    put(whole, 2, plan.ring.travels, rows.unflatten(0, (ring.size, sizes[ring.index])).sum(0).movedim(0, 2))
+    put(whole, 2, keys.offsets(ring.index, replicated=True), replicated)
+    return whole
 
 
 def _enter_backward_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
@@ -164,8 +169,7 @@ def _enter_backward_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any)
 
 def _leave(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     plan = _plan_of(*call)
-    out = _query_order(plan).restore(out).contiguous()
-    own = out if plan.ulysses is None else plan.ulysses.start_leave((out,))()[0]
+    own = out if plan.ordered_ulysses is None else plan.ordered_ulysses.start_leave((out,))()[0]
     return as_sdpa(own).clone(memory_format=torch.preserve_format), done(out)
 
 
@@ -179,10 +183,9 @@ def _leave_shape(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
 
 def _leave_backward(grad: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     plan = _plan_of(*call)
-    if plan.ulysses is not None:
-        grad = plan.ulysses.enter_gradient(grad)
-    rows = _query_order(plan).arrange(grad)
-    return rows.clone(memory_format=torch.contiguous_format), done(grad)
+    if plan.ordered_ulysses is not None:
+        grad = plan.ordered_ulysses.enter_gradient(grad)
+    return grad.clone(memory_format=torch.contiguous_format), done(grad)
 
 
 def _leave_backward_shape(grad: Tensor, *call: Any) -> tuple[Tensor, Tensor]:

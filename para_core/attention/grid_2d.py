@@ -36,20 +36,19 @@ float32 needs no casts, so there the numbers are 6 and 14. They do not depend on
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from para_core.attention.attend import Accumulator, Attend, Block, QueryGradients
 from para_core.attention.attention_plan import GridPlan
-from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, Saved
 from para_core.attention.local import add_autograd_dependency, lse_dtype
-from para_core.attention.merge import Merged
-from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_to_all, wait
-from para_core.distributed.layout import Run
 from para_core.distributed.mesh import MeshDim
+from para_core.layout.runs import put, take
+from para_core.layout.sequence import Run
 
 # All tensors are sent with the token dim first, so that the parts of several ranks form one contiguous tensor.
 
@@ -109,56 +108,48 @@ def _start(
     return _Arriving(start_all_to_all(buffer, send_sizes, receive_sizes, dim), (sum(receive), *shape))
 
 
-def _rows_of(mask: Tensor | None, first: int, length: int) -> Tensor | None:
-    """Return ``length`` rows of ``mask`` from ``first`` on; ``mask`` itself if it is None or has one row for all."""
-    return mask if mask is None or mask.shape[2] == 1 else mask.narrow(2, first, length)
+def grid_2d(attend: Attend, grid: GridPlan) -> Attend:
+    """Return attention to the keys of all ring ranks, in the grid that ``grid`` plans.
 
-
-def attention_2d(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    grid: GridPlan,
-    *,
-    heads: Tensor | None = None,
-    attn_func: LocalAttention | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention of this ring rank's queries to the keys of all ring ranks, in the grid that ``grid`` plans.
-
-    Except for ``mask``, arguments and results are those of :func:`~para_core.attention.ring.ring_attention`. The rows
-    of ``mask`` belong to this rank's queries, followed by those of the other ranks in the same row of the grid.
+    The rows of a mask belong to this rank's queries, followed by those of the other ranks in the same row of the grid.
     """
-    dim, S, sizes = grid.ring.dim, query.shape[2], grid.row_sizes
-    attention = partial(BlockAttention, spec=grid.ring.spec, heads=heads, attn_func=attn_func)
+
+    def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
+        _attend_in_grid(attend, grid, into, key, value, is_last=is_last)
+
+    def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
+        return _gradients_in_grid(attend, grid, into, key, value)
+
+    return Attend(forward, backward)
+
+
+def _attend_in_grid(
+    attend: Attend, grid: GridPlan, into: Accumulator, key: Tensor, value: Tensor, *, is_last: bool
+) -> None:
+    query, dim, sizes = into.query, grid.ring.dim, grid.row_sizes
+    S = query.shape[2]
     travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
     arriving: list[_Arriving] = []
     if grid.row:
         arriving.append(_give(_by_token(query), grid.row, sizes, dim))
     arriving.append(_give(_by_token(*travels), grid.column, grid.column_sizes, dim, arriving))
-    own = attention(query, _rows_of(mask, 0, S), grid.own_tiling)
-    own.add((key, value), 0)
+    attend.forward(into, key, value, 0, False)
     others = None
     if grid.row:
         (queries,) = _by_head(arriving[0].wait(), query.shape[3])
-        others = attention(queries, _rows_of(mask, S, sum(sizes)), grid.row_tiling)
-        others.add(travels, 0)
+        mask = None if into.mask is None else into.mask.rows(S, sum(sizes))
+        others = Accumulator(queries, mask, grid.row_tiling, into.key_heads)
+        attend.forward(others, *travels, 0, False)
     keys, values = _by_head(arriving[-1].wait(), key.shape[3], value.shape[3])
     if others is not None:
-        others.add((keys, values), 1, is_last=True)
-        inputs = [query, key, value, *([] if mask is None else [mask])]
+        attend.forward(others, keys, values, 1, True)
+        inputs = [query, key, value, *([] if into.mask is None else [into.mask.tensor])]
         packed = add_autograd_dependency(_pack(*others.result(key, value), inputs), inputs)
         arriving.append(_start(packed, grid.row, sizes, [S] * len(grid.row), dim, arriving))
-    own.add((keys, values), 1, is_last=others is None)
-    merged = Merged()
-    merged.add(*own.result(key, value))
+    attend.forward(into, keys, values, 1, is_last and others is None)
     if others is not None:
-        for out, lse in _unpack(arriving[-1].wait(), len(grid.row), value.shape[3], lse_dtype(query)):
-            merged.add(out, lse)
-    out = merged.out if merged.out.dtype == query.dtype else merged.out.to(query.dtype)
-    return add_autograd_dependency(
-        out, [query, key, value, *[arrival.started.buffer for arrival in arriving]]
-    ), merged.lse
+        into.of_others.extend(_unpack(arriving[-1].wait(), len(grid.row), value.shape[3], lse_dtype(query)))
+    into.received.extend([arrival.started.buffer for arrival in arriving])
 
 
 def _pack(out: Tensor, lse: Tensor, inputs: Sequence[Tensor]) -> Tensor:
@@ -182,44 +173,51 @@ def _unpack(rows: Tensor, num_ranks: int, width: int, dtype: torch.dtype) -> Ite
         yield out.permute(1, 2, 0, 3), lse.permute(1, 2, 0)
 
 
-def attention_2d_backward(
-    grad_out: Tensor, saved: Saved, mask: Tensor | None, grid: GridPlan, *, heads: Tensor | None, mask_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` of :func:`attention_2d`."""
-    query, key, value, out, lse = saved.query, saved.key, saved.value, saved.out, saved.lse
+def _gradients_in_grid(attend: Attend, grid: GridPlan, into: QueryGradients, key: Tensor, value: Tensor) -> Block:
+    query, out, lse, mask = into.query, into.out, into.lse, into.mask
     dim, S, sizes, D, D_v = grid.ring.dim, query.shape[2], grid.row_sizes, query.shape[3], value.shape[3]
-    gradients = partial(BlockGradients, spec=grid.ring.spec, heads=heads, mask_gradient=mask_gradient)
     travels = take(key, 2, grid.ring.travels), take(value, 2, grid.ring.travels)
     if grid.row:
-        arriving_queries = _give(_by_token(query, grad_out, out, _as_dtype(lse, query.dtype)), grid.row, sizes, dim)
+        sent = _by_token(query, into.grad_out, out, _as_dtype(lse, query.dtype))
+        arriving_queries = _give(sent, grid.row, sizes, dim)
     arriving_keys = _give(_by_token(*travels), grid.column, grid.column_sizes, dim)
-    own = gradients(grad_out, query, out, lse, _rows_of(mask, 0, S), grid.own_tiling)
-    of_own_keys = own.add((key, value), 0)
+    own = replace(into, mask=_rows_of(mask, 0, S), grad_mask=_rows_of(into.grad_mask, 0, S))
+    of_own_keys = attend.backward(own, key, value, 0)
     others = None
     if grid.row:
         rows = arriving_queries.wait()
         q, do, o, bits = _by_head(rows, D, D_v, D_v, rows.shape[3] - D - 2 * D_v)
-        of_others = _rows_of(mask, S, sum(sizes))
-        others = gradients(do, q, o, _as_lse(bits, lse.dtype), of_others, grid.row_tiling)
-        _put(of_own_keys, grid.ring.travels, others.add(travels, 0))
+        others = QueryGradients(
+            do,
+            q,
+            o,
+            _as_lse(bits, lse.dtype),
+            _rows_of(mask, S, sum(sizes)),
+            grid.row_tiling,
+            into.key_heads,
+            torch.zeros_like(q, dtype=lse.dtype),
+            _rows_of(into.grad_mask, S, sum(sizes)),
+        )
+        _put(of_own_keys, grid.ring.travels, attend.backward(others, *travels, 0))
     keys, values = _by_head(arriving_keys.wait(), D, D_v)
-    of_column = None if others is None else others.add((keys, values), 1)
-    of_row, mask_of_row = (None, None) if others is None else others.result()
-    if of_row is not None:
-        arriving_queries = _start(_by_token(of_row), grid.row, sizes, [S] * len(grid.row), dim)
-    grads = own.add((keys, values), 1)
-    of_column = grads if of_column is None else [grad.add_(other) for grad, other in zip(grads, of_column, strict=True)]
+    of_column = None if others is None else attend.backward(others, keys, values, 1)
+    if others is not None:
+        arriving_queries = _start(_by_token(others.grad_query), grid.row, sizes, [S] * len(grid.row), dim)
+    grads = attend.backward(own, keys, values, 1)
+    if of_column is not None:
+        for grad, other in zip(grads, of_column, strict=True):
+            grad.add_(other)
     num_own = [travels[0].shape[2]] * len(grid.column)
-    arriving_keys = _start(_by_token(*of_column), grid.column, grid.column_sizes, num_own, dim)
-    grad_query, grad_mask = own.result()
-    if of_row is not None:
-        grad_query = grad_query + _by_head(_summed(arriving_queries.wait(), len(grid.row)), D)[0]
+    arriving_keys = _start(_by_token(*grads), grid.column, grid.column_sizes, num_own, dim)
+    if others is not None:
+        into.grad_query.add_(_by_head(_summed(arriving_queries.wait(), len(grid.row)), D)[0])
     _put(of_own_keys, grid.ring.travels, _by_head(_summed(arriving_keys.wait(), len(grid.column)), D, D_v))
-    if mask is not None and grad_mask is not None and mask_of_row is not None:
-        one_row = mask.shape[2] == 1
-        grad_mask = grad_mask + mask_of_row if one_row else torch.cat([grad_mask, mask_of_row], dim=2)
-    grad_key, grad_value = of_own_keys
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
+    return of_own_keys
+
+
+def _rows_of(mask: Tensor | None, first: int, length: int) -> Tensor | None:
+    """Return ``length`` rows of ``mask`` from ``first`` on; ``mask`` itself if it is None or has one row for all."""
+    return mask if mask is None or mask.shape[2] == 1 else mask.narrow(2, first, length)
 
 
 def _as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:

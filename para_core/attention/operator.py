@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from para_core.attention.attend import Saved
 from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
-from para_core.attention.blocks import Saved
 from para_core.attention.local import lse_dtype
 from para_core.attention.usp import usp_backward, usp_forward
 from para_core.distributed.collectives import define_collective, done
@@ -42,20 +42,29 @@ def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: T
 # Without an exchange these four are the inputs and the output of the call, so they are not returned again.
 
 
-def _outputs(saved: Saved, plan: AttentionPlan) -> tuple[Tensor, ...]:
+def _outputs(saved: Saved | None, plan: AttentionPlan) -> tuple[Tensor, ...]:
+    """Return lse, and the block of query, key, value and out: empty tensors if these are the inputs and the output."""
+    if saved is None:
+        raise RuntimeError("the forward of a call that requires a gradient saved nothing.")
     if plan.ulysses is None:
-        return (saved.lse, *[saved.lse.new_empty(0) for _ in range(4)])
-    return (saved.lse, saved.query, saved.key, saved.value, saved.out)
+        empty = saved.lse.new_empty(0)
+        return saved.lse, empty, empty.clone(), empty.clone(), empty.clone()
+    return saved.lse, saved.query, saved.key, saved.value, saved.out
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: AttentionPlan) -> None:
-    out, lse, *block = output[:6]
+    """Save for the backward what :class:`Saved` holds, from the inputs and outputs of an operator or function."""
+    query, key, value, mask, *_ = inputs
+    out, lse, block_query, block_key, block_value, block_out, *_ = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     # If activation checkpointing recomputes this call outside the mode, by SDPA, the marker makes torch raise an error,
     # because the saved tensors then differ in shape.
     marker = lse.new_empty(plan.spec.mesh.ranks, 0)
-    ctx.save_for_backward(inputs[3], marker, *([*inputs[:3], out] if plan.ulysses is None else block), lse)
+    if plan.ulysses is None:
+        ctx.save_for_backward(mask, marker, query, key, value, out, lse)
+    else:
+        ctx.save_for_backward(mask, marker, block_query, block_key, block_value, block_out, lse)
 
 
 def _followed_outside(tensors: Sequence[Any]) -> bool:
@@ -89,7 +98,7 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, plan: AttentionPlan) -> Any:
         out, saved = usp_forward(plan, query, key, value, mask, save=True)
-        return (out, *_outputs(saved, plan))  # type: ignore[arg-type]
+        return (out, *_outputs(saved, plan))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -133,7 +142,7 @@ def _attention_to_learn(
 ) -> tuple[Tensor, ...]:
     plan = _plan_of(*call)
     out, saved = usp_forward(plan, query, key, value, mask, save=True)
-    return out, *_as_traced(_outputs(saved, plan)), done(out)  # type: ignore[arg-type]
+    return out, *_as_traced(_outputs(saved, plan)), done(out)
 
 
 def _as_traced(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -148,10 +157,10 @@ def _attention_to_learn_shape(
     out, token = _attention_shape(query, key, value)
     if plan.ulysses is None:
         lse = query.new_empty(query.shape[:3], dtype=lse_dtype(query))
-        return out, lse, *[lse.new_empty(0) for _ in range(4)], token
-    batch, index, spec = query.shape[0], plan.spec.mesh.ulysses.index, plan.spec
-    of_query = batch, plan.heads.of_query[index][1], plan.ulysses.block_size(spec.query_layout)
-    of_key = batch, plan.heads.of_key[index][1], plan.ulysses.block_size(spec.key_layout)
+        return out, lse, lse.new_empty(0), lse.new_empty(0), lse.new_empty(0), lse.new_empty(0), token
+    batch, index = query.shape[0], plan.spec.mesh.ulysses.index
+    of_query = batch, plan.heads.of_query[index][1], plan.ulysses.queries.size
+    of_key = batch, plan.heads.of_key[index][1], plan.ulysses.keys.size
     return (
         out,
         query.new_empty(of_query, dtype=lse_dtype(query)),
@@ -185,15 +194,19 @@ def _attention_backward_shape(
 
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.call = inputs[4:7]
-    _save(ctx, inputs, output, read_plan(*ctx.call))
+    _, _, _, _, text, numbers, scale, *_ = inputs
+    ctx.call = (text, numbers, scale)
+    _save(ctx, inputs, output, read_plan(text, numbers, scale))
 
 
 def _gradient(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Any, ...]:
     mask, _, *saved = ctx.saved_tensors
     mask_gradient = ctx.needs_input_grad[3]
     *grads, grad_mask, _ = torch.ops.para_core.attention_backward(grad_out, mask, saved, mask_gradient, *ctx.call)
-    return (*grads, grad_mask if mask_gradient else None, *[None for _ in range(4)])
+    if not mask_gradient:
+        grad_mask = None
+    # The text, the numbers, the scale and the token of the call have no gradient.
+    return (*grads, grad_mask, None, None, None, None)
 
 
 define_collective(f"attention({_INPUTS}) -> (Tensor, Tensor)", _attention, _attention_shape)

@@ -28,19 +28,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from para_core.attention.attend import Accumulator, Attend, Block, QueryGradients
 from para_core.attention.attention_plan import OWN, Hop, RingPlan
-from para_core.attention.blocks import (
-    Block,
-    BlockAttention,
-    BlockGradients,
-    LocalAttention,
-    Saved,
-)
 from para_core.attention.local import add_autograd_dependency
 from para_core.attention.pack_ops import as_numbers
-from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.kernels.pack_reference import SCALE_BYTES, CopyRegion
+from para_core.layout.runs import put, take
 
 
 class Packing:
@@ -160,80 +154,51 @@ def _blocks(
     return (all_gather_kv if gather else ring_pass)(own, sent, packing, plan, received)
 
 
-def ring_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    plan: RingPlan,
-    *,
-    heads: Tensor | None = None,
-    attn_func: LocalAttention | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Compute attention of this ring rank's queries to the keys of all ring ranks.
+def ring(attend: Attend, plan: RingPlan) -> Attend:
+    """Return attention to the keys of all ring ranks: ``attend`` for each block, this rank's own first.
 
-    Args:
-        query: ``[B, H, S_q, D]``, the queries at the positions ``plan.query_runs``.
-        key, value: ``[B, H_kv, S_k, D]`` and ``[B, H_kv, S_k, D_v]``, this rank's own at the positions
-            ``plan.key_runs(0)``.
-        mask: ``[B or 1, H or 1, S_q or 1, total or 1]``. Rows are in the order of ``query``, columns are positions in
-            the whole sequence.
-        heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
-        attn_func: Computes local attention in place of ``plan.spec.options.backend``, if it is not None.
-
-    Returns:
-        out, ``[B, H, S_q, D_v]`` in the dtype of query, and lse, ``[B, H, S_q]``.
+    ``forward`` takes this rank's keys and values, at the positions ``plan.key_runs(0)``. ``backward`` sums the
+    gradients of this rank's keys and values over the ranks.
     """
-    attention = BlockAttention(query, mask, plan.tiling, plan.spec, heads=heads, attn_func=attn_func)
-    packing = Packing(key, value, plan.block_sizes, comm_dtype=plan.spec.options.comm_dtype)
-    received: list[Tensor] = []
-    last_hop = plan.hops[-1] if plan.hops else OWN
-    gather = plan.spec.options.rotate_method == "allgather" and plan.spec.options.block_mask is None
-    for hop, block in _blocks(key, value, packing, plan, received, gather=gather):
-        if block is not None:
-            attention.add(block, hop.step, is_last=hop is last_hop)
-        # Drop the block here, or three received blocks would be in memory while the next hop is in flight.
-        del block
-    out, lse = attention.result(key, value)
-    if out.dtype != query.dtype:
-        out = out.to(query.dtype)
-    return add_autograd_dependency(out, [query, key, value, *received]), lse
+    options = plan.spec.options
+    gather = options.rotate_method == "allgather" and options.block_mask is None
+
+    def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
+        packing = Packing(key, value, plan.block_sizes, comm_dtype=options.comm_dtype)
+        last_hop = plan.hops[-1] if plan.hops else OWN
+        for hop, block in _blocks(key, value, packing, plan, into.received, gather=gather):
+            if block is not None:
+                attend.forward(into, *block, hop.step, is_last and hop is last_hop)
+            # Drop the block here, or three received blocks would be in memory while the next hop is in flight.
+            del block
+
+    def backward(into: QueryGradients, key: Tensor, value: Tensor, _: int) -> Block:
+        return _key_gradients(attend, into, key, value, plan)
+
+    return Attend(forward, backward)
 
 
-def ring_attention_backward(
-    grad_out: Tensor, saved: Saved, mask: Tensor | None, plan: RingPlan, *, heads: Tensor | None, mask_gradient: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of query, key, value and, with ``mask_gradient``, of ``mask`` of :func:`ring_attention`."""
-    query, key, value = saved.query, saved.key, saved.value
-    gradients = BlockGradients(
-        grad_out, query, saved.out, saved.lse, mask, plan.tiling, plan.spec, heads=heads, mask_gradient=mask_gradient
-    )
-    grad_key, grad_value = _key_gradients(gradients, key, value, plan)
-    grad_query, grad_mask = gradients.result()
-    return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), grad_mask
-
-
-def _key_gradients(gradients: BlockGradients, key: Tensor, value: Tensor, plan: RingPlan) -> list[Tensor]:
-    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``gradients``.
+def _key_gradients(attend: Attend, into: QueryGradients, key: Tensor, value: Tensor, plan: RingPlan) -> Block:
+    """Return the gradients of this rank's keys and values. Accumulate those of query and mask in ``into``.
 
     The gradient of a block follows it around the ring; with a block mask every rank sends its share to the owner.
     """
     dim, packing = plan.dim, Packing(key, value, plan.block_sizes)
-    own: list[Tensor] = []
+    own: Block = (key, value)
     # These gradients are in flight while this rank computes its own share.
     arriving: list[Travelling] = []
     for hop, block in _blocks(key, value, packing, plan, []):
-        grads = [] if block is None else gradients.add(block, hop.step)
+        grads = None if block is None else attend.backward(into, *block, hop.step)
         del block
         if hop.step == 0:
-            own = grads
-        elif plan.spec.options.block_mask is None:
+            own = own if grads is None else grads
+        elif plan.spec.options.block_mask is None and grads is not None:
             if arriving:
-                earlier = packing.unpack(wait(arriving.pop()), hop.source)
-                grads = [grad.add_(other) for grad, other in zip(grads, earlier, strict=True)]
+                for grad, other in zip(grads, packing.unpack(wait(arriving.pop()), hop.source), strict=True):
+                    grad.add_(other)
             arriving.append(start_ring_shift(packing.pack(*grads), packing.numel(plan.source(hop.step + 1)), dim))
         else:
-            sent = packing.pack(*grads) if grads else own[0].new_empty(0)
+            sent = own[0].new_empty(0) if grads is None else packing.pack(*grads)
             arrives = packing.numel(dim.index) if hop.sends else 0
             arriving.append(start_ring_shift(sent, arrives, dim, distance=-hop.step))
     for buffer in map(wait, arriving):

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from para_core.attention.attention_options import AttnOptions
+from para_core.attention.tiles import Causal, PositionalMask
 from para_core.distributed.cached_property import cached_property
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh, read_mesh
+from para_core.layout.held import Layout
+from para_core.layout.sequence import Segment, SequenceLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,36 @@ class AttentionSpec:
         key_kinds = None if self.key_layout is self.query_layout else _kinds(self.key_layout)
         text: str = _to_json(self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text)
         return text
+
+    @cached_property
+    def positional_masks(self) -> tuple[PositionalMask, ...]:
+        """The masks of this call that decide by the positions of tokens. A mask tensor applies in addition."""
+        causal: tuple[PositionalMask, ...] = (Causal(),) if self.is_causal else ()
+        blocks = self.options.block_mask
+        return causal if blocks is None else (*causal, blocks)
+
+    @property
+    def orders_queries(self) -> bool:
+        """Whether the Ulysses exchange brings queries into the order of the sequence, as it does with keys and values.
+
+        Otherwise they are in the order in which they arrive, rank by rank. This saves two launches, and only the order
+        of the keys changes a result.
+        """
+        layout = self.query_layout
+        arrive_in_order = len(layout.segments) == 1 and not layout.segments[0].balanced
+        return arrive_in_order or bool(layout.replicated) or self.is_causal or self.options.by_position
+
+    @cached_property
+    def queries(self) -> Layout:
+        """The queries that each ring rank holds after the Ulysses exchange."""
+        return Layout.of(self.query_layout).grouped(self.mesh.ulysses.size, ordered=self.orders_queries)
+
+    @cached_property
+    def keys(self) -> Layout:
+        """The keys that each ring rank holds after the Ulysses exchange."""
+        if self.key_layout is self.query_layout and self.orders_queries:
+            return self.queries
+        return Layout.of(self.key_layout).grouped(self.mesh.ulysses.size)
 
     @property
     def numbers(self) -> list[int]:

@@ -1,272 +1,168 @@
-"""Split a causal or block-sparse call into pieces of queries and tiles of keys, so that it needs no mask tensor.
+"""Split a call with positional masks into pieces of queries and tiles of keys, so that it needs no mask tensor.
 
-A *piece* is a run of queries that see the same keys; a *tile* is the keys of one ring rank that a piece sees. Tokens
-are identified by their positions in the whole sequence. In a causal call, tiles above the diagonal are skipped, tiles
-below it are computed without a mask, and tiles on it with SDPA's ``is_causal``. With a block mask, tiles contain only
-the keys that the piece sees. A list of positions is given as runs ``(start, length)``. Except for :func:`take`,
-:func:`put` and :class:`TokenOrder`, everything here is integer arithmetic.
+A mask consists of *positional masks*, which decide by the positions of tokens in the whole sequence, and of at most one
+tensor. A *piece* is a run of queries that see the same keys; a *tile* is the keys of a block that a piece sees. What a
+tile is not (keys that no query of the piece sees) is never computed. The tiles of a causal call on two ring ranks of
+four tokens, for the rank with the tokens 4 to 7::
+
+    piece 4 5 6 7:   keys 4 5 6 7 (its own)  →  one causal tile       keys 0 1 2 3 (arriving)  →  one full tile
+
+Everything here is integer arithmetic, done once per call with the same shapes. A list of positions is given as runs
+``(start, length)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from para_core.attention.block_sparse import BlockMask
 from para_core.distributed.cached_property import cached_property
-from para_core.distributed.layout import Run, SequenceLayout
-from para_core.distributed.mesh import SequenceMesh
-
-
-def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None = None) -> list[Run]:
-    """Return the positions of a ring rank's tokens after the Ulysses exchange, as runs ``(start, length)``.
-
-    These are the sharded tokens of its Ulysses group, followed by the replicated tokens. With one Ulysses rank, tokens
-    stay in the order of the layout. ``ring_index`` defaults to that of this rank.
-    """
-    ring_index = mesh.ring.index if ring_index is None else ring_index
-    if mesh.ulysses.size == 1:
-        return list(layout.runs(ring_index))
-    return sharded_runs(layout, mesh, ring_index) + list(layout.runs(0, replicated=True))
-
-
-def sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) -> list[Run]:
-    """Return the positions of the sharded tokens that a ring rank sends to the others, as runs ``(start, length)``."""
-    first = ring_index * mesh.ulysses.size
-    return [run for rank in range(first, first + mesh.ulysses.size) for run in layout.runs(rank, replicated=False)]
+from para_core.layout.runs import coalesce, cut, intersect, join_neighbours, offsets
+from para_core.layout.sequence import Run
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The keys of a ring rank that a piece (a run of queries) sees, as ascending runs that are not empty.
+    """The keys of a block that a piece (a run of queries) sees, as runs that are not empty, in the order of the block.
 
-    ``runs`` are offsets in the ring rank's keys, and ``positions`` the same keys in the whole sequence. With
-    ``diagonal``, these are also the positions of the queries: query i of the piece sees keys 0 … i of the tile.
+    ``runs`` are offsets in the block, and ``positions`` the same keys in the whole sequence. With ``is_causal``, these
+    are also the positions of the queries: query i of the piece sees keys 0 … i of the tile. Otherwise every query of
+    the piece sees every key of the tile.
     """
 
     runs: tuple[Run, ...]
     positions: tuple[Run, ...]
-    diagonal: bool
+    is_causal: bool
 
 
-def coalesce(runs: Sequence[Run]) -> list[Run]:
-    """Return ``runs`` ``(start, length)`` sorted, without empty ones, and with adjacent ones joined.
+class PositionalMask(Protocol):
+    """A mask that decides by positions. :func:`tiles_of_piece` intersects several."""
 
-    >>> coalesce([(4, 2), (0, 3), (3, 1), (9, 0)])
-    [(0, 6)]
-    """
-    return join_neighbours(sorted(runs))
+    @property
+    def is_causal(self) -> bool:
+        """Whether it answers causal tiles. Pieces are then cut at the ends of all keys, too."""
+        ...
 
+    def query_edges(self) -> Sequence[int]:
+        """Return the positions at which queries are cut, so that all queries of a piece get the same answer."""
+        ...
 
-def join_neighbours(runs: Sequence[Run]) -> list[Run]:
-    """Return ``runs`` ``(start, length)`` in their order, without empty ones, and with adjacent ones joined.
+    def key_edges(self) -> Sequence[int]:
+        """Return the positions at which the answer for keys changes."""
+        ...
 
-    Only a run that begins where the run before it in the list ends is joined.
+    def tile(self, queries: Run, keys: Sequence[Run]) -> list[tuple[list[Run], bool]]:
+        """Return the keys that a piece sees: ``(ascending positions, whether the tile is causal)`` of each tile.
 
-    >>> join_neighbours([(4, 2), (6, 1), (0, 3), (3, 0)])
-    [(4, 3), (0, 3)]
-    """
-    joined: list[Run] = []
-    for start, length in runs:
-        if length == 0:
-            continue
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        else:
-            joined.append((start, length))
-    return joined
+        ``keys`` are ascending. The list is empty if the piece sees none of them.
+        """
+        ...
 
 
-def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Split the ascending ``runs`` ``(start, length)`` at the starts and ends of ``others``.
+@dataclass(frozen=True)
+class Causal:
+    """The mask in which query i sees keys 0 … i."""
 
-    >>> cut([(0, 10)], [(2, 3), (5, 20)])
-    [(0, 2), (2, 3), (5, 5)]
-    """
-    edges = sorted({edge for start, length in others for edge in (start, start + length)})
-    pieces = []
-    for start, length in runs:
-        inner = [edge for edge in edges if start < edge < start + length]
-        ends = [*inner, start + length]
-        pieces += [(a, b - a) for a, b in zip([start, *inner], ends, strict=True)]
-    return pieces
+    is_causal: bool = True
+
+    def query_edges(self) -> Sequence[int]:
+        return ()
+
+    def key_edges(self) -> Sequence[int]:
+        return ()
+
+    def tile(self, queries: Run, keys: Sequence[Run]) -> list[tuple[list[Run], bool]]:
+        """Return the earlier keys as one tile, and those at the positions of the queries as a causal tile.
+
+        Each run of ``keys`` must contain all positions of ``queries`` or none.
+
+        >>> Causal().tile((4, 2), [(0, 2), (4, 6)])
+        [([(0, 2)], False), ([(4, 2)], True)]
+        """
+        earlier, own = intersect(keys, [(0, queries[0])]), intersect(keys, [queries])
+        return [(runs, is_causal) for runs, is_causal in ((earlier, False), (own, True)) if runs]
 
 
-def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, shown: Sequence[Run] | None) -> list[Tile]:
-    """Return the tiles of a ring rank's keys that a run of queries sees: at most one, or two in a causal call.
+def tiles_of_piece(queries: Run, block: Sequence[Run], masks: Sequence[PositionalMask]) -> list[Tile]:
+    """Return the tiles of a block of keys that a piece sees through all ``masks``.
 
     Args:
-        queries: The run ``(start, length)`` of the queries, not empty. With ``is_causal``, each run of ``keys`` and of
-            ``shown`` contains all positions of this run or none.
-        keys: The positions of the keys, as ascending runs.
-        is_causal: Whether query i sees only keys 0 … i.
-        shown: The positions of the keys that a block mask shows these queries, as ascending runs; None for all.
+        queries: The run ``(start, length)`` of the queries, not empty, cut at the edges that the masks ask for.
+        block: The positions of the keys, as runs in the order of the block.
 
-    >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=True, shown=None)
-    [Tile(runs=((0, 2),), positions=((0, 2),), diagonal=False), Tile(runs=((2, 2),), positions=((4, 2),),
-    diagonal=True)]
-    >>> visible_tiles((4, 2), [(0, 2), (4, 6)], is_causal=False, shown=[(0, 1), (5, 3)])
-    [Tile(runs=((0, 1), (3, 3)), positions=((0, 1), (5, 3)), diagonal=False)]
+    >>> tiles_of_piece((4, 2), [(4, 6), (0, 2)], [Causal()])
+    [Tile(runs=((6, 2),), positions=((0, 2),), is_causal=False), Tile(runs=((0, 2),), positions=((4, 2),),
+    is_causal=True)]
     """
-    visible = [keys]
-    if is_causal:
-        visible = [intersect(keys, [(0, queries[0])]), intersect(keys, [queries])]
+    visible = [(coalesce(block), False)] if any(length for _, length in block) else []
+    for mask in masks:
+        visible = [
+            (runs, was_causal or is_causal)
+            for keys, was_causal in visible
+            for runs, is_causal in mask.tile(queries, keys)
+        ]
     tiles = []
-    for there, diagonal in zip(visible, (False, True), strict=False):
-        positions = there if shown is None else intersect(there, shown)
-        if positions:
-            tiles.append(Tile(tuple(offsets(positions, keys)), tuple(positions), diagonal))
+    for positions, is_causal in visible:
+        in_block = [run for whole in block for run in intersect([whole], positions)]
+        tiles.append(Tile(tuple(offsets(positions, block)), tuple(join_neighbours(in_block)), is_causal))
     return tiles
 
 
-def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Return the intersection of two ascending lists of runs, ascending, without empty runs.
-
-    >>> intersect([(0, 4), (6, 4)], [(2, 5), (8, 9)])
-    [(2, 2), (6, 1), (8, 2)]
-    """
-    common, index = [], 0
-    for start, length in runs:
-        while index < len(others) and sum(others[index]) <= start:
-            index += 1
-        for other_start, other_length in others[index:]:
-            if other_start >= start + length:
-                break
-            first, last = max(start, other_start), min(start + length, other_start + other_length)
-            if first < last:
-                common.append((first, last - first))
-    return common
-
-
-def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
-    """Convert ``runs`` of positions to runs of offsets in the concatenation of the runs ``block``, both ascending.
-
-    Adjacent runs are joined.
-
-    >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
-    [(2, 1), (5, 2)]
-    """
-    positions, before = [], 0
-    for start, length in block:
-        positions += [(before + first - start, number) for first, number in intersect([(start, length)], runs)]
-        before += length
-    return join_neighbours(positions)
-
-
-def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
-    """Return the concatenation of the slices of ``x`` at ``runs`` ``(start, length)`` along ``dim``."""
-    if len(runs) == 1:
-        start, length = runs[0]
-        return x if length == x.size(dim) else x.narrow(dim, start, length)
-    return torch.cat([x.narrow(dim, 0, 0), *[x.narrow(dim, *run) for run in runs]], dim=dim)
-
-
-def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor | None = None) -> None:
-    """Add ``x``, ``[B, H, …]``, in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
-
-    Head i of ``x`` is added to head ``heads[i]``, or ``x`` is first summed over the dims in which ``total`` has size 1.
-    """
-    for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
-        where = total.narrow(dim, *run)
-        if heads is None:
-            where.add_(part.sum_to_size(where.shape))
-        else:
-            where.index_add_(1, heads, part.to(total.dtype))
-
-
-class TokenOrder:
-    """The order in which attention uses a ring rank's tokens: as it holds them, or sorted by position (``ascending``).
-
-    ``runs`` are the positions of the tokens as runs ``(start, length)``, in the order in which the rank holds them.
-    """
-
-    def __init__(self, runs: Sequence[Run], *, ascending: bool) -> None:
-        self._order = sorted(range(len(runs)), key=runs.__getitem__) if ascending else list(range(len(runs)))
-        self._lengths = [length for _, length in runs]
-        self._as_held = self._order == list(range(len(runs)))
-        self.positions = coalesce(runs) if ascending else list(runs)
-
-    def arrange(self, x: Tensor) -> Tensor:
-        """Return ``x`` with its tokens, dim 2, rearranged from the order in which the rank holds them to this order."""
-        if self._as_held:
-            return x
-        parts = x.split(self._lengths, dim=2)
-        return torch.cat([parts[index] for index in self._order], dim=2)
-
-    def restore(self, x: Tensor) -> Tensor:
-        """Undo :meth:`arrange`: return ``x`` with its tokens, dim 2, in the order in which the rank holds them."""
-        if self._as_held:
-            return x
-        parts = x.split([self._lengths[index] for index in self._order], dim=2)
-        return torch.cat([parts[self._order.index(index)] for index in range(len(parts))], dim=2)
-
-
 class Tiling:
-    """The pieces and tiles of one rank's attention call: which of its queries see which keys at each step of a ring.
+    """The pieces and tiles of one rank's attention call: which of its queries see which keys of each block.
 
-    ``query_runs`` are the positions of the queries, as runs ``(start, length)`` in the order of the tensor;
-    ``key_runs`` those of the keys that the rank has at each step, its own at step 0; and ``visible`` is the block mask.
+    Args:
+        queries: The positions of the queries, as runs ``(start, length)`` in the order of the tensor.
+        blocks: The positions of the keys of each block, in the order of the block. Block 0 is the rank's own.
+        masks: The positional masks. Without any, all queries are one piece, and each block is one tile.
     """
 
     def __init__(
-        self,
-        query_runs: Sequence[Run],
-        key_runs: Sequence[Sequence[Run]],
-        *,
-        is_causal: bool,
-        visible: BlockMask | None,
+        self, queries: Sequence[Run], blocks: Sequence[Sequence[Run]], masks: Sequence[PositionalMask] = ()
     ) -> None:
-        self._query_runs, self._key_runs = query_runs, key_runs
-        self._is_causal, self._visible = is_causal, visible
-        self.by_position = is_causal or visible is not None
+        self._queries, self._blocks, self.masks = queries, blocks, masks
         self._tiles: dict[int, list[tuple[int, Tile]]] = {}
 
     @cached_property
-    def queries(self) -> TokenOrder:
-        return TokenOrder(self._query_runs, ascending=self.by_position)
-
-    @cached_property
     def pieces(self) -> list[Run]:
-        """Runs ``(start, length)`` of query positions, such that all queries of a run see the same tiles."""
-        if not self.by_position:
-            return [(0, sum([length for _, length in self._query_runs]))]
-        edges = [] if self._visible is None else self._visible.equal_runs(is_causal=self._is_causal)
-        if self._is_causal:
-            edges = edges + [run for runs in self._key_runs for run in coalesce(runs)]
-        return cut(self.queries.positions, edges) or [(0, 0)]
+        """Runs ``(start, length)`` of query positions, in the order of the tensor, that see the same tiles."""
+        if not self.masks:
+            return [(0, sum([length for _, length in self._queries]))]
+        edges = [edge for mask in self.masks for edge in mask.query_edges()]
+        if any(mask.is_causal for mask in self.masks):
+            edges += [edge for mask in self.masks for edge in mask.key_edges()]
+            runs = [run for block in self._blocks for run in join_neighbours(block)]
+            edges += [edge for start, length in runs for edge in (start, start + length)]
+        return cut(join_neighbours(self._queries), edges) or [(0, 0)]
 
-    @cached_property
-    def keys(self) -> list[TokenOrder]:
-        """For each step, the order in which attention uses the keys that the rank has at this step."""
-        return [TokenOrder(runs, ascending=self.by_position) for runs in self._key_runs]
+    def tiles(self, block: int) -> list[tuple[int, Tile]]:
+        """Return ``(index of the piece, tile)`` for all tiles of a block, by piece."""
+        if block not in self._tiles:
+            self._tiles[block] = self._tiles_of(self._blocks[block])
+        return self._tiles[block]
 
-    def tiles(self, step: int) -> list[tuple[int, Tile]]:
-        """Return ``(index of the piece, tile)`` for all tiles of the keys that the rank has at ``step``, by piece."""
-        if step in self._tiles:
-            return self._tiles[step]
-        keys, blocks = self.keys[step].positions, self._visible
-        self._tiles[step] = tiles = []
-        for number, queries in enumerate(self.pieces):
-            if not self.by_position:
-                runs = ((0, sum([length for _, length in keys])),)
-                tiles.append((number, Tile(runs, tuple(join_neighbours(keys)), diagonal=False)))
-            elif queries[1]:
-                shown = None if blocks is None else blocks.runs_seen(queries[0] // blocks.query_block)
-                of_piece = visible_tiles(queries, keys, is_causal=self._is_causal, shown=shown)
-                tiles += [(number, tile) for tile in of_piece]
-        return tiles
+    def _tiles_of(self, keys: Sequence[Run]) -> list[tuple[int, Tile]]:
+        if not self.masks:
+            number = sum([length for _, length in keys])
+            return [(0, Tile(((0, number),), tuple(join_neighbours(keys)), is_causal=False))]
+        return [
+            (index, tile)
+            for index, queries in enumerate(self.pieces)
+            if queries[1]
+            for tile in tiles_of_piece(queries, keys, self.masks)
+        ]
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Split ``x`` along its queries, dim 2, into one tensor per piece; ``x`` itself if dim 2 has size 1."""
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:
             return [x] * len(lengths)
-        x = self.queries.arrange(x)
-        return [x] if len(lengths) == 1 else list(x.split(lengths, dim=2))
+        return [x] if len(lengths) == 1 else list(x.split_with_sizes(lengths, 2))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Undo :meth:`split`: concatenate one tensor per piece along dim 2, in the order of the rank's queries."""
-        return self.queries.restore(parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2))
+        """Undo :meth:`split`: concatenate one tensor per piece along dim 2."""
+        return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2)

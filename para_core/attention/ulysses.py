@@ -10,6 +10,10 @@ Heads are split like :func:`torch.tensor_split`. A rank gets the key heads that 
 get the same key head if there are fewer key heads than ranks. A replicated segment is not sent on the way in, because
 each rank takes its own heads of it; its output is gathered over heads.
 
+Keys and values arrive in the order of the sequence, as one device has them. A sequence of several sharded segments
+needs one more copy for that. Queries are ordered, too, where it costs nothing or positions matter
+(:attr:`~para_core.attention.spec.AttentionSpec.orders_queries`).
+
 The number of launches does not depend on the number of ranks: one strided copy packs the slices of all peers that have
 equal sizes. If heads and tokens divide evenly, this is one concatenation before the first all-to-all, one copy after
 the second and, with more than one sample, one copy before it.
@@ -21,46 +25,34 @@ over ranks), and one for the gradients of query, key and value together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from para_core.attention.peer_slices import PeerSlices
+from para_core.attention.block_rows import BlockRows
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.transfer import SlicedAllToAll
+from para_core.attention.swap import Finish, ToHeads, ToTokens
 from para_core.distributed.cached_property import cached_property
-from para_core.distributed.layout import Run, Segment, SequenceLayout
+from para_core.layout.sequence import Run, Segment
 
-# A Start is a function that begins the exchange of some tensors and returns a Finish: a function that waits for the
-# exchange and returns its results.
-Finish = Callable[[], Sequence[Tensor]]
+# A function that begins the exchange of some tensors, and returns a function that waits for it.
 Start = Callable[[Sequence[Tensor]], Finish]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The query heads and key heads that each of ``ranks`` Ulysses ranks computes, as runs ``(start, count)``.
-
-    If ``chunks`` is not 1, each rank's heads are split into ``chunks`` parts, and this object describes part ``chunk``.
-    """
+    """The query heads and key heads that each of ``ranks`` Ulysses ranks computes, as runs ``(start, count)``."""
 
     num_heads: int
     num_kv_heads: int
     ranks: int
-    chunk: int = 0
-    chunks: int = 1
 
     @cached_property
     def of_query(self) -> tuple[Run, ...]:
-        """The query heads of each rank, split like ``torch.tensor_split`` over the ranks and then into chunks."""
-        runs = []
-        for rank in range(self.ranks):
-            start, count = Segment("heads", self.num_heads).runs(rank, self.ranks)[0]
-            offset, part = Segment("heads", count).runs(self.chunk, self.chunks)[0]
-            runs.append((start + offset, part))
-        return tuple(runs)
+        """The query heads of each rank, split like ``torch.tensor_split``."""
+        heads = Segment("heads", self.num_heads)
+        return tuple([heads.runs(rank, self.ranks)[0] for rank in range(self.ranks)])
 
     @cached_property
     def of_key(self) -> tuple[Run, ...]:
@@ -75,10 +67,6 @@ class Heads:
             ]
         )
 
-    def cut(self, chunks: int) -> list[Heads]:
-        """Split each rank's heads into ``chunks`` parts, and return one :class:`Heads` per part."""
-        return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
-
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
         """Return the index of the key head of each query head of ``rank``, both counted from 0 there.
 
@@ -92,73 +80,22 @@ class Heads:
 
 
 class UlyssesPlan:
-    """The Ulysses exchanges of one attention call, forward and backward, for all ``heads`` or one chunk of them.
+    """The Ulysses exchanges of one attention call, forward and backward.
 
-    A *block* is all tokens of a Ulysses group, with some of the heads: the sharded tokens of the group's ranks,
-    followed by the replicated tokens. With ``comm_dtype`` the tensors of the forward are rounded for sending.
+    A *block* is all tokens of a Ulysses group in the order of the sequence, with some of the heads; queries are rank by
+    rank if not ``ordered``. With ``comm_dtype`` the tensors of the forward are rounded for sending.
     """
 
-    def __init__(self, spec: AttentionSpec, heads: Heads) -> None:
-        query_layout, key_layout = spec.query_layout, spec.key_layout
-        self.query_layout, self.key_layout = query_layout, key_layout
-        self.mesh, self.heads = spec.mesh, heads
-        self._comm_dtype = spec.options.comm_dtype
+    def __init__(self, spec: AttentionSpec, heads: Heads, *, ordered: bool) -> None:
+        self._dim, self._comm_dtype, self.heads = spec.mesh.ulysses, spec.options.comm_dtype, heads
+        first = spec.mesh.ring.index * self._dim.size
+        self.queries = BlockRows(spec.query_layout, first, self._dim.size, self._dim.index, ordered=ordered)
+        self.keys = self.queries
+        if spec.key_layout is not spec.query_layout or not ordered:
+            self.keys = BlockRows(spec.key_layout, first, self._dim.size, self._dim.index)
         # These two tuples are in the order query, key, value.
-        self._layouts = (query_layout, key_layout, key_layout)
+        self._rows = (self.queries, self.keys, self.keys)
         self._heads = (heads.of_query, heads.of_key, heads.of_key)
-        self._replicates = bool(query_layout.replicated or key_layout.replicated)
-
-    def token_sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
-        """Return the number of sharded tokens that each rank of this rank's Ulysses group holds."""
-        first = self.mesh.ring.index * self.mesh.ulysses.size
-        return tuple([layout.sharded_size(rank) for rank in range(first, first + self.mesh.ulysses.size)])
-
-    def block_size(self, layout: SequenceLayout) -> int:
-        """Return the number of tokens in a block: the sharded ones of this Ulysses group, and all replicated ones."""
-        return sum(self.token_sizes(layout)) + num_replicated(layout)
-
-    def transfer(
-        self,
-        layouts: Sequence[SequenceLayout],
-        heads: Sequence[tuple[Run, ...]],
-        num_common: int | None = None,
-        *,
-        to_heads: bool,
-        comm_dtype: torch.dtype | None = None,
-    ) -> SlicedAllToAll:
-        """Return an all-to-all of sharded tokens between local tensors and blocks.
-
-        A local tensor is ``[B, H, S_local, D]``, a block is ``[B, H_local, sharded tokens of the group, D]``.
-
-        Args:
-            layouts, heads: For each tensor, its layout, and the heads that each Ulysses rank computes.
-            num_common: If not None, one more tensor with this number of replicated tokens is exchanged. From blocks to
-                local tensors, every rank gets all heads; in reverse, the contributions of all ranks are summed.
-            to_heads: Whether to exchange local tensors for blocks; otherwise the reverse.
-            comm_dtype: The dtype to which tensors are rounded for sending (not exact); None to send them unchanged.
-        """
-        index, ranks = self.mesh.ulysses.index, self.mesh.ulysses.size
-        local, block = [], []
-        for layout, of_peers in zip(layouts, heads, strict=True):
-            sizes, own_heads = self.token_sizes(layout), ((0, of_peers[index][1]),) * ranks
-            tokens = tuple(zip(accumulate(sizes[:-1], initial=0), sizes, strict=True))
-            local.append(PeerSlices(((0, tokens[index][1]),) * ranks, of_peers))
-            block.append(PeerSlices(tokens, own_heads))
-        if num_common is not None:
-            common = ((0, num_common),) * ranks
-            local.append(PeerSlices(common, of_peers))
-            block.append(PeerSlices(common, own_heads))
-        sent, arriving = (local, block) if to_heads else (block, local)
-        return SlicedAllToAll(sent, arriving, self.mesh.ulysses, comm_dtype=comm_dtype)
-
-    @cached_property
-    def _num_common(self) -> int | None:
-        """The number of replicated queries; None if the query layout has no replicated segment."""
-        return num_replicated(self.query_layout) if self.query_layout.replicated else None
-
-    @cached_property
-    def _entering(self) -> SlicedAllToAll:
-        return self.transfer(self._layouts, self._heads, to_heads=True, comm_dtype=self._comm_dtype)
 
     @cached_property
     def start_enter(self) -> Start:
@@ -167,25 +104,7 @@ class UlyssesPlan:
         It returns a function that waits, and returns their blocks, ``[B, H_local, S_block, D]``. Replicated tokens are
         not sent: each rank takes its own heads of them.
         """
-        return self._start_enter_with_replicated if self._replicates else self._entering.start
-
-    def _start_enter_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
-        kinds = [split_by_kind(x, layout, self.mesh.rank) for x, layout in zip(tensors, self._layouts, strict=True)]
-        finish = self._entering.start([sharded for sharded, _ in kinds])
-        index = self.mesh.ulysses.index
-
-        def with_own_heads() -> list[Tensor]:
-            return [
-                block if text is None else torch.cat([block, text.narrow(1, *heads[index])], dim=2)
-                for block, (_, text), heads in zip(finish(), kinds, self._heads, strict=True)
-            ]
-
-        return with_own_heads
-
-    @cached_property
-    def _leaving(self) -> SlicedAllToAll:
-        layouts, heads = [self.query_layout], [self.heads.of_query]
-        return self.transfer(layouts, heads, self._num_common, to_heads=False, comm_dtype=self._comm_dtype)
+        return ToHeads(self._rows, self._heads, self._dim, comm_dtype=self._comm_dtype).start
 
     @cached_property
     def start_leave(self) -> Start:
@@ -193,67 +112,25 @@ class UlyssesPlan:
 
         It returns a function that waits, and returns all heads of this rank's tokens, ``([B, H, S_local, D_v],)``.
         """
-        return self._leaving.start if self._num_common is None else self._start_leave_with_replicated
+        of_query = [self.heads.of_query]
+        return ToTokens([self.queries], of_query, self._dim, replicated=True, comm_dtype=self._comm_dtype).start
 
-    def _start_leave_with_replicated(self, tensors: Sequence[Tensor]) -> Finish:
-        (out,) = tensors
-        finish = self._leaving.start((out, self.replicated_of(out, self.query_layout)))
-        return lambda: (join_kinds(finish(), self.query_layout, self.mesh.rank),)
-
-    @staticmethod
-    def replicated_of(block: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the replicated tokens of a block, which are its last tokens."""
-        number = num_replicated(layout)
-        return block.narrow(2, block.shape[2] - number, number)
+    def enter_mask(self, mask: Tensor, heads: Sequence[Run]) -> Tensor:
+        """Exchange the mask's rows of this rank for those of the block. Differentiable, and may be traced."""
+        return ToHeads([self.queries], [heads], self._dim).start([mask])()[0]
 
     @cached_property
-    def _gradient_entering(self) -> SlicedAllToAll:
-        return self.transfer([self.query_layout], [self.heads.of_query], self._num_common, to_heads=True)
+    def _enter_gradient(self) -> Start:
+        return ToHeads([self.queries], [self.heads.of_query], self._dim, replicated=True).start
 
     def enter_gradient(self, grad_out: Tensor) -> Tensor:
         """Exchange the gradient of the local output for that of its block: the transpose of :attr:`start_leave`."""
-        kinds = split_by_kind(grad_out, self.query_layout, self.mesh.rank)
-        return _cat(self._gradient_entering.start([x for x in kinds if x is not None])())
+        return self._enter_gradient([grad_out])()[0]
 
     @cached_property
-    def _gradients_leaving(self) -> SlicedAllToAll:
-        return self.transfer(self._layouts, self._heads, to_heads=False)
+    def _leave_gradients(self) -> Start:
+        return ToTokens(self._rows, self._heads, self._dim).start
 
     def leave_gradients(self, *grads: Tensor) -> list[Tensor]:
         """Exchange gradients of the blocks for those of the local tensors: the transpose of :attr:`start_enter`."""
-        results = list(self._gradients_leaving.start(grads)())
-        for index, (grad, heads, layout) in enumerate(zip(grads, self._heads, self._layouts, strict=True)):
-            if layout.replicated:
-                own = self.replicated_of(grad, layout)
-                text = own.new_zeros(own.shape[0], results[index].shape[1], *own.shape[2:])
-                text.narrow(1, *heads[self.mesh.ulysses.index]).copy_(own)
-                results[index] = join_kinds((results[index], text), layout, self.mesh.rank)
-        return results
-
-
-def num_replicated(layout: SequenceLayout) -> int:
-    return sum([segment.total for segment in layout.replicated])
-
-
-def split_by_kind(x: Tensor, layout: SequenceLayout, rank: int) -> tuple[Tensor, Tensor | None]:
-    """Return the sharded tokens of ``x``, ``[B, H, S_local, D]``, and the replicated ones (None if there are none)."""
-    if not layout.replicated:
-        return x, None
-    parts = x.split([segment.size(rank, layout.ranks) for segment in layout.segments], dim=2)
-    pairs = list(zip(layout.segments, parts, strict=True))
-    sharded, replicated = ([part for segment, part in pairs if segment.replicated == kind] for kind in (False, True))
-    return _cat(sharded) if sharded else x[:, :, :0], _cat(replicated)
-
-
-def join_kinds(kinds: Sequence[Tensor], layout: SequenceLayout, rank: int) -> Tensor:
-    """Undo :func:`split_by_kind`. The result has the memory layout of SDPA's result, ``[B, S, H, D]``."""
-    starts, parts = [0, 0], []
-    for segment in layout.segments:
-        kind, length = int(segment.replicated), segment.size(rank, layout.ranks)
-        parts.append(kinds[kind].transpose(1, 2).narrow(1, starts[kind], length))
-        starts[kind] += length
-    return torch.cat(parts, dim=1).transpose(1, 2)
-
-
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=2)
+        return list(self._leave_gradients(grads)())

@@ -5,19 +5,21 @@ Ulysses exchanges tokens for heads inside each group of Ulysses ranks, and the g
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from para_core.attention.attend import Accumulator, Attend, Mask, QueryGradients, Saved, columns
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
-from para_core.attention.blocks import LocalAttention, Saved, columns, expand
-from para_core.attention.grid_2d import attention_2d, attention_2d_backward
+from para_core.attention.blocks import LocalAttention, expand, expand_key_heads, local, of_function
+from para_core.attention.grid_2d import grid_2d
 from para_core.attention.local import as_sdpa, local_attention
-from para_core.attention.ring import ring_attention, ring_attention_backward
-from para_core.attention.ulysses import Heads
+from para_core.attention.low_rows import correct_low_rows, level_low_rows
+from para_core.attention.ring import ring
 from para_core.torch_internals import is_any_autocast_enabled
 
 
@@ -49,12 +51,10 @@ def usp_forward(
     plan = plan.with_gradients if save else plan
     ulysses = plan.ulysses
     if ulysses is None:
-        out, lse = attend_block(plan, query, key, value, mask, plan.heads, attn_func, save)
+        out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
         return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
-    if plan.spec.options.ulysses_chunks > 1 and not save:
-        return _in_chunks(plan, query, key, value, mask, attn_func), None
     query, key, value = ulysses.start_enter((query, key, value))()
-    out, lse = attend_block(plan, query, key, value, mask, plan.heads, attn_func, save)
+    out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
     return ulysses.start_leave((out,))()[0], None if lse is None else Saved(query, key, value, out, lse)
 
 
@@ -71,7 +71,6 @@ def attend_block(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    heads: Heads,
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -79,7 +78,6 @@ def attend_block(
 
     Args:
         query, key, value: ``[B, H_local, S_block, D]``: all tokens of this rank's Ulysses group, and its own heads.
-        heads: The heads that each Ulysses rank computes in this call.
         plan, mask, attn_func, save: As in :func:`usp_forward`.
 
     Returns:
@@ -87,7 +85,7 @@ def attend_block(
     """
     key_heads = None
     if plan.spec.num_kv_heads != plan.spec.num_heads:
-        key_heads = heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
+        key_heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
     if attn_func is not None and key.shape[1] != query.shape[1] and key_heads is None:
         # Expand the key heads, because a user's attn_func needs as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
@@ -100,49 +98,61 @@ def attend_block(
     kept_keys = plan.spec.options.kept_keys
     if kept_keys is not None:
         out, lse = _load_snapkv().sparse_attention(
-            kept_keys, query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func, save=save
+            kept_keys, query, key, value, mask, plan, heads=key_heads, attn_func=attn_func, save=save
         )
-    elif plan.grid is not None:
-        out, lse = attention_2d(query, key, value, mask, plan.grid, heads=key_heads, attn_func=attn_func)
     else:
-        out, lse = ring_attention(query, key, value, mask, plan.ring, heads=key_heads, attn_func=attn_func)
+        out, lse = attend_all(plan, query, key, value, mask, key_heads, attn_func)
     return out, lse if save else None
 
 
-def _load_snapkv() -> ModuleType:
-    """Return the module that the option ``kept_keys`` needs. Exact attention does not load it."""
-    return import_module("para_core.attention.approximate.snapkv")
-
-
-def _in_chunks(
+def attend_all(
     plan: AttentionPlan,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    key_heads: Tensor | None,
     attn_func: LocalAttention | None,
-) -> Tensor:
-    """Compute attention in chunks of heads: while one is computed, the next arrives and the previous output is sent."""
-    rank = plan.spec.mesh.ulysses.index
-    first_head = plan.heads.of_query[rank][0]
-    chunks = plan.chunks
-    entering = chunks[0].start_enter((query, key, value))
-    leaving = []
-    for index, chunk in enumerate(chunks):
-        block = entering()
-        if index + 1 < len(chunks):
-            entering = chunks[index + 1].start_enter((query, key, value))
-        start, count = chunk.heads.of_query[rank]
-        rows = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, start - first_head, count)
-        out, _ = attend_block(plan, block[0], block[1], block[2], rows, chunk.heads, attn_func, save=False)
-        leaving.append(chunk.start_leave((out,)))
-    whole = query.new_empty(query.shape[0], query.shape[2], plan.spec.num_heads, value.shape[3]).transpose(1, 2)
-    for chunk, finish in zip(chunks, leaving, strict=True):
-        (part,) = finish()
-        for start, count in chunk.heads.of_query:
-            if count:
-                whole.narrow(1, start, count).copy_(part.narrow(1, start, count))
-    return whole
+) -> tuple[Tensor, Tensor]:
+    """Return out in the dtype of query, and lse, of this rank's queries over the keys of all ring ranks.
+
+    Args:
+        key_heads: ``[H]``, the key head of each query head; None if heads are grouped evenly.
+        plan, query, key, value, mask, attn_func: As in :func:`attend_block`.
+    """
+    masked = mask is not None
+    attend = composed(plan, masked) if attn_func is None else compose(plan, masked, attn_func)
+    into = Accumulator(query, None if mask is None else Mask(mask), plan.tiling, key_heads)
+    attend.forward(into, key, value, 0, True)
+    return into.rounded_result(key, value)
+
+
+def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None = None) -> Attend:
+    """Return the attention of a call: to one block, with key heads expanded, over all ring ranks, with masks kept.
+
+    ``masked`` tells whether the call has a mask tensor.
+    """
+    spec = plan.spec
+    attend = local(spec.options.backend, spec.scale)
+    if attn_func is not None:
+        attend = of_function(attn_func, spec.scale)
+    if spec.num_heads != spec.num_kv_heads:
+        attend = expand_key_heads(attend)
+    attend = ring(attend, plan.ring) if plan.grid is None else grid_2d(attend, plan.grid)
+    if not masked:
+        return attend
+    if attn_func is not None:
+        return correct_low_rows(attend)
+    return level_low_rows(attend, spec.options.backend)
+
+
+# The composition of a plan is made once. A plan is compared by identity.
+composed = lru_cache(maxsize=1024)(compose)
+
+
+def _load_snapkv() -> ModuleType:
+    """Return the module that the option ``kept_keys`` needs. Exact attention does not load it."""
+    return import_module("para_core.attention.approximate.snapkv")
 
 
 def usp_backward(
@@ -158,16 +168,17 @@ def usp_backward(
     if plan.ulysses is not None:
         grad_out = plan.ulysses.enter_gradient(grad_out)
     heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, grad_out.device)
-    hidden, kept_keys = mask, plan.spec.options.kept_keys
+    hidden, kept_keys, query = mask, plan.spec.options.kept_keys, saved.query
     if kept_keys is not None:
         snapkv = _load_snapkv()
-        is_kept = snapkv.select_keys(kept_keys, saved.query, saved.key, mask, plan.ring, heads=heads)
+        is_kept = snapkv.select_keys(kept_keys, query, saved.key, mask, plan.ring, heads=heads)
         hidden = snapkv.hide(mask, is_kept)
-    block = grad_out, saved, hidden
-    if plan.grid is None:
-        *grads, grad_mask = ring_attention_backward(*block, plan.ring, heads=heads, mask_gradient=mask_gradient)
-    else:
-        *grads, grad_mask = attention_2d_backward(*block, plan.grid, heads=heads, mask_gradient=mask_gradient)
+    into = QueryGradients.of(
+        grad_out, query, saved.out, saved.lse, hidden, plan.tiling, key_heads=heads, mask_gradient=mask_gradient
+    )
+    grad_key, grad_value = composed(plan, hidden is not None).backward(into, saved.key, saved.value, 0)
+    grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
+    grad_mask = into.grad_mask
     if grad_mask is not None and mask is not None:
         grad_mask = grad_mask.sum_to_size(mask.shape)
     if plan.ulysses is not None:

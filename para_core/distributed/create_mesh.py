@@ -43,7 +43,9 @@ def ranks_per_host() -> int | None:
         # If the number of ranks differs, the variables describe an outer job, whose processes have started these ranks.
         # Ignore such variables.
         if os.environ.get(ranks_named) == str(ranks) and hosts.isdigit() and int(hosts) > 0:
-            return ranks // int(hosts) if ranks % int(hosts) == 0 else None
+            if ranks % int(hosts) != 0:
+                return None
+            return ranks // int(hosts)
     return None
 
 
@@ -137,10 +139,10 @@ def _require_equal_arguments(**arguments: object) -> None:
         return f"the ranks must call init_context_parallel_mesh with equal arguments. {fields}."
 
     # Values of other types are refused later, on every rank.
-    record = {
-        name: value if value is None or isinstance(value, (int, str)) else f"a {type(value).__name__}"
-        for name, value in arguments.items()
-    }
+    record = dict(arguments)
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, (int, str)):
+            record[name] = f"a {type(value).__name__}"
     check_consistent(signature(record), all_ranks(), explain=explain)
 
 
@@ -211,11 +213,9 @@ def shared_gpu(gpus: Mapping[int, tuple[str, str]]) -> str | None:
         if len(ranks) == 1:
             continue
         all_on_one = sum(other == host for other, _ in ranks_on) == 1
-        reason = (
-            "torch.cuda.set_device was not called, or too late, or the host has no other GPU"
-            if all_on_one
-            else "the host has more ranks than GPUs, or torch.cuda.set_device was called with a wrong index"
-        )
+        reason = "the host has more ranks than GPUs, or torch.cuda.set_device was called with a wrong index"
+        if all_on_one:
+            reason = "torch.cuda.set_device was not called, or too late, or the host has no other GPU"
         return (
             f"ranks {ranks} on host {host} all have the current device {gpu}, and NCCL takes one rank per GPU: "
             f"{reason}. Call "

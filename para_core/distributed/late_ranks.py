@@ -148,4 +148,7 @@ def _calls_of(store: Any, ranks: Sequence[int]) -> dict[int, str]:
 
 def _texts(late: Sequence[int], calls: Mapping[int, str]) -> str:
     """Return the numbers of the ``late`` ranks, with the calls in which they wait instead."""
-    return ", ".join(f"rank {rank}" + (f" (which waits in {calls[rank]})" if rank in calls else "") for rank in late)
+    texts = {rank: f"rank {rank}" for rank in late}
+    for rank in texts.keys() & calls.keys():
+        texts[rank] += f" (which waits in {calls[rank]})"
+    return ", ".join(texts.values())

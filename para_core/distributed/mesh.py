@@ -263,7 +263,9 @@ def one_guided_rank(device_type: str) -> GuidedMesh:
 
 def all_ranks() -> GuidedMesh:
     """Return all ranks of the default process group as a mesh of one dim; this rank alone without that group."""
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    group = None
+    if dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
     return replace(one_guided_rank("cpu"), batch=dim_of_group("all ranks", group))
 
 
@@ -349,7 +351,9 @@ def require_member(mesh: object) -> None:
     """Raise ``ValueError`` if this rank does not belong to ``mesh``, and ``TypeError`` if ``mesh`` is no mesh."""
     # new_group() returns NON_GROUP_MEMBER, a number, on ranks outside the group.
     if mesh == dist.GroupMember.NON_GROUP_MEMBER or (isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None):
-        text = f"mesh with {_dims_text(mesh)}" if isinstance(mesh, DeviceMesh) else "process group"
+        text = "process group"
+        if isinstance(mesh, DeviceMesh):
+            text = f"mesh with {_dims_text(mesh)}"
         raise ValueError(f"rank {dist.get_rank()} does not belong to the {text}; only its members use it.")
     # Dynamo knows the class of a process group in a graph only if isinstance is asked for that class alone.
     if not (isinstance(mesh, DeviceMesh) or isinstance(mesh, ProcessGroup)):  # noqa: SIM101

@@ -56,9 +56,9 @@ def choose_mesh_shape(
     if max_ring_dim_size is None and max_ulysses_dim_size is None and ranks_per_host is not None:
         # Choose a divisor of ranks_per_host, so that no Ulysses group, whose ranks are consecutive, spans two hosts.
         max_ulysses_dim_size = gcd(remaining, ranks_per_host)
-    ring = largest_divisor(remaining, max_ring_dim_size) if max_ring_dim_size else 1
+    ring = largest_divisor(remaining, max_ring_dim_size or 1)
     remaining //= ring
-    ulysses = largest_divisor(remaining, max_ulysses_dim_size) if max_ulysses_dim_size else remaining
+    ulysses = largest_divisor(remaining, max_ulysses_dim_size or remaining)
     remaining //= ulysses
     if max_ring_dim_size is None:
         ring, remaining = ring * remaining, 1
@@ -94,7 +94,8 @@ def mesh_sizes(ranks: int, limits: Mapping[str, int]) -> dict[str, int]:
     for name in ("tensor", "pipe"):
         size = largest_divisor(left, open_limits.pop(name, 1))
         left //= size
-        outer |= {name: size} if size > 1 else {}
+        if size > 1:
+            outer[name] = size
     try:
         sizes = choose_mesh_shape(left, **{f"max_{name}_dim_size": size for name, size in open_limits.items()})
     except ValueError as error:

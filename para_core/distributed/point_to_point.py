@@ -198,8 +198,12 @@ class Links:
 
     def _start(self, edge: Edge, x: Tensor) -> _Transfer:
         """Start to send ``x`` if this rank is the sender of ``edge``, or to receive into it if it is the receiver."""
-        call, peer = (dist.isend, edge[1]) if self.dim.index == edge[0] else (dist.irecv, edge[0])
-        work = call(x, self._ranks[peer], group=self._groups[edge], tag=self._tag)
+        sender, receiver = edge
+        group = self._groups[edge]
+        if self.dim.index == sender:
+            work = dist.isend(x, self._ranks[receiver], group=group, tag=self._tag)
+        else:
+            work = dist.irecv(x, self._ranks[sender], group=group, tag=self._tag)
         if work is None:
             raise RuntimeError(f"this rank does not belong to the group of edge {edge[0]} → {edge[1]}.")
         self._started[edge] += 1
@@ -235,7 +239,10 @@ class Links:
         Do not call this method after a failure, because the other ranks may never receive these tensors.
         """
         first = self.sent - len(self._leaving)
-        for _ in range(len(self._leaving) if count is None else min(count - first, len(self._leaving))):
+        num_leaving = len(self._leaving)
+        if count is not None:
+            num_leaving = min(count - first, num_leaving)
+        for _ in range(num_leaving):
             self.wait(self._leaving.popleft().work)
 
     def finish(self, transfer: _Transfer) -> None:
@@ -252,14 +259,15 @@ class Links:
 
     def from_rank(self, x: Tensor, source: int) -> Tensor:
         """Return ``x`` of the rank with index ``source``, by a broadcast. Other ranks pass an ``x`` of equal form."""
-        x = (
-            x.detach().contiguous()
-            if self.dim.index == source
-            else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        )
+        if self.dim.index == source:
+            x = x.detach().contiguous()
+        else:
+            x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         start = time.perf_counter()
         # Send 8-bit floats as bytes, because gloo and NCCL do not support them.
-        bits = x.view(torch.uint8) if x.is_floating_point() and x.element_size() == 1 else x
+        bits = x
+        if x.is_floating_point() and x.element_size() == 1:
+            bits = x.view(torch.uint8)
         dist.broadcast(bits, group_src=source, group=self._group)
         if self.dim.index != source:
             self.seconds_waited += time.perf_counter() - start

@@ -80,7 +80,9 @@ def override_timeouts(
             del overrides.active[override]
             if not overrides.active:
                 del _OVERRIDES[group]
-        for group in groups_among(ranks) if alive else []:
+        if not alive:
+            return
+        for group in groups_among(ranks):
             if group not in _OVERRIDES and group_timeout(group) == timeout:
                 set_group_timeout(group, group_timeout(alive[0]))
 

@@ -179,7 +179,13 @@ def run_callback(
 
     args, kwargs = _convert(arguments.args, receive), _convert(arguments.kwargs, receive)
     originals = list[Any]()
-    _convert((unchanged.args, unchanged.kwargs), lambda x: originals.append(x) if _is_tensor(x) else x)
+
+    def collect(value: Any) -> Any:
+        if _is_tensor(value):
+            originals.append(value)
+        return value
+
+    _convert((unchanged.args, unchanged.kwargs), collect)
     seeds.after_call(arguments.random, generators)
     try:
         returned = callback(*args, **kwargs)

@@ -93,7 +93,10 @@ class CallerConnection:
             return
         self.report("step", bar, done, total)
         if self._agree_to_cancel():
-            raise Cancelled(f"cancelled after step {done}" + ("." if total is None else f" of {total}."))
+            steps = str(done)
+            if total is not None:
+                steps = f"{done} of {total}"
+            raise Cancelled(f"cancelled after step {steps}.")
 
     def _agree_to_cancel(self) -> bool:
         """Return the first rank's answer on all ranks: a message reaches ranks at different steps."""

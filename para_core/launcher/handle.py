@@ -297,7 +297,11 @@ class Launched:
     ) -> Any:
         result = self._state.call(ticket, function, args, kwargs, everywhere=everywhere, changes=changes)
         if everywhere:
-            return [self if isinstance(x, PipeOfRank) else x for x in result]
+            return [self._replace_pipe(x) for x in result]
+        return self._replace_pipe(result)
+
+    def _replace_pipe(self, result: Any) -> Any:
+        """Return this handle in place of the pipeline that a rank returned, and other results as they are."""
         return self if isinstance(result, PipeOfRank) else result
 
     def __getattr__(self, name: str) -> Any:

@@ -37,7 +37,9 @@ class _Pickler(_Base):  # type: ignore[misc]
             return _load_generator, (value.device.type, value.get_state())
         if pil is not None and isinstance(value, pil.Image) and value.mode in _IMAGE_MODES:
             return _load_image, (value.mode, value.size, pickle.PickleBuffer(value.tobytes()), value.info)
-        reduced = NotImplemented if cloudpickle is None else super().reducer_override(value)
+        reduced: Any = NotImplemented
+        if cloudpickle is not None:
+            reduced = super().reducer_override(value)
         if isinstance(value, type) and isinstance(reduced, tuple) and len(reduced) == 6:
             return _reduce_class(value, reduced)
         return reduced
@@ -115,8 +117,11 @@ def _load_tensor(dtype: str, shape: tuple[int, ...], buffer: Any) -> Any:
     import torch
 
     # torch.frombuffer takes neither empty buffers nor, without a warning, read-only ones.
-    raw = bytearray(buffer) if isinstance(buffer, bytes) else buffer
-    flat = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
+    if isinstance(buffer, bytes):
+        buffer = bytearray(buffer)
+    flat = torch.empty(0, dtype=torch.uint8)
+    if len(buffer) > 0:
+        flat = torch.frombuffer(buffer, dtype=torch.uint8)
     return flat.view(getattr(torch, dtype)).reshape(shape)
 
 
@@ -155,14 +160,12 @@ def dump(value: Any, buffer_callback: Callable[[pickle.PickleBuffer], Any], by_v
             _Pickler(stream, protocol=5, buffer_callback=buffer_callback).dump(value)
     # Pickling calls methods of the value, which may raise anything.
     except Exception as error:
-        advice = (
-            ""
-            if cloudpickle is not None
-            else (
+        advice = ""
+        if cloudpickle is None:
+            advice = (
                 " Without cloudpickle only functions that a module defines at its top level can be sent: pip install "
                 "'para_core[launch]' brings it."
             )
-        )
         raise TypeError(
             f"a value cannot be sent between this process and the ranks: {type(error).__name__}: {error}.{advice}"
         ) from error
@@ -196,7 +199,9 @@ def own_module(function: Callable[..., Any]) -> str | None:
         function = function.func
     name = getattr(function, "__module__", None) or type(function).__module__
     module = sys.modules.get(name)
-    return None if module is None or name == "__main__" or _is_installed(module) else name
+    if module is None or name == "__main__" or _is_installed(module):
+        return None
+    return name
 
 
 def _is_installed(module: ModuleType) -> bool:

@@ -233,7 +233,8 @@ class RunningCall:
                 lines.append(f"  rank {rank}: {positions.get(rank, (False, 'does not run Python code'))[1]}")
         named = "all ranks wait for each other"
         if stuck:
-            named = f"rank {', '.join(map(str, stuck))} {'hangs' if len(stuck) == 1 else 'hang'}"
+            verb = "hangs" if len(stuck) == 1 else "hang"
+            named = f"rank {', '.join(map(str, stuck))} {verb}"
         raise RankDied(
             f"no rank made progress for {self._timeout:g} s: {named}. The ranks were ended, and the next call starts "
             "them again; if a step or loading may take longer, pass a larger timeout= to launch.\n" + "\n".join(lines),

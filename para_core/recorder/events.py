@@ -1,4 +1,7 @@
-"""Events of a model call. Their tensors are those of the call itself, so who keeps an event keeps its tensors."""
+"""Events of a model call.
+
+Their tensors are those of the call itself, so who keeps an event keeps its tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.modes.interceptor import AttentionForm
 from para_core.torch_internals import OpOverload
 
 
@@ -48,24 +50,31 @@ class AttentionStart:
     Args:
         time: Number of the event.
         name: Name of the innermost module that is running; ``""`` outside of submodules.
-        call: The arguments, as those of ``scaled_dot_product_attention``. The mask of a ``flex_attention`` is left out.
-        form: The function or operator that the model calls.
+        call: The arguments, as those of ``scaled_dot_product_attention``.
+        function: The function or operator that the model calls.
+        is_sdpa: Whether the call is computed as an SDPA call. Otherwise, as in ``flex_attention``, ``call`` has
+            query, key and value only.
     """
 
     time: int
     name: str
     call: SdpaCall
-    form: AttentionForm
+    function: Callable[..., Any]
+    is_sdpa: bool
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionEnd:
-    """The end of an attention call, with its output ``[..., H, S_q, D_v]``. The rest is as in AttentionStart."""
+    """The end of an attention call, with its output ``[..., H, S_q, D_v]``.
+
+    The rest is as in AttentionStart.
+    """
 
     time: int
     name: str
     call: SdpaCall
-    form: AttentionForm
+    function: Callable[..., Any]
+    is_sdpa: bool
     output: Tensor
 
 
@@ -91,7 +100,10 @@ class FunctionCall:
 
 @dataclass(frozen=True, eq=False)
 class OperatorCall:
-    """A finished call of an operator, as the dispatcher runs it. The attributes are those of :class:`FunctionCall`."""
+    """A finished call of an operator, as the dispatcher runs it.
+
+    The attributes are those of :class:`FunctionCall`.
+    """
 
     time: int
     name: str

@@ -18,12 +18,13 @@ _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::con
 
 
 class OperatorCount:
-    """The number of launches in a recorded call, the bytes that they read and write, and the peak bytes of tensors.
+    """The number of launches in a recorded call, the bytes that they read and write, and the peak bytes of
+    tensors.
 
     Attributes:
         launches: Number of launches. Operators inside attention are left out.
-        moved: Bytes that launches read and write, other than matrix products and convolutions: two numbers, while
-            ``is_sharded`` is True and while it is False.
+        moved: Bytes that launches read and write, other than matrix products and convolutions: two numbers,
+            while ``is_sharded`` is True and while it is False.
         peak: The peak bytes of tensors that were made in the call: likewise two numbers.
         is_sharded: Whether the operators that follow work on sharded tokens.
         in_attention: Whether the operators that follow compute an attention call.

@@ -7,12 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
-from para_core.modes.interceptor import attention_form, run_attention
+from para_core.modes.foreign_operators import OPERATOR_TYPES, is_called_by_a_graph
+from para_core.modes.interceptor import SDPA, SDPA_OPERATOR
+from para_core.modes.registry import (
+    MeshAccess,
+    Route,
+    SdpaOwner,
+    route_of_function,
+    route_of_operator,
+)
 from para_core.recorder.events import (
     AttentionEnd,
     AttentionStart,
@@ -31,7 +40,9 @@ from para_core.torch_internals import (
 
 
 class _RunningModule(NamedTuple):
-    """A module whose call is running: how many modules were running before it, and whether it entered the mode."""
+    """A module whose call is running: how many modules were running before it, and whether it entered the
+    mode.
+    """
 
     module: nn.Module
     depth: int
@@ -41,17 +52,17 @@ class _RunningModule(NamedTuple):
 class Recorder(TorchFunctionMode):
     """A mode that passes each event of a model call to ``handle``, in order of time.
 
-    Inside ``handle`` functions of torch are neither recorded nor intercepted. Attention that a plan or an outer mode
-    computes over several ranks is recorded with this rank's tensors. Record eager code: in a compiled function no call
-    can be seen, so run it under ``torch.compiler.set_stance("force_eager")``.
+    Inside ``handle`` functions of torch are neither recorded nor intercepted. Attention that a plan or an
+    outer mode computes over several ranks is recorded with this rank's tensors. Nothing inside a compiled
+    function is recorded, so call it under ``torch.compiler.set_stance("force_eager")``.
 
     Args:
         handle: Called with each event.
         attend: Computes the recorded attention calls. Defaults to SDPA itself, which outer modes intercept.
 
     Attributes:
-        running: Names of the modules that have not returned, the innermost last. After an error, the innermost module
-            is the one that failed.
+        running: Names of the modules that have not returned, the innermost last. After an error, the
+            innermost module is the one that failed.
 
     Example:
         >>> events = []
@@ -87,8 +98,8 @@ class Recorder(TorchFunctionMode):
 
     def _add_hooks(self, name: str, module: nn.Module) -> list[RemovableHandle]:
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A plan enters its own modes around some modules, and only the innermost mode sees a call as the model
-            # makes it.
+            # A plan enters its own modes around some modules, and only the innermost mode sees a call as the
+            # model makes it.
             entered = function_mode_stack()[-1:] != [self]
             self._calls.append(_RunningModule(module, len(self.running), entered))
             self.running.append(name)
@@ -122,7 +133,7 @@ class Recorder(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_busy:
+        if self._is_busy or torch.compiler.is_compiling():
             return func(*args, **kwargs)
         self._is_busy = True
         try:
@@ -134,25 +145,30 @@ class Recorder(TorchFunctionMode):
 
     def _call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return ``func(*args, **kwargs)``, and report the attention call in it."""
-        form = attention_form(func)
-        if form is None:
+        if func is SDPA or func is SDPA_OPERATOR:
+            return self.attend(SdpaCall(*args, **kwargs), func)
+        route = _route_of(func)
+        if route is None:
             return func(*args, **kwargs)
-        if form == "flex":
-            query, key, value = args[:3]
-            call = SdpaCall(query, key, value)
-            self._report(AttentionStart(self._next_time(), self._name(), call, form))
-            output = func(*args, **kwargs)
-            # The operator returns the lse and the largest scores, too.
-            self._report(AttentionEnd(self._next_time(), self._name(), call, form, output[0]))
-            return output
+        owner = _RecordedCall(self, func, args)
+        output = route(owner, func, args, kwargs)
+        owner.end(output)
+        return output
 
-        def attend(call: SdpaCall) -> Tensor:
-            self._report(AttentionStart(self._next_time(), self._name(), call, form))
-            output = self._compute(call)
-            self._report(AttentionEnd(self._next_time(), self._name(), call, form, output))
-            return output
+    def attend(self, call: SdpaCall, function: Callable[..., Any]) -> Tensor:
+        """Return the output of an SDPA call that ``function`` consists of, and report it."""
+        self.start_attention(call, function, is_sdpa=True)
+        output = self._compute(call)
+        self.end_attention(call, function, output, is_sdpa=True)
+        return output
 
-        return run_attention(form, attend, func, args, kwargs)
+    def start_attention(self, call: SdpaCall, function: Callable[..., Any], *, is_sdpa: bool) -> None:
+        """Report the start of an attention call."""
+        self._report(AttentionStart(self._next_time(), self._name(), call, function, is_sdpa))
+
+    def end_attention(self, call: SdpaCall, function: Callable[..., Any], output: Tensor, *, is_sdpa: bool) -> None:
+        """Report the end of an attention call."""
+        self._report(AttentionEnd(self._next_time(), self._name(), call, function, is_sdpa, output))
 
     def _next_time(self) -> int:
         self._time += 1
@@ -168,6 +184,38 @@ class Recorder(TorchFunctionMode):
     def report_operator(self, operator: OpOverload, args: Sequence[Any], kwargs: Any, output: Any) -> None:
         """Report a call of ``operator``, which returned ``output``."""
         self._report(OperatorCall(self._next_time(), self._name(), operator, args, kwargs, output))
+
+
+def _route_of(func: Callable[..., Any]) -> Route | None:
+    """Return what computes ``func`` by other functions, if it is an attention function that a mode can intercept."""
+    if type(func) in OPERATOR_TYPES:
+        return None if is_called_by_a_graph(func) else route_of_operator(func)
+    return route_of_function(func)
+
+
+class _RecordedCall(SdpaOwner):
+    """The owner of one intercepted call of ``function``, as the features of :mod:`para_core.modes.registry` see it."""
+
+    def __init__(self, recorder: Recorder, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        self._recorder, self._function, self._args = recorder, function, args
+        self._other_call: SdpaCall | None = None
+
+    def attend(self, call: SdpaCall) -> Tensor:
+        return self._recorder.attend(call, self._function)
+
+    def begin_other_call(self, *, counts: bool) -> MeshAccess | None:
+        """Report the start of a call that is no SDPA, and let it run as it is."""
+        query, key, value = self._args[:3]
+        self._other_call = SdpaCall(query, key, value)
+        self._recorder.start_attention(self._other_call, self._function, is_sdpa=False)
+        return None
+
+    def end(self, output: Any) -> None:
+        """Report the end of a call that is no SDPA. The first of its outputs is that of attention."""
+        if self._other_call is None:
+            return
+        first = output if isinstance(output, Tensor) else output[0]
+        self._recorder.end_attention(self._other_call, self._function, first, is_sdpa=False)
 
 
 class _OperatorMode(TorchDispatchMode):

@@ -16,8 +16,8 @@ from para_core.torch_internals import OpOverload, TorchDispatchMode, call_kernel
 # These operators launch nothing: the first only chooses a kernel, and a wait only makes the stream wait.
 _NO_LAUNCH_IN_RUN = {"aten::_fused_sdp_choice", "_c10d_functional::wait_tensor"}
 _BUILT_IN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
-# The number of kernels that each of these operators launches on CUDA. The operators inside them are not counted,
-# because there are such operators only on the CPU.
+# The number of kernels that each of these operators launches on CUDA. The operators inside them are not
+# counted, because there are such operators only on the CPU.
 _WHOLE = {
     "para_core::merge": 1,
     "para_core::merge_": 1,
@@ -35,22 +35,22 @@ _WHOLE = {
 class RunCounter(TorchDispatchMode):
     """A mode that counts launches, collectives, and the bytes that this rank sends in collectives.
 
-    A launch is a collective, or an operator that is neither a view nor an allocation. A fused attention kernel counts
-    as one launch; if SDPA decomposes into matrix products, as on meta tensors, each product counts. Operators inside a
-    custom operator are counted, unless the custom operator is one of our Triton kernels. Triton kernels that Python
-    launches outside of an operator are not counted. Under a dispatch mode torch runs compiled functions as eager code,
-    so the launches of graphs cannot be counted.
+    A launch is a collective, or an operator that is neither a view nor an allocation. A fused attention
+    kernel counts as one launch; if SDPA decomposes into matrix products, as on meta tensors, each product
+    counts. Operators inside a custom operator are counted, unless the custom operator is one of our Triton
+    kernels. Triton kernels that Python launches outside of an operator are not counted. Under a dispatch mode
+    torch runs compiled functions as eager code, so the launches of graphs cannot be counted.
 
-    An all-reduce of n ranks is taken to send ``2 * (n - 1) / n`` of its bytes, as a ring does. Exchanges of small
-    records between CPUs, by which ranks compare their inputs, count as launches only.
+    An all-reduce of n ranks is taken to send ``2 * (n - 1) / n`` of its bytes, as a ring does. Exchanges of
+    small records between CPUs, by which ranks compare their inputs, count as launches only.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.by_operator: Counter[str] = Counter()
         self.collectives = self.bytes_sent = 0
-        # The number of running custom operators whose bytes were counted as a whole, so that collectives inside them
-        # must not be counted again.
+        # The number of running custom operators whose bytes were counted as a whole, so that collectives
+        # inside them must not be counted again.
         self._counted_outside = 0
 
     @property
@@ -62,8 +62,8 @@ class RunCounter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__ for kind in types):
-            # Let the tensor subclass run the operator. The operators that it calls on its inner tensors then arrive in
-            # this method.
+            # Let the tensor subclass run the operator. The operators that it calls on its inner tensors then
+            # arrive in this method.
             return NotImplemented
         name = schema_of(func).name
         sent = None if self._counted_outside else bytes_sent(func, args)
@@ -83,7 +83,9 @@ class RunCounter(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def __str__(self) -> str:
-        """Return a line with the total number of launches, and the number of each operator, the most frequent first."""
+        """Return a line with the total number of launches, and the number of each operator, the most frequent
+        first.
+        """
         parts = [f"{number} {name}" for name, number in self.by_operator.most_common()]
         return f"{self.launches} launches: {', '.join(parts)}"
 

@@ -1,4 +1,6 @@
-"""Run attention on tensors without data, on the meta device or fake, for its output's shape, dtype and strides."""
+"""Run attention on tensors without data, on the meta device or fake, for its output's shape, dtype and
+strides.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from para_core.torch_internals import FakeTensor
 def attend_without_data(call: SdpaCall) -> Tensor:
     """Return the output of ``call``, not initialized if its tensors have no data.
 
-    It has the memory layout of a fused kernel, ``[..., S_q, H, D_v]``. SDPA would allocate all scores of fake tensors.
+    It has the memory layout of a fused kernel, ``[..., S_q, H, D_v]``. SDPA would allocate all scores of fake
+    tensors.
     """
     query = call.query
     if not query.is_meta and not isinstance(query, FakeTensor):
@@ -31,7 +34,9 @@ def attend_without_data(call: SdpaCall) -> Tensor:
 
 @contextmanager
 def attention_without_data() -> Iterator[None]:
-    """Compute attention by :func:`attend_without_data` inside the ``with`` block, in each form that can be rerouted."""
+    """Compute attention by :func:`attend_without_data` inside the ``with`` block, in each form that can be
+    rerouted.
+    """
 
     def ignore(_: Event) -> None:
         pass

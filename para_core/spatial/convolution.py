@@ -12,7 +12,7 @@ from para_core.distributed.mesh import MeshDim
 from para_core.spatial import rows as plans
 from para_core.spatial.fetch import fetch, start_fetch
 from para_core.spatial.local import bind
-from para_core.spatial.rows import Function, Layout, RowTag, name_of, rows_of, tagged, unknown
+from para_core.spatial.rows import Function, Layout, RowTag, name_of, rows_of, set_rows, unknown
 
 # A function run(x, padding) that computes an operator on local rows, with ``padding`` rows of padding at either end.
 Run = Callable[[Tensor, int], Tensor]
@@ -30,31 +30,38 @@ def convolution(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     spatial = weight.ndim - 2
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
-        return tagged(func(x, weight, bias, stride, padding, dilation, groups), rows)
+        return set_rows(func(x, weight, bias, stride, padding, dilation, groups), rows)
     strides, dilations = _each(stride, spatial), _each(dilation, spatial)
     extents = [d * (k - 1) + 1 for d, k in zip(dilations, weight.shape[2:], strict=True)]
     if padding == "same" and any(extent % 2 == 0 for extent in extents):
         raise unknown(func, rows, f"padding='same' of windows of {extents} rows is not the same at both ends")
-    paddings = [extent // 2 for extent in extents] if padding == "same" else _each(padding, spatial)
-    paddings = [0] * spatial if padding == "valid" else paddings
+    if padding == "same":
+        paddings = [extent // 2 for extent in extents]
+    elif padding == "valid":
+        paddings = [0] * spatial
+    else:
+        paddings = _each(padding, spatial)
 
     def run(part: Tensor, padded: int) -> Tensor:
-        local_paddings = [padded if i == axis else p for i, p in enumerate(paddings)]
+        local_paddings = [*paddings[:axis], padded, *paddings[axis + 1 :]]
         num_rows = (part.shape[rows.dim] + 2 * padded - extents[axis]) // strides[axis] + 1
         out: Tensor
         if num_rows == 1 and part.dtype == torch.bfloat16 and part.device.type == "cpu":
             # torch 2.13 computes wrong values for an output that is one column wide (oneDNN, stride 2). One device
             # computes more columns than this rank, so convolve in float32, which is right.
-            wide = [None if x is None else x.float() for x in (part, weight, bias)]
-            out = func(*wide, strides, local_paddings, dilations, groups).to(torch.bfloat16)
+            wide_bias = None
+            if bias is not None:
+                wide_bias = bias.float()
+            wide = func(part.float(), weight.float(), wide_bias, strides, local_paddings, dilations, groups)
+            out = wide.to(torch.bfloat16)
         else:
             out = func(part, weight, bias, strides, local_paddings, dilations, groups)
         return out
 
-    return windowed(ranks, func, x, rows, extents[axis], strides[axis], paddings[axis], run)
+    return run_windows(ranks, func, x, rows, extents[axis], strides[axis], paddings[axis], run)
 
 
-def windowed(
+def run_windows(
     ranks: MeshDim,
     func: Function,
     x: Tensor,
@@ -77,9 +84,11 @@ def windowed(
     plan = plans.convolution(rows.layout, extent, stride, padding)
     _require_rows(func, rows, plan.layout)
     out_rows = RowTag(rows.dim, plan.layout)
-    split = plans.overlapped(rows.layout, extent, stride, padding) if _overlaps(x.device) else None
+    split = None
+    if _overlaps(x.device):
+        split = plans.overlap(rows.layout, extent, stride, padding)
     if split is None:
-        return tagged(run(fetch(x, rows, plan.wanted, ranks, fill=fill), 0), out_rows)
+        return set_rows(run(fetch(x, rows, plan.wanted, ranks, fill=fill), 0), out_rows)
     edges_of_ranks = zip(split.top, split.bottom, strict=True)
     wanted = tuple([tuple([edge for edge in edges if edge is not None]) for edges in edges_of_ranks])
     finish = start_fetch(x, rows, wanted, ranks, fill=fill)
@@ -90,7 +99,7 @@ def windowed(
         out.narrow(rows.dim, 0, split.edge).copy_(run(edges.pop(0), 0))
     if split.bottom[ranks.index] is not None:
         out.narrow(rows.dim, out.shape[rows.dim] - split.edge, split.edge).copy_(run(edges.pop(0), 0))
-    return tagged(out, out_rows)
+    return set_rows(out, out_rows)
 
 
 def _overlaps(device: torch.device) -> bool:
@@ -115,12 +124,18 @@ def _spatial_axis(func: Function, x: Any, spatial: int) -> tuple[RowTag, int | N
         raise unknown(func, rows, "its windows would span the rows of two frames")
     if axis < 0 and (rows.dim != 0 or x.ndim != spatial + 2):
         raise unknown(func, rows, "its channels are sharded")
-    return rows, axis if axis >= 0 else None
+    if axis < 0:
+        return rows, None
+    return rows, axis
 
 
 def _each(value: Any, spatial: int) -> list[int]:
-    values = [value] if isinstance(value, int) else list(value)
-    return values * spatial if len(values) == 1 else values
+    if isinstance(value, int):
+        return [value] * spatial
+    values = list(value)
+    if len(values) == 1:
+        return values * spatial
+    return values
 
 
 def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -132,19 +147,19 @@ def conv_transpose(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: 
     spatial = weight.ndim - 2
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
-        return tagged(func(x, weight, bias, stride, padding, extra, groups, dilation), rows)
+        return set_rows(func(x, weight, bias, stride, padding, extra, groups, dilation), rows)
     strides, dilations, paddings, extras = (_each(value, spatial) for value in (stride, dilation, padding, extra))
     step, inset = strides[axis], paddings[axis]
     extent = dilations[axis] * (weight.shape[2 + axis] - 1) + 1
-    plan = plans.transposed(rows.layout, extent, step, inset, extras[axis])
+    plan = plans.transpose(rows.layout, extent, step, inset, extras[axis])
     _require_rows(func, rows, plan.layout)
     part = fetch(x, rows, plan.wanted, ranks)
     paddings[axis] = extras[axis] = 0
     out = func(part, weight, bias, strides, paddings, extras, groups, dilations)
-    start, stop = plans.held(plan.layout)[ranks.index]
+    start, stop = plans.ranges_of(plan.layout)[ranks.index]
     # The first row of ``out``, counted in output rows of the full image.
     first = plan.wanted[ranks.index][0] * step - inset
-    return tagged(out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.layout))
+    return set_rows(out.narrow(rows.dim, start - first, stop - start).contiguous(), RowTag(rows.dim, plan.layout))
 
 
 def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -167,22 +182,28 @@ def pool(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
         dilation, unsupported = 1, unsupported or (any(_each(padding, 1)) and not counts_padding)
     rows, axis = _spatial_axis(func, x, spatial)
     if axis is None:
-        return tagged(func(*args, **kwargs), rows)
+        return set_rows(func(*args, **kwargs), rows)
     kernels, paddings, dilations = (_each(value, spatial) for value in (kernel, padding, dilation))
-    strides = kernels if stride is None or stride == [] else _each(stride, spatial)
+    strides = kernels
+    if stride is not None and stride != []:
+        strides = _each(stride, spatial)
     if ceil_mode or unsupported:
         raise unknown(
             func, rows, "ceil_mode, return_indices, divisor_override and count_include_pad=False are not supported"
         )
 
     def run(part: Tensor, padded: int) -> Tensor:
-        local_paddings = [padded if i == axis else p for i, p in enumerate(paddings)]
-        out: Tensor = func(part, kernels, strides, local_paddings, *([dilations] if is_max else []))
+        local_paddings = [*paddings[:axis], padded, *paddings[axis + 1 :]]
+        out: Tensor
+        if is_max:
+            out = func(part, kernels, strides, local_paddings, dilations)
+        else:
+            out = func(part, kernels, strides, local_paddings)
         return out
 
     extent = dilations[axis] * (kernels[axis] - 1) + 1
     fill = float("-inf") if is_max else 0.0
-    return windowed(ranks, func, x, rows, extent, strides[axis], paddings[axis], run, fill=fill)
+    return run_windows(ranks, func, x, rows, extent, strides[axis], paddings[axis], run, fill=fill)
 
 
 def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -205,11 +226,12 @@ def stft(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, 
     rows = rows_of(x)
     if rows is None or rows.dim != x.ndim - 1 or rows.outer > 1 or center:
         raise unknown(func, rows, "center=True and a sharded batch are not supported")
-    hop = size // 4 if hop is None else hop
+    if hop is None:
+        hop = size // 4
     plan = plans.convolution(rows.layout, size, hop, 0)
     _require_rows(func, rows, plan.layout)
     part = fetch(x, rows, plan.wanted, ranks)
-    return tagged(func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.layout))
+    return set_rows(func(part, size, hop, win_length, window, center, "reflect", *rest), RowTag(x.ndim, plan.layout))
 
 
 BY_RULE: dict[Any, str] = {

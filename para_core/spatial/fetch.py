@@ -12,7 +12,7 @@ from torch import Tensor
 
 from para_core.distributed.collectives import all_gather, start_all_gather, start_all_to_all, wait
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.rows import Layout, Range, RowTag, held
+from para_core.spatial.rows import Layout, Range, RowTag, ranges_of
 
 # For each rank, the ranges of rows that the rank fetches.
 Wanted = tuple[tuple[Range, ...], ...]
@@ -65,7 +65,7 @@ def _spans(layout: Layout, range_: Range) -> tuple[_RowSpan, ...]:
     spans = []
     if start < 0:
         spans.append(_RowSpan(None, 0, min(stop, 0) - start))
-    for sender, (first, last) in enumerate(held(layout)):
+    for sender, (first, last) in enumerate(ranges_of(layout)):
         low, high = max(start, first), min(stop, last)
         if low < high:
             spans.append(_RowSpan(sender, low - first, high - low))
@@ -92,16 +92,17 @@ def start_fetch(
     in_flight = None
     if not plan.is_local:
         parts = [units.narrow(0, start, length).reshape(-1) for spans in plan.sends for start, length in spans]
-        outgoing = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts) if parts else units.new_empty(0)
         in_flight = start_all_to_all(
-            outgoing,
+            _join(parts, units),
             [sum(length for _, length in spans) * size for spans in plan.sends],
             [count * size for count in plan.receives],
             ranks,
         )
 
     def finish() -> list[Tensor]:
-        received = () if in_flight is None else wait(in_flight).split([count * size for count in plan.receives])
+        received: Sequence[Tensor] = ()
+        if in_flight is not None:
+            received = wait(in_flight).split([count * size for count in plan.receives])
         num_read = [0] * ranks.size
         fetched = []
         for spans in plan.ranges:
@@ -122,6 +123,15 @@ def start_fetch(
     return finish
 
 
+def _join(parts: list[Tensor], like: Tensor) -> Tensor:
+    """Return the vectors ``parts`` as one contiguous vector; without any, an empty one like ``like``."""
+    if not parts:
+        return like.new_empty(0)
+    if len(parts) == 1:
+        return parts[0].contiguous()
+    return torch.cat(parts)
+
+
 def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Range], ranks: MeshDim, *, fill: float = 0.0) -> Tensor:
     """Return the rows of this rank's range ``wanted[rank]``, fetched by :func:`start_fetch`."""
     (part,) = start_fetch(x, rows, tuple([(range_,) for range_ in wanted]), ranks, fill=fill)()
@@ -130,7 +140,9 @@ def fetch(x: Tensor, rows: RowTag, wanted: Sequence[Range], ranks: MeshDim, *, f
 
 def relayout(x: Tensor, rows: RowTag, layout: Layout, ranks: MeshDim) -> Tensor:
     """Return this rank's rows of ``x`` after an exchange to ``layout``; ``x`` itself if this is its layout."""
-    return x if layout == rows.layout else fetch(x, rows, held(layout), ranks)
+    if layout == rows.layout:
+        return x
+    return fetch(x, rows, ranges_of(layout), ranks)
 
 
 def gather(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
@@ -142,7 +154,7 @@ def gather(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
 
 def part_of(x: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
     """Return this rank's rows of ``x``, a tensor with all rows. The result is a view if ``rows.outer`` is 1."""
-    start, stop = held(rows.layout)[ranks.index]
+    start, stop = ranges_of(rows.layout)[ranks.index]
     units = x.unflatten(rows.dim, (rows.outer, -1)).narrow(rows.dim + 1, start, stop - start)
     part: Tensor = units.flatten(rows.dim, rows.dim + 1)
     return part
@@ -174,4 +186,6 @@ def _units_back(parts: list[Tensor], rows: RowTag) -> Tensor:
     dim = rows.dim + (rows.outer > 1)
     moved = [part.movedim(0, dim) for part in parts]
     x = moved[0] if len(moved) == 1 else torch.cat(moved, dim)
-    return x.flatten(rows.dim, dim) if rows.outer > 1 else x
+    if rows.outer > 1:
+        x = x.flatten(rows.dim, dim)
+    return x

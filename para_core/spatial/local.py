@@ -16,14 +16,14 @@ from para_core.spatial.rows import (
     Function,
     RowTag,
     ShardedSize,
+    clear_rows,
     first_sharded,
     local_sizes,
     name_of,
     rows_of,
+    set_rows,
     sharded_dim,
-    tagged,
     unknown,
-    untagged,
 )
 
 # Functions that work along one dim and leave the other dims as they are, each with the position and the default of its
@@ -64,16 +64,25 @@ def shape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     if name in ("numel", "nelement"):
         rest = [size for dim, size in enumerate(args[0].shape) if dim != rows.dim]
         return count * math.prod(rest)
+    if name == "len" and rows.dim == 0:
+        return int(count)
     if name == "len":
-        return int(count) if rows.dim == 0 else local
-    if isinstance(local, int):
-        return count if argument(args, kwargs, "dim", 1, 0) % args[0].ndim == rows.dim else local
-    return torch.Size([count if dim == rows.dim else size for dim, size in enumerate(local)])
+        return local
+    if isinstance(local, int):  # x.size(dim)
+        is_sharded = argument(args, kwargs, "dim", 1, 0) % args[0].ndim == rows.dim
+        return count if is_sharded else local
+    sizes = list(local)
+    sizes[rows.dim] = count
+    return torch.Size(sizes)
 
 
 def argument(args: Sequence[Any], kwargs: dict[str, Any], name: str, index: int, default: Any = None) -> Any:
     """Return the argument passed as keyword ``name`` or at position ``index``; ``default`` if there is none."""
-    return kwargs.get(name, args[index] if len(args) > index else default)
+    if name in kwargs:
+        return kwargs[name]
+    if len(args) > index:
+        return args[index]
+    return default
 
 
 def bind(func: Function, args: Sequence[Any], kwargs: dict[str, Any], **parameters: Any) -> list[Any]:
@@ -94,10 +103,10 @@ def like_first(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     if "out" in kwargs:
         raise unknown(func, first_sharded((*args, *kwargs.values())), "it writes to out=")
     out = func(*args, **kwargs)
-    x = args[0] if args else kwargs.get("input")
+    x = argument(args, kwargs, "input", 0)
     rows = rows_of(x)
     if rows is not None and isinstance(out, Tensor) and isinstance(x, Tensor) and out.shape == x.shape:
-        return tagged(out, rows)
+        return set_rows(out, rows)
     return out
 
 
@@ -109,39 +118,47 @@ def elementwise(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     rows = rows_of(lead)
     if lead is None or rows is None or "out" in kwargs:
         raise unknown(func, first_sharded(values), "its tensors are in a list, or it writes to out=")
-    name = getattr(func, "__name__", "")
-    in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
-    if in_place and lead is not tensors[0]:
+    if _is_in_place(func) and lead is not tensors[0]:
         raise unknown(func, rows, "it is written into a replicated tensor")
     dim_from_end = rows.dim - lead.ndim
 
     def fit(x: Any) -> Any:
-        return aligned(ranks, func, x, rows, dim_from_end) if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor):
+            return x
+        return align(ranks, func, x, rows, dim_from_end)
 
     out = func(*[fit(x) for x in args], **{name: fit(x) for name, x in kwargs.items()})
     # torch.where(x) returns a tuple of indices, which would count this rank's rows only.
     if isinstance(out, tuple):
         raise unknown(func, rows, "it returns indices in this rank's rows")
-    # The result may be NotImplemented instead of a tensor, if a tensor is compared with another type: Wan compares a
-    # cache entry with a string.
-    return tagged(out, rows.at(out.ndim + dim_from_end)) if isinstance(out, Tensor) else out
+    if not isinstance(out, Tensor):
+        # NotImplemented, if a tensor is compared with another type: Wan compares a cache entry with a string.
+        return out
+    return set_rows(out, rows.at(out.ndim + dim_from_end))
 
 
-def aligned(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
+def _is_in_place(func: Function) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.endswith("__"):
+        return bool(name.startswith("__i"))
+    return bool(name.endswith("_"))
+
+
+def align(ranks: MeshDim, func: Function, x: Tensor, rows: RowTag, dim_from_end: int) -> Tensor:
     """Return this rank's part of ``x``, a replicated or sharded tensor, sharded along the negative dim ``dim_from_end``
     in the layout of ``rows``. Return ``x`` itself if it broadcasts along this dim. Raise :class:`MixesRows` if ``x``
     has another number of rows.
     """
-    own = rows_of(x)
-    if own is not None and own.dim - x.ndim != dim_from_end:
+    rows_of_x = rows_of(x)
+    if rows_of_x is not None and rows_of_x.dim - x.ndim != dim_from_end:
         # x is sharded along another dim, for example the keys of an attention matrix instead of the queries.
-        x, own = untagged(gather(x, own, ranks)), None
-    if own is not None:
-        if own.outer != rows.outer or sum(own.layout) != sum(rows.layout):
-            raise unknown(func, rows, f"with one sharded as {own}")
-        if own.layout == rows.layout:
+        x, rows_of_x = clear_rows(gather(x, rows_of_x, ranks)), None
+    if rows_of_x is not None:
+        if rows_of_x.outer != rows.outer or sum(rows_of_x.layout) != sum(rows.layout):
+            raise unknown(func, rows, f"with one sharded as {rows_of_x}")
+        if rows_of_x.layout == rows.layout:
             return x
-        return tagged(relayout(x, own, rows.layout, ranks), rows.at(own.dim))
+        return set_rows(relayout(x, rows_of_x, rows.layout, ranks), rows.at(rows_of_x.dim))
     if x.ndim < -dim_from_end or x.shape[dim_from_end] == 1:
         return x
     if x.shape[dim_from_end] != rows.total:
@@ -156,13 +173,13 @@ def along(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     x, rows = only_first(func, args, kwargs)
     position, default = ALONG[name_of(func)]
     if position is None:
-        shape = kwargs["normalized_shape"] if "normalized_shape" in kwargs else args[1]
+        shape = argument(args, kwargs, "normalized_shape", 1)
         dims = set(range(x.ndim - len(shape), x.ndim))
     else:
         dims = _dims(argument(args, kwargs, "dim", position, kwargs.get("dims", default)), x.ndim)
     if rows.dim in dims:
         raise unknown(func, rows, "it combines rows along this dim")
-    return tagged(func(*args, **kwargs), rows)
+    return set_rows(func(*args, **kwargs), rows)
 
 
 def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -176,36 +193,52 @@ def reduction(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     dim_position, keepdim_position = REDUCTIONS[name]
     dim = argument(args, kwargs, "dim", dim_position, kwargs.get("axis"))
     keepdim = bool(argument(args, kwargs, "keepdim", keepdim_position, False))
-    # A bool at this position is ``unbiased`` instead of ``dim``, as in x.var(False), so all dims are reduced.
-    dims = _dims(None if isinstance(dim, bool) else dim, x.ndim)
+    if isinstance(dim, bool):
+        dim = None  # A bool at this position is ``unbiased`` instead, as in x.var(False), so all dims are reduced.
+    dims = _dims(dim, x.ndim)
     if rows.dim not in dims:
-        shift = 0 if keepdim else sum(dim < rows.dim for dim in dims)
-        return tag_all(func(*args, **kwargs), rows.at(rows.dim - shift))
+        out_dim = rows.dim
+        if not keepdim:
+            out_dim -= sum(dim < rows.dim for dim in dims)
+        return tag_all(func(*args, **kwargs), rows.at(out_dim))
     if name not in ("sum", "mean", "amax", "amin") or kwargs.get("out") is not None:
         raise unknown(func, rows, "it reduces them")
     order = sorted(dims)
     if name in ("amax", "amin"):
-        return untagged(getattr(torch, name)(all_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0))
-    # PyTorch sums integers in int64, so do the same.
-    dtype = kwargs.get("dtype") or (x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64)
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = all_ranks(x.sum(order, keepdim, dtype=wide), ranks).sum(0)
+        return clear_rows(getattr(torch, name)(all_ranks(getattr(torch, name)(x, order, keepdim), ranks), 0))
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        dtype = x.dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
+            dtype = torch.int64  # PyTorch sums integers in int64.
+    total = all_ranks(x.sum(order, keepdim, dtype=sum_dtype(dtype)), ranks).sum(0)
     if name == "mean":
         total = total / (rows.total * math.prod([x.shape[dim] for dim in dims - {rows.dim}]))
     return total.to(dtype)
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which numbers of ``dtype`` are added: float32 for 16-bit floats."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return dtype
+
+
 def meshgrid(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run ``torch.meshgrid``. The input along the first dim of the outputs stays sharded, the others are gathered."""
-    tensors = list(args[0]) if isinstance(args[0], (tuple, list)) else list(args)
-    lead = 1 if kwargs.get("indexing") == "xy" else 0
+    tensors = list(args)
+    if isinstance(args[0], (tuple, list)):
+        tensors = list(args[0])
+    lead = int(kwargs.get("indexing") == "xy")
     rows = rows_of(tensors[lead])
     for index, x in enumerate(tensors):
-        own = rows_of(x)
-        if own is not None and index != lead:
-            tensors[index] = gather(x, own, ranks)
+        rows_of_x = rows_of(x)
+        if rows_of_x is not None and index != lead:
+            tensors[index] = gather(x, rows_of_x, ranks)
     out = func(*tensors, **kwargs)
-    return out if rows is None else tag_all(out, rows)
+    if rows is None:
+        return out
+    return tag_all(out, rows)
 
 
 def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -214,10 +247,10 @@ def dropout(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     training = argument(args, kwargs, "training", 2, kwargs.get("train", True))
     if training and argument(args, kwargs, "p", 1, 0.5) > 0:
         raise unknown(func, rows, "each rank would draw for its own rows. Call .eval() first")
-    return tagged(func(*args, **kwargs), rows)
+    return set_rows(func(*args, **kwargs), rows)
 
 
-def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def create_filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``torch.zeros``, ``ones``, ``empty`` or ``full``, or ``x.new_zeros`` and so on.
 
     The output is sharded if one of the sizes is a :class:`ShardedSize`.
@@ -233,7 +266,7 @@ def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
             args = (local_sizes(args[0]), *args[1:])
         else:
             args = local_sizes(tuple(args))
-        return tagged(func(*args, **kwargs), RowTag(*sharded))
+        return set_rows(func(*args, **kwargs), RowTag(*sharded))
     if name_of(func) == "empty" and "size" not in kwargs:
         # Allocate no memory: this is the tokens × tokens input of a baddbmm with beta=0, which does not read it.
         return torch.empty((), **kwargs).expand(shape)
@@ -244,12 +277,11 @@ def filled(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
 def expand(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``x.expand`` of a replicated tensor. The output is sharded if an expanded dim has a :class:`ShardedSize`."""
     out: Tensor = func(*args, **kwargs)
-    sizes = args[1] if isinstance(args[1], (list, tuple)) else args[1:]
-    sharded = sharded_dim(sizes)
+    sharded = sharded_dim(_shape(args[1:], kwargs))
     if sharded is None or out.stride(sharded[0]) != 0:
         return out
     dim, layout = sharded
-    return tagged(out.narrow(dim, 0, layout[ranks.index]), RowTag(dim, layout))
+    return set_rows(out.narrow(dim, 0, layout[ranks.index]), RowTag(dim, layout))
 
 
 def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -258,7 +290,7 @@ def repeat_frames(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     if x.ndim != 1 or not isinstance(repeats, ShardedSize):
         out: Tensor = func(*args, **kwargs)
         return out
-    return tagged(x.repeat_interleave(repeats.local), RowTag(0, repeats.layout, len(x)))
+    return set_rows(x.repeat_interleave(repeats.local), RowTag(0, repeats.layout, len(x)))
 
 
 def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -271,7 +303,7 @@ def random(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     if torch.compiler.is_compiling() and kwargs.get("generator") is None:
         raise unknown(func, rows, "in a compiled function each rank has its own random state")
     rest = {name: value for name, value in kwargs.items() if name != "size"}
-    return tagged(part_of(func(shape, **rest), rows, ranks).contiguous(), rows)
+    return set_rows(part_of(func(shape, **rest), rows, ranks).contiguous(), rows)
 
 
 def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
@@ -284,7 +316,7 @@ def _shape(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
 
 def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, RowTag]:
     """Return the first argument of a call of ``func``, and its tag. Raise :class:`MixesRows` if it is not sharded."""
-    x = args[0] if args else kwargs["input"]
+    x = argument(args, kwargs, "input", 0)
     rows = rows_of(x)
     if rows is None:
         raise unknown(func, first_sharded((*args, *kwargs.values())), "an argument other than the first is sharded")
@@ -294,12 +326,17 @@ def only_first(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> t
 def _dims(dim: Any, ndim: int) -> set[int]:
     if dim is None or (isinstance(dim, (list, tuple)) and not dim):
         return set(range(ndim))
-    return {d % ndim for d in ([dim] if isinstance(dim, int) else dim)}
+    if isinstance(dim, int):
+        return {dim % ndim}
+    return {each % ndim for each in dim}
 
 
 def tag_all(out: Any, rows: RowTag) -> Any:
-    for x in (out,) if isinstance(out, Tensor) else out:
-        tagged(x, rows)
+    """Mark the tensor ``out``, or each tensor of a sequence, as sharded, and return ``out`` itself."""
+    if isinstance(out, Tensor):
+        return set_rows(out, rows)
+    for x in out:
+        set_rows(x, rows)
     return out
 
 
@@ -336,12 +373,12 @@ BY_RULE: dict[Any, str] = {
     reduction: " ".join(REDUCTIONS),
     meshgrid: "meshgrid",
     dropout: "dropout dropout2d dropout3d alpha_dropout feature_dropout",
-    filled: "new_zeros new_ones new_empty new_full",
+    create_filled: "new_zeros new_ones new_empty new_full",
 }
 
 # Rules for calls in which one of the sizes is a ShardedSize and no tensor is sharded.
 FACTORIES: dict[str, Any] = {
-    **dict.fromkeys(("zeros", "ones", "empty", "full"), filled),
+    **dict.fromkeys(("zeros", "ones", "empty", "full"), create_filled),
     **dict.fromkeys(("randn", "rand"), random),
     **dict.fromkeys(("expand", "broadcast_to"), expand),
     "repeat_interleave": repeat_frames,

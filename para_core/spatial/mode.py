@@ -19,7 +19,7 @@ from para_core.distributed.agree import check_consistent, exchange, signature
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, dim_of_group, find_or_make_group, guided_mesh
 from para_core.spatial import convolution, local, norm, products, resample, views
 from para_core.spatial.fetch import gather, part_of
-from para_core.spatial.rows import Layout, RowTag, even, first_sharded, name_of, rows_of, tagged, unknown
+from para_core.spatial.rows import Layout, RowTag, even, first_sharded, name_of, rows_of, set_rows, unknown
 from para_core.torch_internals import (
     DisableTorchFunction,
     group_timeout,
@@ -59,7 +59,9 @@ class SpatialShardMode(TorchFunctionMode):
 
     def __init__(self, mesh: DeviceMesh | ProcessGroup | MeshDim, *, compare_calls: bool = False) -> None:
         super().__init__()
-        self.ranks = mesh if isinstance(mesh, MeshDim) else one_group(mesh)
+        if not isinstance(mesh, MeshDim):
+            mesh = one_group(mesh)
+        self.ranks = mesh
         self._compare_calls = compare_calls
 
     def shard(self, x: Tensor, dim: int = -2, *, unit: int = 1, layout: Layout | None = None) -> Tensor:
@@ -75,7 +77,8 @@ class SpatialShardMode(TorchFunctionMode):
             ValueError: If the layout does not fit the number of rows or ranks, or a rank would get less than two units.
         """
         dim = dim % x.ndim
-        layout = even(x.shape[dim], self.ranks.size, unit) if layout is None else layout
+        if layout is None:
+            layout = even(x.shape[dim], self.ranks.size, unit)
         if sum(layout) != x.shape[dim] or len(layout) != self.ranks.size or min(layout) < 2 * unit:
             raise ValueError(
                 f"layout {list(layout)} of {x.shape[dim]} rows on {self.ranks.size} ranks: expected one number per "
@@ -86,7 +89,7 @@ class SpatialShardMode(TorchFunctionMode):
         if self.ranks.size == 1:
             return x
         with DisableTorchFunction():
-            return tagged(part_of(x, rows, self.ranks).clone(memory_format=torch.contiguous_format), rows)
+            return set_rows(part_of(x, rows, self.ranks).clone(memory_format=torch.contiguous_format), rows)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return all rows of ``x`` on every rank; ``x`` itself if it is not sharded. Collective."""
@@ -103,7 +106,7 @@ class SpatialShardMode(TorchFunctionMode):
         kwargs = kwargs or {}
         tag = first_sharded((*args, *kwargs.values()))
         if tag is None and innermost_transform() is not None:
-            inner = first_sharded([_unwrapped(x) for x in args])
+            inner = first_sharded([_unwrap(x) for x in args])
             if isinstance(inner, RowTag):
                 raise unknown(func, inner, "vmap and grad of torch.func hide the layout of the rows")
         if tag is None:
@@ -112,15 +115,17 @@ class SpatialShardMode(TorchFunctionMode):
         if self._compare_calls and isinstance(tag, RowTag):
             ring = MeshDim("ring", 1, 0, "", None)
             check_consistent(signature({"function": name, "rows": str(tag)}), SequenceMesh(ring, self.ranks, "cpu"))
-        rule = (RULES if isinstance(tag, RowTag) else local.FACTORIES).get(name)
-        if rule is not None:
-            return rule(self.ranks, func, args, kwargs)
         if isinstance(tag, RowTag):
-            raise unknown(func, tag, "it has no rule, so it may mix rows")
+            if name not in RULES:
+                raise unknown(func, tag, "it has no rule, so it may mix rows")
+            return RULES[name](self.ranks, func, args, kwargs)
+        # No tensor is sharded, but one of the sizes was read from a sharded tensor.
+        if name in local.FACTORIES:
+            return local.FACTORIES[name](self.ranks, func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _unwrapped(x: Any) -> Any:
+def _unwrap(x: Any) -> Any:
     """Return the tensor inside the wrappers of torch.func transforms such as vmap, or ``x`` itself."""
     while isinstance(x, Tensor) and is_transform_tensor(x):
         x = unwrap_transform_tensor(x)
@@ -129,10 +134,14 @@ def _unwrapped(x: Any) -> Any:
 
 def one_group(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> MeshDim:
     """Return one mesh dim with the ranks of all dims of ``mesh``. Every rank of the mesh must call this function."""
-    guided = mesh if isinstance(mesh, (ProcessGroup, GuidedMesh)) else guided_mesh(mesh)
+    if isinstance(mesh, ProcessGroup):
+        return dim_of_group("rows", mesh)
+    guided = mesh
+    if not isinstance(guided, GuidedMesh):
+        guided = guided_mesh(guided)
     groups = dim_groups(guided)
-    if isinstance(guided, ProcessGroup) or len(groups) < 2:
-        return dim_of_group("rows", groups[0] if groups else None)
+    if len(groups) < 2:
+        return dim_of_group("rows", next(iter(groups), None))
     members: list[int] = [record["rank"] for record in exchange({"rank": dist.get_rank()}, guided)]
     return first_ranks(members, len(members), like=groups[0])
 
@@ -141,8 +150,9 @@ def dim_groups(mesh: DeviceMesh | ProcessGroup | GuidedMesh) -> list[ProcessGrou
     """Return the process group of each dim of ``mesh`` that has several ranks."""
     if isinstance(mesh, ProcessGroup):
         return [mesh]
-    guided = mesh if isinstance(mesh, GuidedMesh) else guided_mesh(mesh)
-    return [dim.group for dim in guided.dims if dim.group is not None]
+    if not isinstance(mesh, GuidedMesh):
+        mesh = guided_mesh(mesh)
+    return [dim.group for dim in mesh.dims if dim.group is not None]
 
 
 def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: Sequence[ProcessGroup] = ()) -> MeshDim:
@@ -152,7 +162,9 @@ def first_ranks(members: list[int], count: int, *, like: ProcessGroup, groups: S
     One of ``groups`` is reused if it has the same ranks and backend, because an NCCL communicator takes GPU memory.
     Otherwise a group with the backend and timeout of ``like`` is created at the first call, and reused by later calls.
     """
-    chosen = sorted(members)[:count] if count == len(members) else members[:count]
+    chosen = members[:count]
+    if count == len(members):
+        chosen = sorted(members)
     for group in groups:
         if dist.get_process_group_ranks(group) == sorted(chosen) and dist.get_backend(group) == dist.get_backend(like):
             return dim_of_group("rows", group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from para_core.kernels import norm_reference
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.spatial.fetch import all_ranks
 from para_core.spatial.local import argument, bind, only_first
-from para_core.spatial.rows import Function, Layout, rows_of, tagged, unknown
+from para_core.spatial.rows import Function, Layout, rows_of, set_rows, unknown
 from para_core.triton_support import are_floats, load_kernel, needs_plain, on_device_of
 
 
@@ -28,14 +28,17 @@ def group_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     if rows is None or rows.dim == 1:
         raise unknown(func, rows, "its channels are sharded, or only its weights")
     if rows.dim == 0:
-        return tagged(func(x, groups, weight, bias, eps), rows)
-    moments = norm_reference.moments if needs_plain(x) else torch.ops.para_core.group_moments.default
+        return set_rows(func(x, groups, weight, bias, eps), rows)
+    moments: Callable[..., Tensor] = torch.ops.para_core.group_moments.default
+    if needs_plain(x):
+        moments = norm_reference.moments
     of_rank = moments(x, groups)
     fractions = _fractions(rows.layout, of_rank.dtype, x.device)
     of_ranks = all_ranks(of_rank, ranks)
-    plain = needs_plain(x, *_present(weight, bias))
-    normalized = norm_reference.normalized if plain else torch.ops.para_core.group_normalized.default
-    return tagged(normalized(x, of_ranks, fractions, groups, weight, bias, eps), rows)
+    normalized: Callable[..., Tensor] = torch.ops.para_core.group_normalized.default
+    if needs_plain(x, *_present(weight, bias)):
+        normalized = norm_reference.normalized
+    return set_rows(normalized(x, of_ranks, fractions, groups, weight, bias, eps), rows)
 
 
 @kept_outside_graphs
@@ -49,7 +52,7 @@ def batch_norm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict
     _, rows = only_first(func, args, kwargs)
     if argument(args, kwargs, "training", 5, False) or rows.dim == 1:
         raise unknown(func, rows, "in training it needs statistics of all rows. Call .eval() first")
-    return tagged(func(*args, **kwargs), rows)
+    return set_rows(func(*args, **kwargs), rows)
 
 
 BY_RULE: dict[Any, str] = {group_norm: "group_norm", batch_norm: "batch_norm"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
 from para_core.spatial.fetch import all_ranks, gather, part_of
-from para_core.spatial.local import aligned, bind, only_first
-from para_core.spatial.rows import Function, RowTag, name_of, rows_of, tagged, unknown, untagged
+from para_core.spatial.local import align, bind, only_first, sum_dtype
+from para_core.spatial.rows import Function, RowTag, clear_rows, name_of, rows_of, set_rows, unknown
 
 
 def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -20,13 +21,15 @@ def linear(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     x, rows = only_first(func, args, kwargs)
     if rows.dim == x.ndim - 1:
         raise unknown(func, rows, "it contracts them")
-    return tagged(func(*args, **kwargs), rows)
+    return set_rows(func(*args, **kwargs), rows)
 
 
 def matmul(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``matmul``, ``bmm`` or ``@`` if the first operand, the second operand or both are sharded, along any dim."""
     a, b = args[0], args[1]
-    return _product(ranks, func, b, a) if name_of(func) == "rmatmul" else _product(ranks, func, a, b)
+    if name_of(func) == "rmatmul":
+        a, b = b, a
+    return _product(ranks, func, a, b)
 
 
 def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
@@ -40,27 +43,40 @@ def _product(ranks: MeshDim, func: Function, a: Tensor, b: Tensor) -> Tensor:
         raise unknown(func, rows_a or rows_b, "one operand is a vector")
     role_a, role_b = _role(a, rows_a, "row", "inner"), _role(b, rows_b, "inner", "column")
     if role_a == "inner" and role_b in ("inner", None) and rows_a is not None:
-        partial = torch.matmul(a, aligned(ranks, func, b, rows_a, -2))
-        wide = partial.float() if partial.dtype in (torch.float16, torch.bfloat16) else partial
-        return all_ranks(wide, ranks).sum(0).to(partial.dtype)
+        partial = torch.matmul(a, align(ranks, func, b, rows_a, -2))
+        return all_ranks(partial.to(sum_dtype(partial.dtype)), ranks).sum(0).to(partial.dtype)
     if role_a == "inner" and rows_a is not None:
-        a, rows_a, role_a = untagged(gather(a, rows_a, ranks)), None, None
+        a, rows_a, role_a = clear_rows(gather(a, rows_a, ranks)), None, None
     if rows_b is not None and (role_b == "inner" or (role_b == "column" and role_a is not None)):
-        b, rows_b, role_b = untagged(gather(b, rows_b, ranks)), None, None
+        b, rows_b, role_b = clear_rows(gather(b, rows_b, ranks)), None, None
     # Count dims from the end, because the operands may have different numbers of batch dims.
-    dim_a, dim_b = (None if r is None else r.dim - x.ndim for x, r in ((a, rows_a), (b, rows_b)))
+    dim_a, dim_b = _dim_from_end(a, rows_a), _dim_from_end(b, rows_b)
     if "batch" in (role_a, role_b):
         if rows_a is not None and rows_b is not None:
             if dim_a is None or dim_a != dim_b:
                 raise unknown(func, rows_a, f"with one sharded as {rows_b}")
-            b = aligned(ranks, func, b, rows_a, dim_a)
+            b = align(ranks, func, b, rows_a, dim_a)
         else:
-            sharded, other, dim = (a, b, dim_a) if dim_a is not None else (b, a, dim_b)
-            if dim is not None and other.ndim >= -dim and other.shape[dim] != 1:
-                raise unknown(func, rows_of(sharded), "with a replicated batch")
-    rows, dim = (rows_a, dim_a) if rows_a is not None else (rows_b, dim_b)
+            _require_broadcast(func, dim_a, rows_a, b)
+            _require_broadcast(func, dim_b, rows_b, a)
+    rows, dim = rows_a, dim_a
+    if rows is None:
+        rows, dim = rows_b, dim_b
     out = torch.matmul(a, b)
-    return out if rows is None or dim is None else tagged(out, rows.at(out.ndim + dim))
+    if rows is None or dim is None:
+        return out
+    return set_rows(out, rows.at(out.ndim + dim))
+
+
+def _dim_from_end(x: Tensor, rows: RowTag | None) -> int | None:
+    """Return the sharded dim of ``x`` as a negative number; None if it is not sharded."""
+    return None if rows is None else rows.dim - x.ndim
+
+
+def _require_broadcast(func: Function, dim: int | None, rows: RowTag | None, other: Tensor) -> None:
+    """Raise :class:`MixesRows` unless the replicated ``other`` broadcasts along the sharded ``dim``, if it is given."""
+    if dim is not None and other.ndim >= -dim and other.shape[dim] != 1:
+        raise unknown(func, rows, "with a replicated batch")
 
 
 def _role(x: Tensor, rows: RowTag | None, second_last: str, last: str) -> str | None:
@@ -79,8 +95,11 @@ def baddbmm(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     alpha = kwargs.get("alpha", 1)
     if alpha == 1:
         return out
+    scaled: Tensor = out * alpha
     out_rows = rows_of(out)
-    return out * alpha if out_rows is None else tagged(out * alpha, out_rows)
+    if out_rows is None:
+        return scaled
+    return set_rows(scaled, out_rows)
 
 
 def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -102,7 +121,7 @@ def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     if any(tag is not None and tag.dim < x.ndim - 2 for x, tag in ((query, rows_q), (key, rows_k))):
         if not rows_q == rows_k == rows_of(value) or (mask is not None and mask.ndim == query.ndim):
             raise unknown(func, rows, "its batch is sharded differently, or it has a mask of its own for each sample")
-        return tagged(F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options), rows)
+        return set_rows(F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options), rows)
     if any(tag is not None and tag.dim == x.ndim - 1 for x, tag in ((query, rows_q), (key, rows_k))):
         raise unknown(func, rows, "its channels are sharded")
     if rows_k is not None:
@@ -120,7 +139,9 @@ def attention(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     elif mask is not None:
         mask = _mask(func, mask, rows_q, rows_k, ranks)
     out = F.scaled_dot_product_attention(query, key, value, mask, 0.0, is_causal, **options)
-    return out if rows_q is None else tagged(out, rows_q.at(out.ndim - 2))
+    if rows_q is None:
+        return out
+    return set_rows(out, rows_q.at(out.ndim - 2))
 
 
 def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | None, ranks: MeshDim) -> Tensor:
@@ -129,32 +150,31 @@ def _mask(func: Function, mask: Tensor, rows_q: RowTag | None, rows_k: RowTag | 
     Raises:
         MixesRows: If ``mask`` does not have all keys, or is sharded in another way than the queries.
     """
-    rows, own = rows_q or rows_k, rows_of(mask)
-    queries, keys = (mask.shape[-2] if mask.ndim > 1 else 1), mask.shape[-1]
+    rows_m = rows_of(mask)
+    queries, keys = math.prod(mask.shape[-2:-1]), mask.shape[-1]  # A vector has one row.
     if rows_k is None or keys in (1, rows_k.total):
-        if own is not None and rows_q is not None and _fits(mask, own, rows_q, ranks):
-            return untagged(mask)
-        if own is None and (rows_q is None or queries == 1):
+        if rows_m is not None and rows_q is not None and _fits(mask, rows_m, rows_q, ranks):
+            return clear_rows(mask)
+        if rows_m is None and (rows_q is None or queries == 1):
             return mask
-        if own is None and rows_q is not None and queries == rows_q.total:
+        if rows_m is None and rows_q is not None and queries == rows_q.total:
             return part_of(mask, rows_q.at(mask.ndim - 2), ranks)
-    raise unknown(
-        func,
-        rows,
-        f"its mask of shape {list(mask.shape)}{'' if own is None else f', sharded as {own},'} is not one of all tokens",
-    )
+    sharding = ""
+    if rows_m is not None:
+        sharding = f", sharded as {rows_m},"
+    raise unknown(func, rows_q or rows_k, f"its mask of shape {list(mask.shape)}{sharding} is not one of all tokens")
 
 
-def _fits(mask: Tensor, own: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:
+def _fits(mask: Tensor, rows_m: RowTag, rows_q: RowTag, ranks: MeshDim) -> bool:
     """Whether a sharded mask is sharded like the queries, or equal for all tokens of a frame, on every rank."""
-    if own.dim != mask.ndim - 2 or own.total != rows_q.total:
+    if rows_m.dim != mask.ndim - 2 or rows_m.total != rows_q.total:
         return False
-    if own == rows_q.at(own.dim):
+    if rows_m == rows_q.at(rows_m.dim):
         return True
     # If image columns are sharded, each frame's tokens form several runs, so the two layouts differ.
-    if rows_q.outer % own.outer or torch.compiler.is_compiling():
+    if rows_q.outer % rows_m.outer or torch.compiler.is_compiling():
         return False
-    frames = mask.unflatten(-2, (own.outer, -1))
+    frames = mask.unflatten(-2, (rows_m.outer, -1))
     of_rank = (frames == frames[..., :1, :]).all()
     return bool(all_ranks(of_rank.to(torch.uint8), ranks).all())
 

@@ -14,17 +14,17 @@ from para_core.distributed.mesh import MeshDim
 from para_core.kernels.device_tables import kept_outside_graphs, new_table
 from para_core.spatial import rows as plans
 from para_core.spatial.fetch import fetch, relayout
-from para_core.spatial.local import argument, bind, only_first
+from para_core.spatial.local import argument, bind, only_first, sum_dtype
 from para_core.spatial.rows import (
     Function,
     Layout,
     RowTag,
     ShardedSize,
-    held,
     local_sizes,
     name_of,
+    ranges_of,
     rows_of,
-    tagged,
+    set_rows,
     unknown,
 )
 
@@ -35,23 +35,26 @@ def pad(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
     _, pads, mode, value = bind(func, args, kwargs, input=None, pad=(), mode="constant", value=None)
     widths = list(pads)
     index = 2 * (x.ndim - 1 - rows.dim)
-    before, after = (widths[index], widths[index + 1]) if index < len(widths) else (0, 0)
+    before = after = 0
+    if index < len(widths):
+        before, after = widths[index], widths[index + 1]
     if not before and not after:
-        return tagged(func(x, widths, mode, value), rows)
+        return set_rows(func(x, widths, mode, value), rows)
     if rows.outer > 1 or mode == "circular":
         raise unknown(func, rows, "the padding is circular, or lies between frames")
-    min_rows = (
-        max(before, after) + (mode == "reflect") if mode in ("reflect", "replicate") else max(-before, -after) + 1
-    )
+    if mode in ("reflect", "replicate"):
+        min_rows = max(before, after) + (mode == "reflect")
+    else:
+        min_rows = max(-before, -after) + 1
     if min(rows.layout[0], rows.layout[-1]) < min_rows:
         raise unknown(func, rows, f"padding by {before} and {after} rows needs {min_rows} on the first and last rank")
-    first, last = ranks.index == 0, ranks.index == ranks.size - 1
-    widths[index], widths[index + 1] = before if first else 0, after if last else 0
+    widths[index] = before * (ranks.index == 0)
+    widths[index + 1] = after * (ranks.index == ranks.size - 1)
     layout = list(rows.layout)
     layout[0] += before
     layout[-1] += after
     out = func(x, widths, mode, value) if any(widths) else x.clone()
-    return tagged(out, RowTag(rows.dim, tuple(layout)))
+    return set_rows(out, RowTag(rows.dim, tuple(layout)))
 
 
 def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -61,16 +64,17 @@ def pixel_shuffle(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: d
     """
     x, rows = only_first(func, args, kwargs)
     shuffles = name_of(func) == "pixel_shuffle"
-    factor = argument(args, kwargs, "upscale_factor" if shuffles else "downscale_factor", 1)
+    factor_name = "upscale_factor" if shuffles else "downscale_factor"
+    factor = argument(args, kwargs, factor_name, 1)
     if rows.outer > 1 or rows.dim == x.ndim - 3:
         raise unknown(func, rows, "its channels are sharded")
     if rows.dim < x.ndim - 3:
-        return tagged(func(x, factor), rows)
+        return set_rows(func(x, factor), rows)
     if shuffles:
-        return tagged(func(x, factor), RowTag(rows.dim, tuple([count * factor for count in rows.layout])))
+        return set_rows(func(x, factor), RowTag(rows.dim, tuple([count * factor for count in rows.layout])))
     layout = plans.multiples(rows.layout, factor)
     x = relayout(x, rows, layout, ranks)
-    return tagged(func(x, factor), RowTag(rows.dim, tuple([count // factor for count in layout])))
+    return set_rows(func(x, factor), RowTag(rows.dim, tuple([count // factor for count in layout])))
 
 
 def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -86,17 +90,19 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     if rows.dim == 1:
         raise unknown(func, rows, "its channels are sharded")
     if rows.dim == 0:
-        return tagged(func(x, size, scale, mode, align, recompute), rows)
+        return set_rows(func(x, size, scale, mode, align, recompute), rows)
     scales, sizes = _each(scale, x.ndim - 2), _each(size, x.ndim - 2)
     if scales is not None:
         factor = scales[axis]
         if (factor == 1 or (mode in ("nearest", "nearest-exact") and factor == int(factor))) and not recompute:
             # Each row is repeated a whole number of times, so no rank needs rows of other ranks.
             out_rows = RowTag(rows.dim, tuple([count * int(factor) for count in rows.layout]))
-            return tagged(func(x, None, scales, mode, align), out_rows)
+            return set_rows(func(x, None, scales, mode, align), out_rows)
         total = math.floor(sum(rows.layout) * factor)
-        layout = plans.scaled(rows.layout, total)
-        step = 1 / factor if not recompute else sum(rows.layout) / total
+        layout = plans.scale(rows.layout, total)
+        step = 1 / factor
+        if recompute:
+            step = sum(rows.layout) / total
         out_sizes = [math.floor(count * factor) for count, factor in zip(x.shape[2:], scales, strict=True)]
     elif sizes is not None:
         # This is a ShardedSize if the model read it from the shape of a sharded tensor.
@@ -105,8 +111,8 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
         same = isinstance(total, ShardedSize) and total.layout == tuple([count * factor for count in rows.layout])
         # For these factors PyTorch rounds local and global sizes equally, so each rank can repeat its rows locally.
         if mode == "nearest" and same and factor in (1, 2, 4, 8, 16):
-            return tagged(func(x, local_sizes(sizes)), RowTag(rows.dim, total.layout))
-        layout = total.layout if isinstance(total, ShardedSize) else plans.scaled(rows.layout, total)
+            return set_rows(func(x, local_sizes(sizes)), RowTag(rows.dim, total.layout))
+        layout = total.layout if isinstance(total, ShardedSize) else plans.scale(rows.layout, total)
         step = sum(rows.layout) / sum(layout)
         out_sizes = list(sizes)
     else:
@@ -116,9 +122,9 @@ def interpolate(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dic
     x = _resample(ranks, x, rows, layout, step, mode, bool(align))
     if scales is None:
         out_sizes[axis] = x.shape[rows.dim]
-        return tagged(func(x, out_sizes, None, mode, align), RowTag(rows.dim, layout))
+        return set_rows(func(x, out_sizes, None, mode, align), RowTag(rows.dim, layout))
     scales[axis] = 1.0
-    return tagged(func(x, None, scales, mode, align, recompute), RowTag(rows.dim, layout))
+    return set_rows(func(x, None, scales, mode, align, recompute), RowTag(rows.dim, layout))
 
 
 class _Resampling(NamedTuple):
@@ -144,9 +150,16 @@ def _taps(resampling: _Resampling) -> tuple[Tensor, Tensor]:
     mode, total, num_rows, step, align, start, stop = resampling
     rows = torch.arange(start, stop, dtype=torch.float32)
     if mode in ("nearest", "nearest-exact"):
-        source = rows * step if mode == "nearest" else (rows + 0.5) * step
+        center = 0.0 if mode == "nearest" else 0.5
+        source = (rows + center) * step
         return source.floor().long().clamp(0, total - 1)[:, None], torch.ones(stop - start, 1)
-    source = rows * ((total - 1) / (num_rows - 1) if num_rows > 1 else 0.0) if align else (rows + 0.5) * step - 0.5
+    if align:
+        # The first and the last output row are the first and the last input row.
+        source = rows * ((total - 1) / max(num_rows - 1, 1))
+        if num_rows == 1:
+            source = torch.zeros_like(rows)
+    else:
+        source = (rows + 0.5) * step - 0.5
     if mode != "bicubic":
         source = source.clamp(min=0)
         low = source.floor().long().clamp(max=total - 1)
@@ -191,13 +204,13 @@ def _resample(ranks: MeshDim, x: Tensor, rows: RowTag, layout: Layout, step: flo
         layout: Number of output rows of each rank.
         step: Distance between output rows, in input rows.
     """
-    of_ranks = [_Resampling(mode, sum(rows.layout), sum(layout), step, align, *bounds) for bounds in held(layout)]
+    of_ranks = [_Resampling(mode, sum(rows.layout), sum(layout), step, align, *bounds) for bounds in ranges_of(layout)]
     part = fetch(x, rows, list(map(_span, of_ranks)), ranks)
     own = of_ranks[ranks.index]
     index = _index_on(own, x.device)
     if len(index) == 1:
         return part.index_select(rows.dim, index[0])
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    wide = sum_dtype(x.dtype)
     shape = [-1] + [1] * (x.ndim - 1 - rows.dim)
     terms = [
         part.index_select(rows.dim, tap).to(wide) * weights.view(shape)
@@ -210,7 +223,9 @@ def _resample(ranks: MeshDim, x: Tensor, rows: RowTag, layout: Layout, step: flo
 def _each(value: Any, spatial: int) -> list[Any] | None:
     if value is None:
         return None
-    return [value] * spatial if isinstance(value, (int, float)) else list(value)
+    if isinstance(value, (int, float)):
+        return [value] * spatial
+    return list(value)
 
 
 BY_RULE: dict[Any, str] = {pad: "pad", pixel_shuffle: "pixel_shuffle pixel_unshuffle", interpolate: "interpolate"}

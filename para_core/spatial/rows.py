@@ -21,10 +21,10 @@ Range = tuple[int, int]
 
 
 @lru_cache(maxsize=4096)
-def held(layout: Layout) -> tuple[Range, ...]:
+def ranges_of(layout: Layout) -> tuple[Range, ...]:
     """Return the range of rows that each rank holds in ``layout``.
 
-    >>> held((3, 2))
+    >>> ranges_of((3, 2))
     ((0, 3), (3, 5))
     """
     stops = list(accumulate(layout))
@@ -51,7 +51,7 @@ def multiples(layout: Layout, unit: int) -> Layout:
     >>> multiples((5, 3, 4), 2)
     (4, 4, 4)
     """
-    stops = [stop // unit * unit for _, stop in held(layout)[:-1]] + [sum(layout)]
+    stops = [stop // unit * unit for _, stop in ranges_of(layout)[:-1]] + [sum(layout)]
     return tuple([stop - start for start, stop in zip([0, *stops[:-1]], stops, strict=True)])
 
 
@@ -68,9 +68,11 @@ def _output_layout(layout: Layout, total: int, first: Callable[[int], int]) -> L
     A rank whose input begins at row ``start`` gets the output rows from ``first(start)`` on. If a rank would then get
     no rows, the layout is even instead. This happens after many causal convolutions, which shift rows to later ranks.
     """
-    starts = [0] + [min(max(first(start), 0), total) for start, _ in held(layout)[1:]]
+    starts = [0] + [min(max(first(start), 0), total) for start, _ in ranges_of(layout)[1:]]
     output = tuple([stop - start for start, stop in zip(starts, [*starts[1:], total], strict=True)])
-    return output if min(output) > 0 else even(total, len(layout))
+    if min(output) < 1:
+        return even(total, len(layout))
+    return output
 
 
 @lru_cache(maxsize=4096)
@@ -89,12 +91,12 @@ def convolution(layout: Layout, extent: int, stride: int, padding: int) -> Windo
     total = (sum(layout) + 2 * padding - extent) // stride + 1
     middle = (extent - 1) // 2 - padding
     output = _output_layout(layout, total, lambda start: -((middle - start) // stride))
-    wanted = [(start * stride - padding, (stop - 1) * stride - padding + extent) for start, stop in held(output)]
+    wanted = [(start * stride - padding, (stop - 1) * stride - padding + extent) for start, stop in ranges_of(output)]
     return Windows(output, tuple(wanted))
 
 
 @lru_cache(maxsize=4096)
-def transposed(layout: Layout, extent: int, stride: int, padding: int, extra: int) -> Windows:
+def transpose(layout: Layout, extent: int, stride: int, padding: int, extra: int) -> Windows:
     """Return the output layout and the input ranges of a transposed convolution.
 
     Input row i adds to ``extent`` output rows, from row ``i · stride − padding`` on.
@@ -102,14 +104,14 @@ def transposed(layout: Layout, extent: int, stride: int, padding: int, extra: in
     Args:
         extra: The argument ``output_padding``: number of rows added at the end of the output.
 
-    >>> transposed((2, 2), extent=4, stride=2, padding=1, extra=0)
+    >>> transpose((2, 2), extent=4, stride=2, padding=1, extra=0)
     Windows(layout=(4, 4), wanted=((-1, 3), (1, 5)))
     """
     total = (sum(layout) - 1) * stride - 2 * padding + extent + extra
     output = _output_layout(layout, total, lambda start: start * stride - padding + (extent - 1) // 2)
     wanted = [
         (-((extent - 1 - start - padding) // stride), (stop - 1 + padding) // stride + 1)
-        for start, stop in held(output)
+        for start, stop in ranges_of(output)
     ]
     return Windows(output, tuple(wanted))
 
@@ -135,13 +137,13 @@ class Overlapped(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overlapped | None:
+def overlap(layout: Layout, extent: int, stride: int, padding: int) -> Overlapped | None:
     """Return the two steps of the :func:`convolution` with these arguments; None if two steps are not possible.
 
     Two steps are not possible if ``extent`` is even or 1, if some rank has only output rows that need a halo, or if the
     padding is wider than half a window.
 
-    >>> plan = overlapped((4, 4), extent=3, stride=1, padding=1)
+    >>> plan = overlap((4, 4), extent=3, stride=1, padding=1)
     >>> plan.middle, plan.top, plan.bottom
     (((0, 4), (0, 4)), (None, (3, 6)), ((2, 5), None))
     """
@@ -149,22 +151,29 @@ def overlapped(layout: Layout, extent: int, stride: int, padding: int) -> Overla
     output = convolution(layout, extent, stride, padding).layout
     if extent % 2 == 0 or extent == 1 or min(output) < 2 * count:
         return None
-    middle, top, bottom = [], [], []
-    for (start, stop), (first, last) in zip(held(output), held(layout), strict=True):
+    middle: list[Range] = []
+    top: list[Range | None] = []
+    bottom: list[Range | None] = []
+    for (start, stop), (first, last) in zip(ranges_of(output), ranges_of(layout), strict=True):
         begin, end = start * stride - padding + half, (stop - 1) * stride - padding + half + 1
         if begin < first or end > last:  # The padding is wider than half a window.
             return None
         middle.append((begin - first, end - first))
+        edge_extent = (count - 1) * stride + extent
+        top.append((begin - half, begin - half + edge_extent))
+        bottom.append((end + half - edge_extent, end + half))
         # At the edge of the image the operator pads as on one device, so the rank needs no halo there.
-        top.append(None if begin == 0 else (begin - half, begin - half + (count - 1) * stride + extent))
-        bottom.append(None if end == sum(layout) else (end + half - (count - 1) * stride - extent, end + half))
+        if begin == 0:
+            top[-1] = None
+        if end == sum(layout):
+            bottom[-1] = None
     return Overlapped(tuple(middle), half, count, tuple(top), tuple(bottom))
 
 
-def scaled(layout: Layout, total: int) -> Layout:
+def scale(layout: Layout, total: int) -> Layout:
     """Return the layout of an image resized to ``total`` rows: each rank keeps its part of it up to rounding.
 
-    >>> scaled((4, 3), 14), scaled((4, 4), 4)
+    >>> scale((4, 3), 14), scale((4, 4), 4)
     ((8, 6), (2, 2))
     """
     before = sum(layout)
@@ -200,17 +209,20 @@ class RowTag:
 
 def rows_of(x: Any) -> RowTag | None:
     """Return the tag of ``x``; None if ``x`` is not a tensor or not sharded."""
-    return getattr(x, _TAG, None) if isinstance(x, Tensor) else None
+    if not isinstance(x, Tensor):
+        return None
+    rows: RowTag | None = getattr(x, _TAG, None)
+    return rows
 
 
-def tagged(x: Tensor, rows: RowTag) -> Tensor:
+def set_rows(x: Tensor, rows: RowTag) -> Tensor:
     """Mark ``x`` as this rank's part of a tensor that is sharded as ``rows`` says, and return ``x`` itself."""
     setattr(x, _TAG, rows)
     return x
 
 
-def untagged(x: Tensor) -> Tensor:
-    """Remove the mark of :func:`tagged` from ``x``, and return ``x`` itself."""
+def clear_rows(x: Tensor) -> Tensor:
+    """Remove the mark of :func:`set_rows` from ``x``, and return ``x`` itself."""
     if hasattr(x, _TAG):
         delattr(x, _TAG)
     return x

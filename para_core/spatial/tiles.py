@@ -7,7 +7,7 @@ exchanges all tiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class Tiles(TorchFunctionMode):
             return None
         if self._writes and any(x is target for x in args for target, _, _ in self._writes):
             self._write()
-        if any(isinstance(x, Pending) for arg in args for x in (arg if isinstance(arg, (list, tuple)) else [arg])):
+        if _holds_pending(args) or any(_holds_pending(arg) for arg in args if isinstance(arg, (list, tuple))):
             return Pending.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
 
@@ -98,13 +98,15 @@ class Tiles(TorchFunctionMode):
         # Send the strides as well, because a convolution rounds differently if channels come last in memory.
         shapes = {str(n): [list(x.shape), list(x.stride())] for n, x in local.items()}
         sample = next(iter(local.values()), None)
-        dtype = None if sample is None else str(sample.dtype).removeprefix("torch.")
-        device = None if sample is None else sample.device.type
-        records = exchange({"shapes": shapes, "dtype": dtype, "device": device}, self.mesh)
+        record: dict[str, Any] = {"shapes": shapes, "dtype": None, "device": None}
+        if sample is not None:
+            record |= {"dtype": str(sample.dtype).removeprefix("torch."), "device": sample.device.type}
+        records = exchange(record, self.mesh)
         first = next(record for record in records if record["dtype"] is not None)
         options = {"dtype": getattr(torch, first["dtype"]), "device": first["device"]}
-        parts = [x.reshape(-1) for x in local.values()]
-        flat = torch.cat(parts) if parts else torch.empty(0, **options)
+        flat = torch.empty(0, **options)
+        if local:
+            flat = torch.cat([x.reshape(-1) for x in local.values()])
         counts = [[torch.Size(shape).numel() for shape, _ in record["shapes"].values()] for record in records]
         totals = list(map(sum, counts))
         parts_of_ranks = all_gather(flat, totals, 0, self.ranks).split(totals)
@@ -112,6 +114,10 @@ class Tiles(TorchFunctionMode):
             for (n, (shape, stride)), piece in zip(record["shapes"].items(), part.split(sizes), strict=True):
                 if int(n) not in local:
                     self._values[int(n)] = torch.empty_strided(shape, stride, **options).copy_(piece.view(shape))
+
+
+def _holds_pending(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, Pending) for value in values)
 
 
 def _tensor(value: Any) -> Tensor:
@@ -143,7 +149,7 @@ class Pending:
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        return Pending(lambda: func(*_mapped(args, _value), **kwargs), lambda: func(*_mapped(args, _own), **kwargs))
+        return Pending(lambda: func(*_map(args, _value), **kwargs), lambda: func(*_map(args, _own), **kwargs))
 
     def __getitem__(self, index: Any) -> Any:
         if self._value is not None:
@@ -167,9 +173,11 @@ class Pending:
     __rmul__ = __mul__
 
 
-def _mapped(args: Any, read: Callable[[Any], Any]) -> Any:
+def _map(args: Any, read: Callable[[Any], Any]) -> Any:
     """Return ``args`` with ``read`` applied to each item, also in nested lists and tuples."""
-    return type(args)([_mapped(item, read) for item in args]) if isinstance(args, (list, tuple)) else read(args)
+    if isinstance(args, (list, tuple)):
+        return type(args)([_map(item, read) for item in args])
+    return read(args)
 
 
 def _value(x: Any) -> Any:

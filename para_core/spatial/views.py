@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from para_core.distributed.mesh import MeshDim
-from para_core.spatial.local import aligned, argument, only_first, tag_all
-from para_core.spatial.rows import Function, Layout, RowTag, held, local_sizes, name_of, rows_of, tagged, unknown
+from para_core.spatial.local import align, argument, only_first, tag_all
+from para_core.spatial.rows import Function, Layout, RowTag, local_sizes, name_of, ranges_of, rows_of, set_rows, unknown
 
 
 def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -19,10 +19,13 @@ def reorder(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     x, rows = only_first(func, args, kwargs)
     # Find the new index of the sharded dim with a meta tensor whose dims all have different sizes, except that dims of
     # size 1 keep it, because squeeze may drop them. The sharded dim is never 1 there, because squeeze must not drop it.
-    sizes = [1 if size == 1 and dim != rows.dim else dim + 2 for dim, size in enumerate(x.shape)]
+    sizes = [dim + 2 for dim in range(x.ndim)]
+    for dim, size in enumerate(x.shape):
+        if size == 1 and dim != rows.dim:
+            sizes[dim] = 1
     with torch.device("meta"):
         shape = func(torch.empty(sizes), *args[1:], **kwargs).shape
-    return _checked(func, func(*args, **kwargs), rows.at(shape.index(rows.dim + 2)), ranks)
+    return _set_checked_rows(func, func(*args, **kwargs), rows.at(shape.index(rows.dim + 2)), ranks)
 
 
 def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -30,11 +33,11 @@ def reshape(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     x, rows = only_first(func, args, kwargs)
     out = func(*local_sizes(tuple(args)), **{name: local_sizes(value) for name, value in kwargs.items()})
     if out.shape == x.shape:
-        return tagged(out, rows)
+        return set_rows(out, rows)
     out_rows = match(tuple(x.shape), rows, tuple(out.shape), ranks.index)
     if out_rows is None:
         raise unknown(func, rows, f"from {list(x.shape)} to {list(out.shape)} the rows do not stay in one dim")
-    return _checked(func, out, out_rows, ranks)
+    return _set_checked_rows(func, out, out_rows, ranks)
 
 
 def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: int) -> RowTag | None:
@@ -60,27 +63,32 @@ def match(before: tuple[int, ...], rows: RowTag, after: tuple[int, ...], rank: i
     after = _without_zeros(after, max(1, num_before // num_after))
     units = rows.layout[rank]
     first, last = math.prod(before[: rows.dim]) * rows.outer, math.prod(before[rows.dim + 1 :])
-    best: tuple[tuple[int, int, int], RowTag] | None = None
+    best: RowTag | None = None
+    lowest_cost = (math.inf, math.inf, math.inf)
     for dim, size in enumerate(after):
         left, right = math.prod(after[:dim]), math.prod(after[dim + 1 :])
         if first % left:
             continue
         outer = first // left
-        merged, parts = (last // right, 1) if last % right == 0 else (1, right // last)
+        merged, parts = last // right, 1
+        if last % right:
+            merged, parts = 1, right // last
         if merged * right != last * parts or any(count % parts for count in rows.layout):
             continue
         if size != outer * units // parts * merged:
             continue
         layout = tuple([count // parts * merged for count in rows.layout])
         cost = (parts, outer, merged)
-        if best is None or cost < best[0]:
-            best = cost, RowTag(dim, layout, outer)
-    return None if best is None else best[1]
+        if cost < lowest_cost:
+            lowest_cost, best = cost, RowTag(dim, layout, outer)
+    return best
 
 
 def _without_zeros(shape: tuple[int, ...], first: int) -> tuple[int, ...]:
-    first_zero = shape.index(0) if 0 in shape else -1
-    return tuple([first if dim == first_zero else size or 1 for dim, size in enumerate(shape)])
+    sizes = [size or 1 for size in shape]
+    if 0 in shape:
+        sizes[shape.index(0)] = first
+    return tuple(sizes)
 
 
 def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -91,8 +99,9 @@ def split(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str,
     dim = argument(args, kwargs, "dim", position, 0) % x.ndim
     if dim == rows.dim:
         raise unknown(func, rows, "it separates them")
-    out_rows = rows.at(rows.dim - 1) if name in ("unbind", "select") and dim < rows.dim else rows
-    return tag_all(func(*args, **kwargs), out_rows)
+    if name in ("unbind", "select") and dim < rows.dim:
+        rows = rows.at(rows.dim - 1)
+    return tag_all(func(*args, **kwargs), rows)
 
 
 def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -104,7 +113,7 @@ def getitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     local, layout, dim = _local_index(x, rows, index, ranks)
     if dim is None:
         raise unknown(func, rows, f"index {index!r} separates them")
-    return _checked(func, func(x, local), RowTag(dim, layout, rows.outer), ranks)
+    return _set_checked_rows(func, func(x, local), RowTag(dim, layout, rows.outer), ranks)
 
 
 def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -117,7 +126,7 @@ def setitem(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[st
     if dim is None or layout != rows.layout:
         raise unknown(func, rows, f"index {index!r} separates them")
     if isinstance(value, Tensor):
-        value = aligned(ranks, func, value, rows, dim - x[local].ndim)
+        value = align(ranks, func, value, rows, dim - x[local].ndim)
     func(x, local, value)
 
 
@@ -126,13 +135,15 @@ def _local_index(x: Tensor, rows: RowTag, index: Any, ranks: MeshDim) -> tuple[t
 
     The dim is None if ``index`` does not keep consecutive rows together in one dim.
     """
-    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = [index]
+    if isinstance(index, tuple):
+        parts = list(index)
     if any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts):
         return (), rows.layout, None
     consumed = sum(part is not None and part is not Ellipsis for part in parts)
     fill = [slice(None)] * (x.ndim - consumed)
-    ellipsis = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
-    parts = parts + fill if ellipsis is None else parts[:ellipsis] + fill + parts[ellipsis + 1 :]
+    ellipsis = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    parts[ellipsis : ellipsis + 1] = fill
     layout, rows_dim, num_tensors, dim, out_dim = rows.layout, None, 0, 0, 0
     for i, part in enumerate(parts):
         if part is None:
@@ -140,7 +151,7 @@ def _local_index(x: Tensor, rows: RowTag, index: Any, ranks: MeshDim) -> tuple[t
             continue
         if isinstance(part, slice):
             if dim == rows.dim:
-                kept = _kept(part, rows)
+                kept = _kept_rows(part, rows)
                 if kept is None:
                     return (), layout, None
                 parts[i], layout, rows_dim = kept[1][ranks.index], kept[0], out_dim
@@ -160,7 +171,7 @@ def _local_index(x: Tensor, rows: RowTag, index: Any, ranks: MeshDim) -> tuple[t
     return tuple(parts), layout, rows_dim
 
 
-def _kept(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
+def _kept_rows(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
     """Return the layout of the rows that the slice ``part`` keeps, and the slice of each rank's own rows. Return None
     if the slice has a step, if a rank would keep no row, or if it cuts a dim that contains several frames.
     """
@@ -172,9 +183,11 @@ def _kept(part: slice, rows: RowTag) -> tuple[Layout, list[slice]] | None:
         return rows.layout, [slice(None)] * len(rows.layout)
     if rows.outer > 1:
         return None
-    spans = [(max(low, start) - low, min(high, stop) - low) for low, high in held(rows.layout)]
+    spans = [(max(low, start) - low, min(high, stop) - low) for low, high in ranges_of(rows.layout)]
     layout = tuple([last - first for first, last in spans])
-    return None if min(layout) < 1 else (layout, [slice(first, last) for first, last in spans])
+    if min(layout) < 1:
+        return None
+    return layout, [slice(first, last) for first, last in spans]
 
 
 def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -187,10 +200,13 @@ def cat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, A
     if not stacks and dim == rows.dim:
         raise unknown(func, rows, "it appends other rows")
     # Pass on tensors without elements as they are, because cat accepts them whatever their shape.
-    parts = [x if x.numel() == 0 else aligned(ranks, func, x, rows, rows.dim - lead.ndim) for x in tensors]
+    dim_from_end = rows.dim - lead.ndim
+    parts = [align(ranks, func, x, rows, dim_from_end) if x.numel() else x for x in tensors]
     if any(x.numel() and x.ndim == lead.ndim and x.shape[rows.dim] != lead.shape[rows.dim] for x in parts):
         raise unknown(func, rows, "one of the tensors has a single row")
-    return tagged(func(parts, dim), rows.at(rows.dim + 1) if stacks and dim <= rows.dim else rows)
+    if stacks and dim <= rows.dim:
+        rows = rows.at(rows.dim + 1)
+    return set_rows(func(parts, dim), rows)
 
 
 def repeat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -199,7 +215,7 @@ def repeat(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str
     if name_of(func) in ("expand", "broadcast_to"):
         args = local_sizes(tuple(args))
     out = func(*args, **kwargs)
-    return _checked(func, out, rows.at(rows.dim + out.ndim - x.ndim), ranks)
+    return _set_checked_rows(func, out, rows.at(rows.dim + out.ndim - x.ndim), ranks)
 
 
 def repeat_interleave(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -209,15 +225,15 @@ def repeat_interleave(ranks: MeshDim, func: Function, args: Sequence[Any], kwarg
     if dim is None or not isinstance(repeats, int):
         raise unknown(func, rows, "repeats= is a tensor, or there is no dim=")
     if dim % x.ndim != rows.dim:
-        return tagged(func(*args, **kwargs), rows)
+        return set_rows(func(*args, **kwargs), rows)
     layout = tuple([count * repeats for count in rows.layout])
-    return tagged(x.repeat_interleave(repeats, dim), RowTag(rows.dim, layout, rows.outer))
+    return set_rows(x.repeat_interleave(repeats, dim), RowTag(rows.dim, layout, rows.outer))
 
 
 def view_as_real(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """Run ``view_as_real``, which adds a dim at the end."""
     _, rows = only_first(func, args, kwargs)
-    return tagged(func(*args, **kwargs), rows)
+    return set_rows(func(*args, **kwargs), rows)
 
 
 def expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
@@ -226,14 +242,14 @@ def expand_as(ranks: MeshDim, func: Function, args: Sequence[Any], kwargs: dict[
     rows = rows_of(other)
     if rows is None or name_of(func) != "expand_as":
         raise unknown(func, rows or rows_of(x), "it takes its shape from another tensor")
-    return tagged(func(aligned(ranks, func, x, rows, rows.dim - other.ndim), other), rows)
+    return set_rows(func(align(ranks, func, x, rows, rows.dim - other.ndim), other), rows)
 
 
-def _checked(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
+def _set_checked_rows(func: Function, out: Tensor, rows: RowTag, ranks: MeshDim) -> Tensor:
     """Tag ``out`` with ``rows`` and return it; raise :class:`MixesRows` if its size does not fit."""
     if out.shape[rows.dim] != rows.outer * rows.layout[ranks.index]:
         raise unknown(func, rows, f"the output has size {out.shape[rows.dim]} along this dim")
-    return tagged(out, rows)
+    return set_rows(out, rows)
 
 
 BY_RULE: dict[Any, str] = {

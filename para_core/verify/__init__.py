@@ -1,1 +1,1 @@
-"""Compare a model on virtual ranks, which are threads of this process, with the unmodified model."""
+"""Show that a parallel model equals the unmodified one: :func:`check_parallel`, and ``verify=True``."""

@@ -1,11 +1,13 @@
-"""``verify=True``: compare calls of a parallel model with the unmodified model, on the inputs of the user's own run."""
+"""``verify=True``: compare calls of a parallel model with the unmodified model, on the inputs of the user's
+own run.
+"""
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +16,31 @@ from torch import Tensor, nn
 
 from para_core.cache.attachment import last_outcomes
 from para_core.cache.decision import Verdict
+from para_core.comparison.call_record import CallRecord, record_call
+from para_core.comparison.difference import Difference, compare_records
+from para_core.comparison.model_inputs import ModelInputs
+from para_core.comparison.tensor_parts import largest_error, tensors_in
+from para_core.comparison.tolerances import tolerance_of
+from para_core.comparison.virtual_ranks import device_of
 from para_core.distributed.agree import exchange, exchange_bytes
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_out_of_memory
-from para_core.instance_patching import WrapperPriority, instances_in, original_class, uncompiled, with_wrappers
+from para_core.instance.modules import instances_in, uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import emptied_during
+from para_core.instance.slots import Slot
+from para_core.layout.sequence import Segment
 from para_core.plans.current_call import segments_under_way
-from para_core.plans.region import KEYS_OF_PLANS, Region, region_of
+from para_core.plans.region import Region, region_of
 from para_core.torch_internals import tree_leaves
 from para_core.user_warnings import ParallelWarning, warn_user
-from para_core.verify.check import TOLERANCES
-from para_core.verify.first_difference import Difference, Recording, first_difference
-from para_core.verify.parts import largest_error, tensors_in
-from para_core.verify.runs import ModelInputs
-from para_core.verify.virtual_ranks import device_of
 
 logger = logging.getLogger(__name__)
 
-# The key of the wrappers of verified calls.
-VERIFIED = "verified"
+# The slots of features that move or gather weights, which the unmodified model needs too.
+_SLOTS_OF_WEIGHTS = frozenset(
+    {Slot.OFFLOADED_BLOCK, Slot.TENSOR_WEIGHTS, Slot.LORA, Slot.STAGED_WEIGHTS, Slot.STAGED_MERGE, Slot.WEIGHTS}
+)
 # The error of outputs that cannot be compared, because their number or shapes differ. JSON has no infinity.
 _NOT_COMPARABLE = 1e30
 
@@ -54,8 +63,8 @@ class Comparison:
 
 
 class Verification:
-    """Compares calls of one parallel model with the unmodified model: once for each size of inputs, and again if code
-    inside the model has changed.
+    """Compares calls of one parallel model with the unmodified model: once for each size of inputs, and again
+    if code inside the model has changed.
 
     A compared call costs one more call of the model, on every rank. Other calls cost a lookup.
     """
@@ -68,8 +77,9 @@ class Verification:
         """Wrap ``__call__`` of a parallel model, or of the module that ``torch.compile`` made of it.
 
         Raises:
-            RuntimeError: On every rank: the output differs from that of the unmodified model by more than rounding. Or
-                the model was compiled after it was parallelized, so that this wrapper would be in its graph.
+            RuntimeError: On every rank: the output differs from that of the unmodified model by more than
+                rounding. Or the model was compiled after it was parallelized, so that this wrapper would be
+                in its graph.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError(
@@ -86,7 +96,7 @@ class Verification:
         if key in self._verified:
             return call(called, *args, **kwargs)
         # The call may change its inputs in place, such as a cache of keys.
-        inputs = ModelInputs(args, kwargs).copied()
+        inputs = ModelInputs(args, kwargs).copy()
         output = call(called, *args, **kwargs)
         if any(Verdict(int(outcome.verdict)).skips for outcome in last_outcomes(module)):
             # A cache skipped blocks, so the output is an approximation. A later call is compared.
@@ -97,27 +107,35 @@ class Verification:
         return output
 
     def _conclude(self, module: nn.Module, region: Region, inputs: ModelInputs, comparison: Comparison) -> None:
-        """Exchange the comparisons of all ranks. Raise on every rank if one found a difference, else report."""
+        """Exchange the comparisons of all ranks.
+
+        Raise on every rank if one found a difference, else report.
+        """
         mesh, name = region.mesh, original_class(module).__name__
         comparisons = [Comparison(**record) for record in exchange(vars(comparison), mesh)]
-        if any(of_rank.lacked_memory for of_rank in comparisons):
+        lacking = sum(of_rank.lacked_memory for of_rank in comparisons)
+        if lacking:
             warn_user(
                 f"verify=True: {name} was not compared, because the unmodified model, which runs on the whole inputs, "
-                f"ran out of memory on {sum(of_rank.lacked_memory for of_rank in comparisons)} of {mesh.ranks} ranks. "
+                f"ran out of memory on {lacking} of {mesh.ranks} ranks. "
                 "Compare at a smaller size, or with offload='blocks', and leave verify= out at this one.",
                 ParallelWarning,
             )
             return
         error = max(of_rank.error for of_rank in comparisons)
         if error > comparison.tolerance:
-            difference = _first_difference(module, mesh, inputs, comparison.tolerance)
-            shown = "is of another size" if error >= _NOT_COMPARABLE else f"differs by {error:.1e}"
+            difference = _first_difference_on_mesh(module, mesh, inputs, comparison.tolerance)
+            size = f"differs by {error:.1e}"
+            if error >= _NOT_COMPARABLE:
+                size = "is of another size"
             raise RuntimeError(
-                f"verify=True: the output of {name} on {mesh.ranks} ranks {shown} from that of the unmodified model; "
+                f"verify=True: the output of {name} on {mesh.ranks} ranks {size} from that of the unmodified model; "
                 f"rounding explains {comparison.tolerance:.0e}. The first difference is in {difference}"
             )
         if mesh.rank == 0:
-            bits = "the same bits" if all(of_rank.same_bits for of_rank in comparisons) else "other bits"
+            bits = "other bits"
+            if all(of_rank.same_bits for of_rank in comparisons):
+                bits = "the same bits"
             logger.info(
                 "verify=True: %s on %d ranks equals the unmodified model: error %.1e, %s.",
                 name,
@@ -139,82 +157,83 @@ def _sizes(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def _compare(module: nn.Module, inputs: ModelInputs, output: Any) -> Comparison:
-    """Return how far ``output`` is from that of the unmodified model, which is called here on copies of ``inputs``."""
-    got = tensors_in(output)
-    floating = next((x for x in got if x.is_floating_point()), None)
-    tolerance = TOLERANCES.get(torch.float32 if floating is None else floating.dtype, TOLERANCES[torch.float32])
-    autocast = torch.is_autocast_enabled(device_of(module).type)
-    if autocast:
-        tolerance = max(tolerance, TOLERANCES[torch.get_autocast_dtype(device_of(module).type)])
+    """Return how far ``output`` is from that of the unmodified model, which is called here on copies of
+    ``inputs``.
+    """
+    outputs = tensors_in(output)
+    tolerance = _tolerance_for(module, outputs)
     try:
         expected = tensors_in(_call_unmodified(module, inputs))
     except (RuntimeError, MemoryError) as failure:
         if not is_out_of_memory(failure):
             raise
         return Comparison(lacked_memory=True)
-    if [x.shape for x in got] != [x.shape for x in expected]:
+    if [x.shape for x in outputs] != [x.shape for x in expected]:
         return Comparison(_NOT_COMPARABLE, tolerance=tolerance)
-    error = min(largest_error(got, expected), _NOT_COMPARABLE)
-    same_bits = all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    error = min(largest_error(outputs, expected), _NOT_COMPARABLE)
+    same_bits = all(torch.equal(x, y) for x, y in zip(outputs, expected, strict=True))
     return Comparison(error, same_bits, tolerance)
 
 
-def _call_unmodified(module: nn.Module, inputs: ModelInputs, recording: Recording | None = None) -> Any:
+def _tolerance_for(module: nn.Module, outputs: Sequence[Tensor]) -> float:
+    """Return the tolerance for the dtype of ``outputs``, or for that of autocast if it is larger."""
+    tolerance = tolerance_of(next((x.dtype for x in outputs if x.is_floating_point()), torch.float32))
+    device_type = device_of(module).type
+    if torch.is_autocast_enabled(device_type):
+        return max(tolerance, tolerance_of(torch.get_autocast_dtype(device_type)))
+    return tolerance
+
+
+def _call_unmodified(module: nn.Module, inputs: ModelInputs, record: CallRecord | None = None) -> Any:
     """Return the output of ``module`` for a copy of ``inputs``, without plan, cache and compilation."""
-    return _call(module, inputs, recording, _is_of_weights)
+    with ExitStack() as stack:
+        if record is not None:
+            stack.enter_context(record_call(module, record))
+        return _call(module, inputs, _SLOTS_OF_WEIGHTS)
 
 
-def _call_parallel(module: nn.Module, inputs: ModelInputs, recording: Recording) -> Any:
-    """Return the output of ``module`` under its plan, without cache and compilation."""
-    return _call(module, inputs, recording, lambda key, order: key in KEYS_OF_PLANS or _is_of_weights(key, order))
+def _record_parallel(module: nn.Module, inputs: ModelInputs) -> tuple[CallRecord, list[Segment]]:
+    """Call ``module`` under its plan, without cache and compilation.
 
-
-def _is_of_weights(key: str, order: WrapperPriority) -> bool:
-    """Whether a wrapper moves or gathers weights, which the unmodified model needs too."""
-    return order == WrapperPriority.OFFLOADED_BLOCK or (order == WrapperPriority.PLAN and key not in KEYS_OF_PLANS)
-
-
-def _call(
-    module: nn.Module,
-    inputs: ModelInputs,
-    recording: Recording | None,
-    keep: Callable[[str, WrapperPriority], bool],
-) -> Any:
-    region = region_of(module)
-    device = device_of(module, inputs.leaves())
-    arguments = inputs.copied()
-    with (
-        torch.no_grad(),
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        torch.compiler.set_stance("force_eager"),
-        nullcontext() if region is None else region.all_heads(),
-        with_wrappers(instances_in(module), keep),
-        _recorded(module, recording),
-    ):
-        return module(*arguments.args, **arguments.kwargs)
-
-
-@contextmanager
-def _recorded(module: nn.Module, recording: Recording | None) -> Iterator[None]:
-    if recording is None:
-        yield
-        return
-    with recording.around(module):
-        yield
-
-
-def _first_difference(module: nn.Module, mesh: SequenceMesh, inputs: ModelInputs, tolerance: float) -> Difference:
-    """Call the unmodified and the parallel model once more, and return where they differ first. A collective call."""
-    alone, parallel = Recording(), Recording()
-    _call_unmodified(module, inputs, alone)
-    segments: dict[Any, None] = {}
+    Return the record of the call and its segments.
+    """
+    record, segments = CallRecord(), dict[Segment, None]()
 
     def note_segments() -> None:
         under_way = segments_under_way(module)
-        segments.update(dict.fromkeys(() if under_way is None else under_way[1]))
+        if under_way is not None:
+            segments.update(dict.fromkeys(under_way[1]))
 
-    parallel.at_each_event = note_segments
-    _call_parallel(module, inputs, parallel)
-    parallel.at_each_event = None
-    of_ranks = [pickle.loads(data) for data in exchange_bytes(pickle.dumps(parallel.on_cpu()), mesh)]
-    return first_difference(module, alone.on_cpu(), of_ranks, list(segments), tolerance=tolerance)
+    with record_call(module, record, before_entry=note_segments):
+        _call(module, inputs, _SLOTS_OF_WEIGHTS | {Slot.PLAN, Slot.ATTENTION_CHECK})
+    return record, list(segments)
+
+
+def _call(module: nn.Module, inputs: ModelInputs, keep: Collection[Slot]) -> Any:
+    """Return the output of ``module`` for a copy of ``inputs``, with only the slots to ``keep``, in eager
+    code.
+    """
+    region, device = region_of(module), device_of(module, inputs.leaves())
+    arguments = inputs.copy()
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if region is not None:
+            stack.enter_context(region.all_heads())
+        stack.enter_context(emptied_during(instances_in(module), keep))
+        return module(*arguments.args, **arguments.kwargs)
+
+
+def _first_difference_on_mesh(
+    module: nn.Module, mesh: SequenceMesh, inputs: ModelInputs, tolerance: float
+) -> Difference:
+    """Call the unmodified and the parallel model once more, and return where they differ first.
+
+    A collective call.
+    """
+    alone = CallRecord()
+    _call_unmodified(module, inputs, alone)
+    parallel, segments = _record_parallel(module, inputs)
+    records = [pickle.loads(data) for data in exchange_bytes(pickle.dumps(parallel.to_cpu()), mesh)]
+    return compare_records(module, alone.to_cpu(), records, segments, tolerance=tolerance)

@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from para_core.instance_patching import unwrapped, unwrapped_class
+from para_core.instance.private_class import unwrapped_class
+from para_core.instance.record import emptied_during
 from para_core.torch_internals import parameter_slots, remove_fsdp
 from para_core.weights.parameters import GRADIENTS, Gradients, consists_of_tensors, is_float8
 from para_core.weights.tensor import write_part
@@ -58,7 +59,7 @@ def shard_blocks(
     gradients.stop(module)
     of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < LARGE} | kept
-    with unwrapped([module, *blocks]):
+    with emptied_during([module, *blocks]):
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
         # Make the whole model the FSDP2 root of its blocks, so that the blocks share streams and can be prefetched.
@@ -177,7 +178,7 @@ def discard_shards(module: nn.Module) -> Gradients | None:
     sharded, so the caller must put the whole ones back. Return the record of those that required gradients, if any.
     """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    with unwrapped(parts):
+    with emptied_during(parts):
         for part in parts:
             remove_fsdp(part)
             part.__class__ = unwrapped_class(part)

@@ -20,8 +20,11 @@ from torch.distributed.tensor import DTensor
 from para_core.distributed.agree import RequireEqual
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
-from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_method, wrapper
-from para_core.plans.current_call import STAGES, attention_is_skipped
+from para_core.instance.modules import is_compiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, empty_slots, fill_slot, slot_owner
+from para_core.instance.slots import Slot
+from para_core.plans.current_call import attention_is_skipped
 from para_core.plans.module_matching import parameters_of
 from para_core.torch_internals import is_registered, pytree
 from para_core.weights.balance import balanced
@@ -89,8 +92,8 @@ class Stages:
 
     def install(self) -> None:
         """Wrap the model, the blocks of other stages, and, except on the first stage, the first block of this stage."""
-        wrap_method(self.module, "__call__", STAGES, self.run, order=WrapperPriority.STAGES)
-        # Blocks with equal wrappers share one, and so a class and a graph.
+        fill_slot(self.module, Slot.STAGES, {"__call__": self.run}, owner=self)
+        # Blocks with equal functions share one, and so a graph.
         around_of = cache(_Around)
         for index, staged in enumerate(self.blocks):
             instead: _Instead | None = self._sent if index == self.own.stop else None
@@ -98,7 +101,7 @@ class Stages:
                 instead = self._received
             if instead is not None or index not in self.own:
                 around = around_of(instead, staged.streams, parameters_of(staged.block))
-                wrap_method(staged.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
+                fill_slot(staged.block, Slot.STAGED_BLOCK, {"__call__": around})
         self.gradients.stop(self.module)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -223,8 +226,7 @@ def require_sendable(module: nn.Module, blocks: Sequence[StagedBlock]) -> None:
 
 def stages_of(module: nn.Module) -> Stages | None:
     """Return the :class:`Stages` that are installed on ``module``; None without stages."""
-    stages = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
-    return stages if isinstance(stages, Stages) else None
+    return slot_owner(module, Slot.STAGES, Stages)
 
 
 def gather_stages(module: nn.Module) -> None:
@@ -238,9 +240,8 @@ def gather_stages(module: nn.Module) -> None:
         return
     if stages.freed:
         _gather_weights(stages)
-    for staged in stages.blocks:
-        unwrap(staged.block, STAGES)
-    unwrap(module, STAGES)
+    empty_slots([staged.block for staged in stages.blocks], Slot.STAGED_BLOCK)
+    empty_slot(module, Slot.STAGES)
     stages.gradients.restore()
 
 

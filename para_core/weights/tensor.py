@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from para_core.instance_patching import Around, WrapperPriority, unwrap, unwrapped_class, wrap_alike, wrap_method
+from para_core.instance.private_class import unwrapped_class
+from para_core.instance.record import Around, empty_slots, fill_slot, fill_slots
+from para_core.instance.slots import Slot
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import parameter_slots
 from para_core.weights.parameters import GRADIENTS, Gradients, consists_of_tensors, map_plain_tensors, plain_tensors
@@ -34,7 +36,6 @@ from para_core.weights.tensor_plan import (
     require_tensor_plan_fits,
 )
 
-_KEY = "tensor"
 # Name of the attribute of a sharded module that holds its _Record.
 _RECORD = "_para_core_tensor"
 
@@ -110,9 +111,9 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
     _wrap_linears(record)
     for pattern, dim in plan.positions.items():
         for rope in matching_modules(module, pattern).values():
-            wrap_method(rope, "__call__", _KEY, partial(_own_part, mesh, dim), order=WrapperPriority.PLAN)
+            fill_slot(rope, Slot.TENSOR_WEIGHTS, {"__call__": partial(_own_part, mesh, dim)})
             record.wrapped.append(rope)
-    wrap_method(module, "__call__", _KEY, _without_gradients, order=WrapperPriority.PLAN)
+    fill_slot(module, Slot.TENSOR_WEIGHTS, {"__call__": _without_gradients})
     record.wrapped.append(module)
     if mesh.device_type != "cpu":
         module.to(mesh.device_type)
@@ -202,8 +203,7 @@ def _compute_whole(record: _Record) -> None:
     """Restore the numbers of heads and hidden units that sharding had divided, and remove the wrappers."""
     for counted, name, number in record.counts:
         setattr(counted, name, number)
-    for wrapped in record.wrapped:
-        unwrap(wrapped, _KEY)
+    empty_slots(record.wrapped, Slot.TENSOR_WEIGHTS)
     for forward in record.forwards:
         forward.remove()
 
@@ -334,7 +334,7 @@ def _wrap_linears(record: _Record) -> None:
 
 
 def _wrap_forward(modules: list[nn.Module], around: Callable[..., Any], record: _Record) -> None:
-    wrap_alike(modules, "forward", _KEY, around, order=WrapperPriority.PLAN)
+    fill_slots(modules, Slot.TENSOR_WEIGHTS, {"forward": around})
     # A hook (offload, casting) may have set a forward on the instance, which hides the forward of the class, so wrap
     # both.
     record.forwards += [_ForwardOfInstance(module, around) for module in modules if "forward" in vars(module)]

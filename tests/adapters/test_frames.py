@@ -13,7 +13,7 @@ from diffusers import FluxTransformer2DModel
 import para_core
 from benchmarks.harness import fake_group
 from para_core.adapters import apply_cache_on_pipe, apply_cache_on_transformer, parallelize_pipe
-from para_core.attention import transfer
+from para_core.attention import swap
 from tests.tiny import cpu_mesh, flux_call, flux_inputs, flux_pipe, flux_transformer
 
 ROOT = Path(para_core.__file__).parents[1]
@@ -57,8 +57,8 @@ def test_each_wrapper_is_one_frame(cached, at_forward, at_exchange):
             apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
         # Three of these frames are wrapped methods: __call__ of the pipe and of the model, and _call_impl of the model.
         assert files_at(FluxTransformer2DModel, "forward", pipe).total() <= at_forward
-        # These frames lead to SlicedAllToAll.start, which sends keys and values to other ranks.
-        assert files_at(transfer, "start_all_to_all", pipe).total() <= at_exchange
+        # These frames lead to ToHeads.start, which sends keys and values to other ranks.
+        assert files_at(swap, "start_all_to_all", pipe).total() <= at_exchange
 
 
 def test_warning_points_at_line_of_user():

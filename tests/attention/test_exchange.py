@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from para_core.attention import transfer
+from para_core.attention import swap
 from para_core.kernels import pack_reference
 from tests.attention.cases import (
     IMAGE_FIRST,
@@ -37,7 +37,7 @@ CASES = [
 def as_on_gpu(function, cases, ring, ulysses, *options):
     """Return the result of ``function``, and how often one launch packed and unpacked."""
     with (
-        mock.patch.object(transfer, "takes_kernels", lambda _: not torch.is_grad_enabled()),
+        mock.patch.object(swap, "takes_kernels", lambda _: not torch.is_grad_enabled()),
         mock.patch.object(pack_reference, "pack", wraps=pack_reference.pack) as pack,
         mock.patch.object(pack_reference, "unpack", wraps=pack_reference.unpack) as unpack,
     ):
@@ -52,21 +52,6 @@ def test_exchange_of_any_tokens_and_heads_equals_one_device(rank_pool, ring, uly
         assert packs >= len(CASES)
         assert unpacks > 0
         for case, out in zip(CASES, outs, strict=True):
-            check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}")
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2)])
-def test_chunked_heads_unpack_with_one_launch_each(rank_pool, ring, ulysses):
-    cases = [
-        Case(16, 8),
-        Case(13, 5),
-        Case(13, 6, H_kv=2, options={"enable_gqa": True}),
-        Case(H=7, segments=TEXT_FIRST),
-    ]
-    results = rank_pool.run(as_on_gpu, ring * ulysses, attend, cases, ring, ulysses, None, {"ulysses_chunks": 2})
-    for rank, (outs, _, unpacks) in enumerate(results):
-        assert unpacks >= 2 * len(cases)
-        for case, out in zip(cases, outs, strict=True):
             check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}")
 
 

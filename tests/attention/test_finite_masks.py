@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.harness import fake_group
-from para_core import Segment, SequenceLayout, UnifiedAttnMode
-from para_core.attention.blocks import BlockAttention
-from para_core.attention.spec import AttentionSpec
-from para_core.attention.tiles import Tiling
-from para_core.distributed.mesh import sequence_mesh
+from para_core import UnifiedAttnMode
+from para_core.attention.attend import Accumulator, Attend, Mask
+from para_core.attention.blocks import local
+from para_core.attention.low_rows import level_low_rows
+from para_core.attention.tiles import Causal, Tiling
 from tests.attention.cases import MESHES
 from tests.attention.one_device import make_qkv, relative_error
 
@@ -92,14 +92,17 @@ def merged_over_blocks(query, key, value, mask, lengths, is_causal):
     """Attend to blocks of keys of these lengths, one after the other, as a ring does."""
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     runs = [[run] for run in zip(starts, lengths, strict=True)]
-    tiling = Tiling([(0, query.shape[2])], runs, is_causal=is_causal, visible=None)
-    layout = SequenceLayout((Segment("x", sum(lengths)),), 1)
-    mesh = sequence_mesh(init_device_mesh("cpu", (1, 1), mesh_dim_names=("ring", "ulysses")))
-    spec = AttentionSpec(layout, layout, mesh, query.shape[1], query.shape[1], is_causal=is_causal)
-    attention = BlockAttention(query, mask, tiling, spec, heads=None, attn_func=None)
-    for step, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        attention.add(tuple(x.narrow(2, start, length) for x in (key, value)), step)
-    return attention.result(key, value)
+    tiling = Tiling([(0, query.shape[2])], runs, [Causal()] if is_causal else [])
+    one_block = local(None, None)
+
+    def all_blocks(into, key, value, _, is_last):
+        for step, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+            block = [x.narrow(2, start, length) for x in (key, value)]
+            one_block.forward(into, *block, step, is_last and step == len(lengths) - 1)
+
+    into = Accumulator(query, Mask(mask), tiling)
+    level_low_rows(Attend(all_blocks, one_block.backward), None).forward(into, key, value, 0, True)
+    return into.result(key, value)
 
 
 def exactly(query, key, value, mask, is_causal):

@@ -1,4 +1,4 @@
-"""A call's spec as JSON, and the all-to-all that its slices need."""
+"""A call's spec as JSON, and the arguments of a call."""
 
 import json
 from dataclasses import replace
@@ -9,17 +9,15 @@ import torch
 from para_core import Segment, SequenceLayout
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.block_sparse import read_block_mask
-from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.schedule import KeptKeys
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.transfer import SlicedAllToAll
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.mesh import _sequence_mesh as mesh_of_dims
 
 OPTIONS = [
     {},
-    {"ulysses_chunks": 3, "rotate_method": "2d", "backend": "triton-int8"},
+    {"rotate_method": "2d", "backend": "triton-int8"},
     {"comm_dtype": torch.float8_e4m3fn, "kept_keys": KeptKeys(1 / 3, 7)},
     {"block_mask": read_block_mask(torch.tensor([[True, False, True], [False, True, True]]), (4, 3))},
 ]
@@ -45,27 +43,6 @@ def test_a_spec_survives_its_json(options, same_layout):
 def test_what_is_no_json_is_refused(number):
     with pytest.raises(ValueError):
         AttnOptions.read(number)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "heads", "is_even"),
-    [
-        (((0, 4), (4, 4)), ((0, 2), (2, 2)), True),
-        (((0, 4), (4, 3)), ((0, 2), (2, 2)), False),
-        (((0, 4), (4, 4)), ((0, 2), (2, 1)), False),
-    ],
-)
-def test_peers_with_equal_slices_need_no_sizes(tokens, heads, is_even):
-    slices, dim = PeerSlices(tokens, heads), MeshDim("ulysses", 2, 0, "", None)
-    assert SlicedAllToAll([slices], [slices], dim).is_even == is_even
-    assert slices.output_size == (sum(tokens[1]), sum(heads[1]))
-
-
-def test_overlap_does_not_make_up_for_a_gap():
-    tokens = ((0, 4),) * 3
-    assert PeerSlices(tokens, ((0, 1), (1, 1), (2, 1))).cover_output
-    # Head 0 is in two slices, head 1 in none.
-    assert not PeerSlices(tokens, ((0, 1), (0, 1), (2, 1))).cover_output
 
 
 def test_a_call_binds_its_arguments_as_sdpa_does():

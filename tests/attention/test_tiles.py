@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from para_core.attention.tiles import coalesce, cut, visible_tiles
+from para_core.attention.block_sparse import BlockMask
+from para_core.attention.tiles import Causal, Tiling
+from para_core.layout.runs import coalesce, cut
 
 # The runs are disjoint: lengths and gaps alternate.
 RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=4).map(
@@ -30,24 +32,48 @@ def test_the_docstrings_are_right():
 def add_tile(rows, tile):
     for start, length in tile.runs:
         block = torch.ones(len(rows), length, dtype=torch.int)
-        rows[:, start : start + length] += block.tril() if tile.diagonal else block
+        rows[:, start : start + length] += block.tril() if tile.is_causal else block
 
 
 @given(queries=RUNS, keys=RUNS)
 def test_tiles_cover_a_causal_mask_once(queries, keys):
-    queries, keys = coalesce(queries), coalesce(keys)
-    expected = positions(queries)[:, None] >= positions(keys)[None, :]
+    check_tiles(queries, keys, [Causal()], lambda query, key: query >= key)
+
+
+def check_tiles(queries, keys, masks, sees):
+    """Check that the tiles of queries and keys, in any order, contain what the masks show, once."""
+    expected = sees(positions(queries)[:, None], positions(keys)[None, :])
     visits = torch.zeros_like(expected, dtype=torch.int)
-    row = 0
-    for piece in cut(queries, keys):
-        for tile in visible_tiles(piece, keys, is_causal=True, shown=None):
-            add_tile(visits[row : row + piece[1]], tile)
-        row += piece[1]
-    assert row == len(expected)
+    tiling = Tiling(queries, [keys], masks)
+    rows = visits.split([length for _, length in tiling.pieces])
+    for piece, tile in tiling.tiles(0):
+        held = positions(keys)[positions(tile.runs)]
+        assert torch.equal(held, positions(tile.positions))
+        add_tile(rows[piece], tile)
     assert torch.equal(visits, expected.int())
+
+
+@given(queries=RUNS, keys=RUNS, order=st.randoms(use_true_random=False))
+def test_tokens_in_any_order_have_the_same_tiles(queries, keys, order):
+    order.shuffle(queries)
+    order.shuffle(keys)
+    check_tiles(queries, keys, [Causal()], lambda query, key: query >= key)
+
+
+@given(queries=RUNS, keys=RUNS, seed=st.integers(0, 99), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)))
+def test_positional_masks_intersect(queries, keys, seed, sizes):
+    shown = torch.rand(40, 40, generator=torch.Generator().manual_seed(seed)) < 0.5
+    bits = ",".join(f"{sum(1 << column for column in range(40) if row[column]):x}" for row in shown.tolist())
+    blocks = BlockMask(40, 40, *sizes, bits)
+
+    def sees(query, key):
+        return shown[query // sizes[0], key // sizes[1]]
+
+    check_tiles(queries, keys, [blocks], sees)
+    check_tiles(queries, keys, [Causal(), blocks], lambda query, key: (query >= key) & sees(query, key))
 
 
 @given(runs=RUNS)
 def test_cutting_and_coalescing_lose_no_token(runs):
-    assert torch.equal(positions(cut(runs, [(2, 3), (7, 100)])), positions(runs))
+    assert torch.equal(positions(cut(runs, [2, 5, 7, 107])), positions(runs))
     assert torch.equal(positions(coalesce(runs[::-1])), positions(runs))

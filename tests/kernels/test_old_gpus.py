@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from para_core import triton_support
-from para_core.attention import merge, pack_ops, transfer
+from para_core.attention import merge, pack_ops, swap
 from para_core.cache import forecasts
 from para_core.kernels.pack_reference import CopyRegion
 from para_core.spatial import norm as spatial_norm
@@ -94,8 +94,8 @@ def test_a_device_is_asked_once(capability, numbers, takes):
 def test_an_exchange_is_planned_without_kernels_before_ampere(capability):
     capability(7, 0)
     with FakeTensorMode(), torch.no_grad():
-        assert not transfer.takes_kernels(zeros(1, 2, 3, 8, device=GPU))
+        assert not swap.takes_kernels(zeros(1, 2, 3, 8, device=GPU))
     triton_support.load_kernel.cache_clear()
     capability(8, 6)
     with FakeTensorMode(), torch.no_grad():
-        assert transfer.takes_kernels(zeros(1, 2, 3, 8, device=GPU))
+        assert swap.takes_kernels(zeros(1, 2, 3, 8, device=GPU))

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from para_core import Gather, Plan, Split
-from para_core.verify.virtual_ranks import run_on_virtual_ranks
+from para_core.comparison.virtual_ranks import run_on_virtual_ranks
 
 PLAN = Plan(
     inputs={"x": Split(dim=1, segment="image"), "control": Split(dim=1, like="image")},

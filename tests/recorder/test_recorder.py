@@ -18,7 +18,7 @@ from para_core.recorder.events import (
 from para_core.recorder.operator_count import OperatorCount
 from para_core.recorder.recorder import Recorder
 from para_core.recorder.without_data import attend_without_data, attention_without_data
-from para_core.torch_internals import FakeTensorMode, function_mode_stack
+from para_core.torch_internals import FakeTensorMode, flex_attention_operator, function_mode_stack
 from tests.modes import fake_flash_attn as flash
 
 B, H, S, D = 2, 3, 5, 4
@@ -119,7 +119,8 @@ def test_multi_head_attention_is_seen():
     x = torch.randn(B, S, D)
     (output, _), events = recorded(model, None, function=lambda: model(x, x[:, :3], x[:, :3], need_weights=False))
     (event,) = attention_in(events)
-    assert (event.form, event.call.query.shape[-2], event.call.key.shape[-2]) == ("multi_head", S, 3)
+    assert event.function is F.multi_head_attention_forward and event.is_sdpa
+    assert (event.call.query.shape[-2], event.call.key.shape[-2]) == (S, 3)
     torch.testing.assert_close(output, model(x, x[:, :3], x[:, :3], need_weights=False)[0])
 
 
@@ -127,7 +128,8 @@ def test_a_flash_attention_operator_is_seen():
     q = torch.randn(B, S, H, 8)  # flash_attn pads heads to a multiple of 8
     output, events = recorded(nn.Identity(), None, function=lambda: flash.flash_attn_func(q, q, q))
     (event,) = attention_in(events)
-    assert (event.form, event.call.query.shape) == ("flash", (B, H, S, 8))
+    assert "_flash_attn_forward" in str(event.function) and event.is_sdpa
+    assert event.call.query.shape == (B, H, S, 8)
     torch.testing.assert_close(output, F.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(1, 2))
 
 
@@ -135,7 +137,8 @@ def test_flex_attention_is_seen():
     q = torch.randn(B, H, S, D)
     output, events = recorded(nn.Identity(), None, function=lambda: flex_attention(q, q, q))
     (event,) = attention_in(events)
-    assert (event.form, event.call.query.shape) == ("flex", q.shape)
+    assert event.function is flex_attention_operator and not event.is_sdpa
+    assert event.call.query.shape == q.shape
     (end,) = [event for event in events if isinstance(event, AttentionEnd)]
     assert end.output.shape == q.shape
     torch.testing.assert_close(output, F.scaled_dot_product_attention(q, q, q))
@@ -145,7 +148,7 @@ def test_the_operator_of_sdpa_is_seen():
     q = torch.randn(B, H, S, D)
     sdpa = torch.ops.aten.scaled_dot_product_attention
     _, events = recorded(nn.Identity(), None, function=lambda: sdpa(q, q, q, scale=0.5))
-    assert [(event.form, event.call.scale) for event in attention_in(events)] == [("sdpa", 0.5)]
+    assert [(event.function, event.call.scale) for event in attention_in(events)] == [(sdpa, 0.5)]
 
 
 class Doubled(TorchFunctionMode):

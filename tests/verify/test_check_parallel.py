@@ -10,8 +10,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from para_core import Attention, Gather, Plan, Split, check_parallel
-from para_core.adapters.models.flux import FLUX_PLAN
-from para_core.instance_patching import WrapperPriority, wrap_method
+from para_core.adapters.models.shared.flux import FLUX_PLAN
+from para_core.instance.record import fill_slot
+from para_core.instance.slots import Slot
 from zoo.tiny.transformers.registry import MODELS
 
 pytestmark = pytest.mark.slow
@@ -455,8 +456,41 @@ def test_an_image_encoder_is_checked_by_own_lines():
 
 def test_a_parallel_model_is_refused():
     model = MODELS["flux"].build()
-    wrap_method(
-        model, "__call__", "parallel", lambda call, module, *args: call(module, *args), order=WrapperPriority.PLAN
-    )
+    fill_slot(model, Slot.PLAN, {"__call__": lambda call, module, *args: call(module, *args)})
     with pytest.raises(ValueError, match="FluxTransformer2DModel is already parallel"):
         check_parallel(model, plan=FLUX_PLAN)
+
+
+class MultiHead(nn.Module):
+    """A model whose attention cannot be computed on several ranks if it ``needs_weights``."""
+
+    def __init__(self, needs_weights):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.needs_weights = needs_weights
+
+    def forward(self, x):
+        return self.attn(x, x, x, need_weights=self.needs_weights)[0]
+
+
+def test_multi_head_attention_is_checked():
+    assert check_parallel(MultiHead(needs_weights=False), torch.randn(1, 12, 8), ranks=2)
+
+
+def test_attention_that_no_rank_can_compute_is_a_failure():
+    check = check_parallel(MultiHead(needs_weights=True), torch.randn(1, 12, 8), ranks=2)
+    assert not check
+    assert "need_weights" in check.first_difference.reason
+
+
+class FlexAttention(nn.Module):
+    def forward(self, x):
+        q = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        return flex_attention(q, q, q + q.mean(2, keepdim=True)).transpose(1, 2).flatten(2)
+
+
+def test_a_difference_before_flex_attention_is_found():
+    difference = check_parallel(nn.Sequential(FlexAttention()), torch.randn(1, 12, 16), ranks=2).first_difference
+    assert difference.module == "0"
+    assert "12 queries, 12 keys" in difference.facts[0] and "6 queries, 6 keys" in difference.facts[1]
+    assert difference.error > 1e-3

@@ -11,10 +11,10 @@ from torch import nn
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, shard_weights, unparallelize_pipe
-from para_core.adapters.parallel.options import TransformerPart
 from para_core.adapters.parallel.parts import TextEncodersPart
+from para_core.adapters.parallel.transformer import TransformerPart
 from para_core.adapters.weights.offloaded_modules import offloader_of
-from para_core.instance_patching import instances_in
+from para_core.instance.modules import instances_in
 from para_core.weights.fsdp import is_sharded
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make

@@ -23,16 +23,17 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from para_core.attention.attention_plan import RingPlan
+from para_core.attention.attend import columns
+from para_core.attention.attention_plan import AttentionPlan, RingPlan
 from para_core.attention.backends import LocalAttentionCall
-from para_core.attention.blocks import LocalAttention, columns, expand
+from para_core.attention.blocks import LocalAttention, expand
 from para_core.attention.local import add_autograd_dependency, local_attention_with_lse, lse_dtype
 from para_core.attention.merge import Merged
-from para_core.attention.ring import Packing, ring_attention, ring_pass
+from para_core.attention.ring import Packing, ring_pass
 from para_core.attention.schedule import KeptKeys
-from para_core.attention.tiles import sharded_runs
+from para_core.attention.usp import attend_all
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.layout import Run
+from para_core.layout.sequence import Run
 
 
 @torch.no_grad()
@@ -42,8 +43,7 @@ def select_keys(
     """Return which keys each head keeps: a bool tensor ``[B, H, S_k]`` by position in the whole sequence.
 
     Collective; the result is equal on all ring ranks. A key that the mask or ``is_causal`` hides from an observed query
-    gets no vote from this query. Except for ``kept``, the arguments are those of
-    :func:`~para_core.attention.ring.ring_attention`.
+    gets no vote from this query. ``heads`` is the key head of each query head; None if heads are grouped evenly.
     """
     observed = kept.observed(plan.spec.query_layout.total)
     queries = _of_all_ranks(query, observed, plan)
@@ -112,11 +112,11 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
     """Return the rows of ``x``, ``[B, H, S_block, …]``, at n positions of the whole sequence, gathered from all ring
     ranks: ``[B, H, n, …]``.
     """
-    dim, layout = plan.dim, plan.spec.query_layout
-    runs = sharded_runs(layout, plan.spec.mesh, dim.index)
+    dim, queries = plan.dim, plan.spec.queries
+    runs = queries.runs(dim.index, replicated=False)
     # All ranks hold the replicated tokens, so only the first rank contributes them to the sum below.
     if dim.index == 0:
-        runs = [*runs, *layout.runs(0, replicated=True)]
+        runs = [*runs, *queries.runs(0, replicated=True)]
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
     own_indices = [index for index, offset in enumerate(_offsets(positions, runs)) if offset is not None]
@@ -132,8 +132,9 @@ def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
     """Return the positions of the keys whose votes ring rank ``index`` counts: its sharded keys; on the first rank also
     the replicated ones, which all ranks hold.
     """
-    runs = sharded_runs(plan.spec.key_layout, plan.spec.mesh, index)
-    return [*runs, *plan.spec.key_layout.runs(0, replicated=True)] if index == 0 else runs
+    keys = plan.spec.keys
+    runs = keys.runs(index, replicated=False)
+    return [*runs, *keys.runs(0, replicated=True)] if index == 0 else runs
 
 
 def sparse_attention(
@@ -142,27 +143,27 @@ def sparse_attention(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    plan: RingPlan,
+    plan: AttentionPlan,
     *,
     heads: Tensor | None,
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``(out, lse)`` as :func:`~para_core.attention.ring.ring_attention` does, but attend to the kept keys only.
+    """Return ``(out, lse)`` as :func:`~para_core.attention.usp.attend_all` does, but attend to the kept keys only.
 
     Usually only the kept keys and values are sent and computed. In four cases all keys are sent instead, and a mask
     hides those that are not kept: ``save`` is True (a gradient is needed), several query heads share a key head but
     keep different keys, the call is causal, or the mask has a row per query.
     """
-    is_kept = select_keys(kept, query, key, mask, plan, heads=heads)
+    is_kept = select_keys(kept, query, key, mask, plan.ring, heads=heads)
     hidden = hide(mask, is_kept)
     if save or plan.spec.is_causal or hidden.shape[2] > 1 or query.shape[1] != key.shape[1]:
-        return ring_attention(query, key, value, hidden, plan, heads=heads, attn_func=attn_func)
+        return attend_all(plan, query, key, value, hidden, heads, attn_func)
     received: list[Tensor] = []
     if attn_func is None:
         attn_func = partial(local_attention_with_lse, backend=plan.spec.options.backend)
     merged = Merged()
-    for block_key, block_value, block_mask in _kept_blocks(key, value, is_kept, hidden, plan, received):
+    for block_key, block_value, block_mask in _kept_blocks(key, value, is_kept, hidden, plan.ring, received):
         merged.add(*attn_func(LocalAttentionCall(query, block_key, block_value, block_mask, scale=plan.spec.scale)))
     return add_autograd_dependency(merged.out.to(query.dtype), [query, key, value, *received]), merged.lse
 
@@ -186,10 +187,7 @@ def _kept_blocks(
     held, dim = _positions(plan.key_runs(0), key.device), plan.dim
     travels: list[Tensor] = []
     if plan.hops:
-        travels = [
-            _positions(sharded_runs(plan.spec.key_layout, plan.spec.mesh, index), key.device)
-            for index in range(dim.size)
-        ]
+        travels = [_positions(plan.spec.keys.runs(index, replicated=False), key.device) for index in range(dim.size)]
     chosen, *of_blocks = _chosen(is_kept, [held, *travels])
     own = _take(key, chosen), _take(value, chosen)
     if not plan.hops:

@@ -41,7 +41,7 @@ RESOLVE = (
     "models_to_parallelize",
     "check_parallelize",
     "transformers_of",
-    "unets_of",
+    "denoisers_by_kind",
     "_parallel_vaes_of",
     "require_mesh_fits",
     "text_encoders_of",
@@ -80,19 +80,19 @@ def folder(tmp_path_factory):
 
 
 LOAD = (
-    f"{PARALLEL}.load._cache_of",
-    f"{PARALLEL}.load.folder_of",
-    f"{PARALLEL}.load._require_safetensors",
-    f"{PARALLEL}.load._files_in",
-    f"{PARALLEL}.load._dtypes_of",
-    f"{PARALLEL}.load._map_each_weight",
-    f"{PARALLEL}.model.apply_plan",
-    f"{PARALLEL}.load.shard_components",
+    f"{PARALLEL}.load_sharded._cache_of",
+    f"{PARALLEL}.load_sharded.folder_of",
+    f"{PARALLEL}.load_sharded._require_safetensors",
+    f"{PARALLEL}.load_sharded._files_in",
+    f"{PARALLEL}.load_sharded._dtypes_of",
+    f"{PARALLEL}.load_sharded._map_each_weight",
+    f"{PARALLEL}.options.apply_plan",
+    f"{PARALLEL}.load_sharded.shard_components",
     f"{WEIGHTS}.shard.components_of",
     f"{WEIGHTS}.sharded_component.shard_blocks",
-    f"{WEIGHTS}.sharded_component.wrap_method",
-    f"{PARALLEL}.load._copy_from_files",
-    f"{PARALLEL}.load._cast",
+    f"{WEIGHTS}.sharded_component.fill_slot",
+    f"{PARALLEL}.load_sharded._copy_from_files",
+    f"{PARALLEL}.load_sharded._cast",
 )
 
 
@@ -139,7 +139,7 @@ def test_cache_stays_after_a_failed_removal(step, after):
 
 
 UNPARALLELIZE = (
-    f"{PARALLEL}.model.remove_plan",
+    f"{PARALLEL}.options.remove_plan",
     "para_core.adapters.vae.vae.unwrap",
     f"{PARALLEL}.call.release_pipe",
     f"{WEIGHTS}.shard.unwrap",

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import PipeFusion
 from para_core.adapters import AttentionSchedule, parallelize_pipe, unparallelize_pipe
-from para_core.adapters.parallel.options import TransformerPart
+from para_core.adapters.parallel.transformer import TransformerPart
 from tests.adapters.parallel.test_undo import changes_since, state_of
 from tests.rank_pool import heartbeat
 from tests.tiny import relative_error

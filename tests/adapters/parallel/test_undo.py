@@ -24,9 +24,10 @@ from para_core.adapters import (
     unshard_weights,
 )
 from para_core.adapters.parallel.call import parallel_call
-from para_core.adapters.parallel.options import TransformerPart
+from para_core.adapters.parallel.transformer import TransformerPart
 from para_core.adapters.registry import adapter_for
-from para_core.instance_patching import _wrappers, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import filled_slots
 from para_core.weights.stages import stages_of
 from tests.tiny import cpu_mesh, flux_call, flux_pipe
 from tests.together.snapshot import differences, snapshot
@@ -46,7 +47,7 @@ def timeouts():
 
 
 def state_of(pipe):
-    """Return all state that a call may change: the snapshot, the wrappers of each instance, and the time-outs of
+    """Return all state that a call may change: the snapshot, the filled slots of each instance, and the time-outs of
     groups.
     """
     state = {**snapshot(pipe), **timeouts()}
@@ -54,7 +55,7 @@ def state_of(pipe):
     for name, part in {"": pipe, **parts}.items():
         modules = [(name, part)] if part is pipe else uncompiled(part).named_modules(prefix=name)
         for path, module in modules:
-            state[f"wrappers of {path}"] = str(sorted(_wrappers(module)))
+            state[f"slots of {path}"] = str(sorted(filled_slots(module)))
     return state
 
 
@@ -158,19 +159,19 @@ PARALLEL = "para_core.adapters.parallel"
 WEIGHTS = "para_core.adapters.weights"
 # Each module has the functions that a step calls and looks up there.
 STEPS_OF_PIPE = {
-    "plan": f"{PARALLEL}.model.apply_plan",
-    "submodules": "para_core.plans.region.wrap_method",
+    "plan": f"{PARALLEL}.transformer.apply_plan",
+    "submodules": "para_core.plans.region.fill_slot",
     "time-out": f"{PARALLEL}.parts.override_timeouts",
     "one group": "para_core.distributed.timeouts.set_group_timeout",
-    "call": f"{PARALLEL}.call.wrap_method",
+    "call": f"{PARALLEL}.call.fill_slot",
     "VAE": f"{PARALLEL}.resolve.parallelize_vae",
-    "methods of the VAE": "para_core.adapters.vae.vae.wrap_method",
+    "methods of the VAE": "para_core.adapters.vae.vae.fill_slot",
     "weights": f"{PARALLEL}.parts.shard_components",
     "components": f"{WEIGHTS}.shard.components_of",
     "weights mesh": f"{WEIGHTS}.shard.weights_mesh",
     "blocks": f"{WEIGHTS}.sharded_component.shard_blocks",
     "LoRA": f"{WEIGHTS}.sharded_component.follow_loras",
-    "late methods": f"{WEIGHTS}.sharded_component.wrap_method",
+    "late methods": f"{WEIGHTS}.sharded_component.fill_slot",
 }
 
 
@@ -265,7 +266,7 @@ def fail_between_shards(rank):
     steps = [
         (f"{WEIGHTS}.sharded_component.shard_blocks", 1),
         ("para_core.weights.fsdp.fully_shard", 1),
-        (f"{WEIGHTS}.sharded_component.wrap_method", 1),
+        (f"{WEIGHTS}.sharded_component.fill_slot", 1),
     ]
     for step, after in steps:
         with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank, after):
@@ -293,9 +294,9 @@ def test_a_failing_step_of_shard_weights_changes_nothing(rank_pool, rank):
 
 STEPS_OF_CACHE = {
     "cache": "para_core.adapters.cache.pipeline.BlockCache",
-    "call": "para_core.adapters.cache.pipeline.wrap_method",
+    "call": "para_core.adapters.cache.pipeline.fill_slot",
     "blocks": "para_core.cache.block_cache.attach",
-    "wrappers": "para_core.cache.attachment.wrap_method",
+    "wrappers": "para_core.cache.attachment.fill_slot",
     "earlier blocks": "para_core.cache.block_cache.detach",
 }
 
@@ -349,9 +350,9 @@ def fail_in_models(rank):
                 parallelize_vae(vae, mesh=mesh)
         image = image_of(pipe)
         for target, step in [
-            (mesh, f"{PARALLEL}.model.apply_plan"),
-            (stages, f"{PARALLEL}.model.hold_stage"),
-            (stages, f"{WEIGHTS}.staged_transformer.wrap_method"),
+            (mesh, f"{PARALLEL}.transformer.apply_plan"),
+            (stages, f"{PARALLEL}.transformer.hold_stage"),
+            (stages, f"{WEIGHTS}.staged_transformer.fill_slot"),
         ]:
             with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_transformer(pipe.transformer, mesh=target)
@@ -360,7 +361,7 @@ def fail_in_models(rank):
         with (
             same_pipe(pipe),
             pytest.raises(RuntimeError, match="17"),
-            failing("para_core.adapters.vae.vae.wrap_method", rank, 1),
+            failing("para_core.adapters.vae.vae.fill_slot", rank, 1),
         ):
             parallelize_vae(vae, mesh=mesh)
         with same_pipe(pipe), pytest.raises(ValueError):
@@ -385,8 +386,8 @@ def fail_in_unet(rank):
         image = unet_image(pipe)
         before = state_of(pipe)
         for step in (
-            "para_core.adapters.vae.unet.wrap_method",
-            "para_core.adapters.parallel.options.resolve_unet",
+            "para_core.adapters.vae.unet.fill_slot",
+            "para_core.adapters.parallel.unet.make_denoiser_run",
         ):
             with pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_unet(pipe.unet, mesh=mesh, batched=False)
@@ -404,7 +405,7 @@ def fail_in_stages(rank):
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     steps = (
         f"{PARALLEL}.call.FusedPipe",
-        f"{WEIGHTS}.fused_pipe.wrap_method",
+        f"{WEIGHTS}.fused_pipe.fill_slot",
         f"{PARALLEL}.call.refuse_late_on_pipe",
     )
     for earlier in (None, PipeFusion(2)):

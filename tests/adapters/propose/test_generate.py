@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from para_core.adapters import propose_plan
+from para_core.comparison.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
 from para_core.plans.region import apply_plan
-from para_core.verify.virtual_ranks import first_error, outcomes_on_virtual_ranks, with_same_weights
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,177 @@
+"""Run one transformer on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from para_core.adapters.agree.options import equal_options
+from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, require_same_call_of_model
+from para_core.adapters.default_mesh import guided_mesh_for
+from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
+from para_core.adapters.model_checks import require_plan
+from para_core.adapters.parallel.options import TransformerOptions
+from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
+from para_core.adapters.registry import planned_class, require_kind
+from para_core.adapters.weights.staged_transformer import (
+    free_other_stages,
+    hold_stage,
+    release_stage,
+    require_stages_fit,
+    suspend_stage,
+)
+from para_core.attention.attention_options import AttnOptions
+from para_core.cache.apply import cache_options
+from para_core.declared_options import takes_options
+from para_core.distributed.agree import raising_on_all
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import empty_slots, fill_slot
+from para_core.instance.slots import Slot
+from para_core.plans.module_matching import match_modules
+from para_core.plans.plan import Plan
+from para_core.plans.region import apply_plan, remove_plan
+from para_core.verify.verification import Verification
+
+Transformer = TypeVar("Transformer", bound=nn.Module)
+
+
+@takes_options(TransformerOptions)
+def parallelize_transformer(transformer: nn.Module, options: TransformerOptions) -> nn.Module:
+    """Run one transformer on all ranks of a mesh: each rank passes the same inputs and gets the full output.
+
+    Use it in a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on
+    all ranks. In eager code, and if the transformer was compiled in place, each call first compares a fingerprint of
+    its inputs over the ranks. If anything is invalid or fails on any rank, every rank raises and the transformer stays
+    as it was.
+
+    Args:
+        transformer (`nn.Module`): A supported diffusers transformer, compiled or not.
+        {options}
+
+    Returns:
+        ``transformer`` itself.
+
+    Raises:
+        TypeError: If the transformer is not supported.
+        ValueError: If the mesh or an option does not fit the transformer.
+        RuntimeError: As for :func:`parallelize_pipe`.
+    """
+    module, mesh = uncompiled(transformer), options.mesh
+    model = CheckedModel(module, module, adapter=options.adapter)
+    with equal_options("parallelize_transformer", mesh, options.compared):
+        require_kind("model", transformer, "parallelize_pipe takes a pipeline.")
+        options.check()
+        if options.schedule is not None:
+            raise ValueError(
+                "backend= is an AttentionSchedule, and a transformer alone does not know the step of a generation. "
+                "Pass it to parallelize_pipe, or name one backend."
+            )
+        if mesh is None:
+            # The default mesh is chosen for the model, so check first that the model is supported.
+            check_parallelize([model])
+    guided = guided_mesh_for(mesh, module)
+    with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
+        check_parallelize([model], guided)
+        part = resolve_transformer(module, guided, options, options.attention(None), called=transformer)
+    replace_session(module, None, ParallelSession(guided, [part]))
+    return transformer
+
+
+def unparallelize_transformer(transformer: Transformer) -> Transformer:
+    """Undo :func:`parallelize_transformer` and return ``transformer``.
+
+    With a ``pipe`` mesh dim this is a collective call: each rank receives the blocks that it does not hold.
+    """
+    require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
+    empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
+    release_stage(uncompiled(transformer))
+    remove_plan(uncompiled(transformer))
+    return transformer
+
+
+def resolve_transformer(
+    module: nn.Module,
+    mesh: GuidedMesh,
+    options: TransformerOptions,
+    attention: AttnOptions,
+    *,
+    batched: bool = True,
+    called: nn.Module | None = None,
+) -> TransformerPart:
+    """Return the session part that runs ``module``, which is not compiled, on ``mesh``. Changes nothing.
+
+    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh. ``called`` is ``module`` or the
+    compiled module around it, to verify its calls; None if the caller verifies them.
+    """
+    if options.verify and mesh.pipe.size > 1:
+        raise ValueError(
+            f"verify=True on a mesh with {mesh.pipe.size} stages: no rank has the blocks of the unmodified model. "
+            "Verify on a mesh without 'pipe', then leave verify= out."
+        )
+    plan = require_plan(module, module, options.adapter, options.text)
+    if not batched:
+        plan = replace(plan, batched={})
+    if mesh.ranks > 1:
+        match_modules(module, plan)
+    if mesh.pipe.size > 1:
+        require_stages_fit(module, mesh.pipe, options.adapter)
+    return TransformerPart(module, plan, mesh, options, attention, called if options.verify else None)
+
+
+@dataclass(frozen=True)
+class TransformerPart(Part):
+    """The change that applies a plan to one transformer, and with a ``pipe`` mesh dim frees blocks of other stages."""
+
+    module: nn.Module
+    plan: Plan
+    mesh: GuidedMesh
+    options: TransformerOptions
+    attention: AttnOptions
+    verified: nn.Module | None = None
+    name = "the transformer"
+
+    def apply(self) -> Undo:
+        in_stages = self.mesh.pipe.size > 1
+        apply_plan(
+            self.module,
+            self.plan,
+            self.mesh.sequence,
+            batch=self.mesh.batch,
+            # With stages, the wrapper that runs the stages already compares the inputs, so do not compare them twice.
+            require_equal=None if in_stages or self.mesh.ranks == 1 else self.require_equal,
+            options=self.attention,
+            attn_func=self.options.attn_func,
+            cross_backend=self.options.cross_backend,
+            on_one_rank=self.options.schedule is not None,
+            around=partial(translated_attention, self.module),
+            written_for=planned_class(self.module, self.options.adapter),
+        )
+        if in_stages:
+            hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
+        if self.verified is not None:
+            fill_slot(self.verified, Slot.VERIFIED, {"__call__": Verification().run})
+        return partial(unparallelize_transformer, self.module if self.verified is None else self.verified)
+
+    def complete(self) -> None:
+        free_other_stages(self.module)
+
+    def clear(self) -> Undo:
+        resume = suspend_stage(self.module)
+        remove_plan(self.module)
+        return resume
+
+    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+        return self.clear()
+
+    def require_equal(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise on every rank if the arguments of this call or the transformer's settings differ between ranks."""
+        options = cache_options(self.module)
+        texts = {} if options is None else options.as_text()
+        cached = {f"{option} of its cache": text for option, text in texts.items()}
+        inputs = {**kwargs, **cached, **attention_by_name(self.module)}
+        require_same_call_of_model(self.module, self.mesh, inputs, assume_equal=self.options.assume_equal)

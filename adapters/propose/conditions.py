@@ -1,0 +1,75 @@
+"""Guess which arguments of a model distinguish CFG branches."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum, auto
+from typing import Any
+
+from para_core.adapters.propose.records import ObservedCall, tensors_of
+
+# Matches names of arguments that change between steps, or with the strength of guidance.
+_TIME_NAME = re.compile(r"^[trs]$|time|step|sigma|noise|guidance|scale|alpha")
+
+
+class _Condition(Enum):
+    """The kind of a condition."""
+
+    SEQUENCE = auto()
+    EMBEDDING = auto()
+    LABEL = auto()
+
+
+def guess_conditions(small: ObservedCall, large: ObservedCall) -> tuple[str, ...]:
+    """Return the names of the arguments that distinguish CFG branches.
+
+    These are sequences (text); if there are none, embeddings with one vector per sample; if there are none
+    either, labels. Left out are arguments that grow with the tokens, and vectors and numbers whose names
+    suggest a time step.
+    """
+    image = _image_arguments(small, large)
+    kinds = {
+        name: _kind_of(name, value, large.inputs.get(name)) for name, value in small.inputs.items() if name not in image
+    }
+    for kind in _Condition:
+        names = tuple(name for name in kinds if kinds[name] is kind)
+        if names:
+            return names
+    return ()
+
+
+def _kind_of(name: str, value: Any, larger: Any) -> _Condition | None:
+    """Return the kind of condition that the argument ``name`` holds; None if it holds none."""
+    pairs = zip(tensors_of(value), tensors_of(larger), strict=False)
+    fixed = [record for record, larger_record in pairs if record.shape == larger_record.shape]
+    floating = [record.shape for record in fixed if record.dtype.is_floating_point]
+    dims_of_sequence = 3
+    if isinstance(value, (list, tuple)):
+        dims_of_sequence = 2  # A list holds one tensor per sample, without the batch dim.
+    if any(len(shape) >= dims_of_sequence for shape in floating):
+        return _Condition.SEQUENCE
+    if _TIME_NAME.search(name):
+        return None
+    if any(len(shape) == 2 and shape[1] > 1 for shape in floating):
+        return _Condition.EMBEDDING
+    if len(floating) < len(fixed):
+        return _Condition.LABEL
+    return None
+
+
+def _image_arguments(small: ObservedCall, large: ObservedCall) -> list[str]:
+    """Return the names of the arguments that hold the image if both calls have equal shapes; otherwise
+    ``[]``.
+
+    The calls have equal shapes if the model accepts one image size only. Of the arguments from which the
+    tokens were computed, those with the most dims hold the image.
+    """
+    shapes = _shapes_by_name(small)
+    if shapes != _shapes_by_name(large):
+        return []
+    most = max((len(shape) for name in small.sources for shape in shapes[name]), default=0)
+    return [name for name in small.sources if any(len(shape) == most for shape in shapes[name])]
+
+
+def _shapes_by_name(observed: ObservedCall) -> dict[str, list[tuple[int, ...]]]:
+    return {name: [x.shape for x in tensors_of(value)] for name, value in observed.inputs.items()}

@@ -1,0 +1,81 @@
+"""Imagine a call with one more token, for a model that accepts one size only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from para_core.adapters.propose.records import MaskRecord, ObservedCall, TensorRecord, tensors_of
+from para_core.torch_internals import tree_map
+
+
+def imagine_larger_calls(observed: ObservedCall) -> Iterator[ObservedCall]:
+    """Yield copies of ``observed`` with one more token, one copy for each length that may be the number of
+    tokens.
+
+    Sizes that equal that length, or that length plus the length of another tensor that a block receives (such
+    as text), grow. The check of the resulting plan on virtual ranks confirms or refutes this.
+    """
+    lengths = _lengths_of_arguments(observed)
+    for length in lengths:
+        growth = _Growth(length, frozenset(lengths))
+        if any(length == call.queries or growth.grow(call.keys) != call.keys for call in observed.attention):
+            yield growth.imagine(observed)
+
+
+def _lengths_of_arguments(observed: ObservedCall) -> list[int]:
+    """Return the lengths of the tokens ``[B, S, C]`` that modules receive, without repetitions."""
+    records = [record for call in observed.calls for record in tensors_of(dict(call.arguments))]
+    tokens = [record for record in records if len(record.shape) == 3 and record.dtype.is_floating_point]
+    return [*dict.fromkeys(record.shape[1] for record in tokens)]
+
+
+@dataclass(frozen=True)
+class _Growth:
+    """One more token in a sequence of ``length`` tokens.
+
+    ``lengths`` are those of all tensors that modules receive.
+    """
+
+    length: int
+    lengths: frozenset[int]
+
+    def grow(self, size: int) -> int:
+        """Return the size of a dim of ``size`` in the larger call."""
+        if size == self.length or size - self.length in self.lengths:
+            return size + 1
+        return size
+
+    def imagine(self, observed: ObservedCall) -> ObservedCall:
+        """Return the larger call."""
+        calls = [
+            replace(
+                call,
+                arguments=tree_map(self._imagine_value, call.arguments),
+                output=tree_map(self._imagine_value, call.output),
+            )
+            for call in observed.calls
+        ]
+        attention = [
+            replace(call, queries=self.grow(call.queries), keys=self.grow(call.keys)) for call in observed.attention
+        ]
+        inputs = tree_map(self._imagine_value, observed.inputs)
+        return replace(observed, inputs=inputs, calls=calls, attention=attention)
+
+    def _imagine_value(self, value: Any) -> Any:
+        if isinstance(value, MaskRecord):
+            queries, keys = value.lengths
+            return replace(value, lengths=(self.grow(queries), self.grow(keys)))
+        if isinstance(value, TensorRecord):
+            return replace(value, shape=self._grow_shape(value))
+        if type(value) is int and value == self.length:
+            return value + 1
+        return value
+
+    def _grow_shape(self, record: TensorRecord) -> tuple[int, ...]:
+        shape, num_dims = record.shape, len(record.shape)
+        # Do not change the last dim of [B, S, C]: it holds channels, even if there are as many as tokens.
+        if num_dims == 3 and record.dtype.is_floating_point and self.length in shape[:2]:
+            num_dims = 2
+        return (*[self.grow(size) for size in shape[:num_dims]], *shape[num_dims:])

@@ -1,0 +1,89 @@
+"""Check a plan against the unmodified model, on virtual ranks: threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from para_core.comparison.difference import Difference, find_first_difference
+from para_core.comparison.model_inputs import ModelInputs
+from para_core.comparison.runs import ParallelRun
+from para_core.comparison.tensor_parts import largest_error
+from para_core.comparison.virtual_ranks import fresh, run_on_virtual_ranks
+from para_core.plans.plan import Plan
+
+# Relative errors ‖out − expected‖ / ‖expected‖ below which a plan counts as exact, by dtype of the model's
+# parameters.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+# Meshes as (ring, ulysses), for a plan whose lengths are unknown: most lengths are not divisible by both 2
+# and 3, so at least one mesh has uneven shards.
+_SOME_MESHES: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 3), (3, 1))
+
+
+class InexactPlanError(Exception):
+    """Error for a plan under which the model fails, or gives another result."""
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """A model and examples of its calls, with which plans are checked."""
+
+    module: nn.Module
+    examples: Sequence[Mapping[str, Any]]
+
+    @property
+    def tolerance(self) -> float:
+        """The relative error from which on a result is not exact."""
+        return _TOLERANCE.get(next(self.module.parameters()).dtype, 1e-5)
+
+    def error(self, plan: Plan, *lengths: Sequence[int]) -> float:
+        """Return the largest relative error of ``plan`` over all examples.
+
+        ``lengths`` are, for each sharded segment, its numbers of tokens in the examples; none if unknown.
+
+        Raises:
+            InexactPlanError: The plan is not exact.
+        """
+        largest = 0.0
+        for i, inputs in enumerate(self.examples):
+            with torch.no_grad():
+                expected = self.module(**fresh(inputs))
+            for ring, ulysses in self._meshes(i, lengths):
+                try:
+                    outs = run_on_virtual_ranks(self.module, plan, inputs, ring=ring, ulysses=ulysses)
+                # With a wrong plan the model may raise anything, which means that the guess is wrong.
+                except Exception as failure:
+                    raise InexactPlanError(
+                        f"on {ring} × {ulysses} ranks: {type(failure).__name__}: {failure}"
+                    ) from failure
+                largest = max(largest, *[largest_error(out, expected) for out in outs])
+                if not largest < self.tolerance:
+                    raise InexactPlanError(
+                        f"on {ring} × {ulysses} ranks its result is {largest:.1e} from that of the unmodified model."
+                    )
+        return largest
+
+    def _meshes(self, example: int, lengths: Sequence[Sequence[int]]) -> Sequence[tuple[int, int]]:
+        """Return the meshes, as (ring, ulysses), on which to check a call with ``example``."""
+        if not lengths:
+            return _SOME_MESHES
+        # Uneven shards reveal errors that equal shards hide: take the fewest ranks that divide no length.
+        tokens = [tokens_of_examples[example] for tokens_of_examples in lengths]
+        ranks = next(ranks for ranks in count(2) if all(number % ranks for number in tokens))
+        return ((1, ranks), (ranks, 1))
+
+    def find_difference(self, plan: Plan, *lengths: Sequence[int]) -> Difference:
+        """Return the first difference between the unmodified model and ``plan``, in a call with the smaller
+        example.
+
+        ``lengths`` are as in :meth:`error`.
+        """
+        ((_, ranks), *_) = self._meshes(0, lengths)
+        inputs, run = ModelInputs((), self.examples[0]), ParallelRun(plan, forward=None, dims={})
+        return find_first_difference(self.module, inputs, run, "ulysses", ranks, tolerance=self.tolerance)

@@ -1,0 +1,186 @@
+"""Guess the rules of block parameters that grow with the tokens, and are not computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from para_core.adapters.propose.choices import Choice
+from para_core.adapters.propose.records import MaskRecord, TensorRecord
+from para_core.adapters.propose.region import TEXT, ObservedRegion
+from para_core.adapters.propose.start import Lengths, grown_dims
+from para_core.plans.plan import CumulativeLengths, Entries, Replicate, ShardRule, Split, SplitMask
+
+
+@dataclass(frozen=True)
+class RuleGuess:
+    """A guessed rule, and the reason for it as a sentence."""
+
+    rule: ShardRule
+    reason: str
+
+
+# Rules by (module, parameter).
+Companions = dict[tuple[str, str], RuleGuess]
+
+
+def guess_companions(region: ObservedRegion, choice: Choice) -> Companions:
+    """Return the rules for block parameters that grow with the tokens.
+
+    Such a parameter is not computed from the tokens: a position embedding, for example, an int that counts
+    tokens, or a list of these. If a rule depends on the length of text, the text parameter gets a
+    :class:`Replicate` rule. Blocks of one list that need the same rule share the name ``list.*``.
+    """
+    companions: Companions = {}
+    text, start = region.text_parameter(), region.start.block
+    parameters = _rules_by_parameter(region, choice)
+    for parameter in parameters:
+        for name, rule in parameter.named_rules(start):
+            content = "has an entry for each token"
+            if isinstance(rule, CumulativeLengths):
+                content = "holds the length of the sequence"
+            reason = f"{name}({parameter.name}): {content}, and is not computed from the tokens."
+            companions[name, parameter.name] = RuleGuess(rule, reason)
+        if text is not None and any(_follows_text(rule) for rule in parameter.rules.values()):
+            reason = f"{start}({text.name}): does not grow; its tokens come first in tensors that hold both."
+            companions[start, text.name] = RuleGuess(Replicate(text.dim, TEXT), reason)
+    return companions
+
+
+@dataclass
+class _GrowingParameter:
+    """A parameter ``name`` of the blocks in the list ``owner``, and its rule in each block that needs one.
+
+    ``blocks`` are the names of all blocks of the list.
+    """
+
+    owner: str
+    name: str
+    blocks: set[str]
+    rules: dict[str, ShardRule]
+
+    def named_rules(self, start: str) -> Iterator[tuple[str, ShardRule]]:
+        """Yield the rules with the names of their modules in the plan; a rule of all blocks once."""
+        rules = [*self.rules.values()]
+        is_equal = len({repr(rule) for rule in rules}) == 1
+        if is_equal and len(rules) == len(self.blocks) and self.owner != start:
+            yield f"{self.owner}.*", rules[0]
+        else:
+            yield from self.rules.items()
+
+
+def _rules_by_parameter(region: ObservedRegion, choice: Choice) -> list[_GrowingParameter]:
+    parameters: dict[tuple[str, str], _GrowingParameter] = {}
+    blocks: dict[str, set[str]] = {}
+    guess, start = _ValueRules(region, choice), region.start
+    for call, larger_call in region.calls():
+        is_start = call.name == start.block
+        owner = call.block_list
+        if owner is None and is_start:
+            owner = call.name
+        if owner is None:
+            continue
+        names = blocks.setdefault(owner, set())
+        names.add(call.name)
+        for name, value in call.arguments.items():
+            if is_start and name in start.streams:
+                continue
+            rule = guess.rule(name, value, larger_call.arguments.get(name))
+            if rule is not None:
+                parameter = _GrowingParameter(owner, name, names, {})
+                parameters.setdefault((owner, name), parameter).rules[call.name] = rule
+    return [*parameters.values()]
+
+
+def _follows_text(rule: ShardRule) -> bool:
+    """Whether the rule splits a tensor in which text precedes the tokens."""
+    entries: Sequence[ShardRule | None] = rule.cuts if isinstance(rule, Entries) else [rule]
+    return any(isinstance(entry, Split) and bool(entry.after) for entry in entries)
+
+
+@dataclass(frozen=True)
+class _ValueRules:
+    """Guesses the rule of a value from its records in the smaller and in the larger call."""
+
+    region: ObservedRegion
+    choice: Choice
+
+    def rule(self, parameter: str, value: Any, larger: Any) -> ShardRule | None:
+        """Return the rule for a tensor, mask, number of tokens, or a list or mapping of them; None if it
+        needs none.
+
+        Entries with different rules are possible in the outermost list only.
+        """
+        if isinstance(value, TensorRecord) and isinstance(larger, TensorRecord):
+            return self._tensor_rule(parameter, value, larger)
+        if isinstance(value, MaskRecord) and isinstance(larger, MaskRecord):
+            return self._mask_rule(value, larger)
+        if type(value) is int and type(larger) is int and value != larger:
+            return self.choice.numbers(self.region.segment)
+        if isinstance(value, Mapping) and isinstance(larger, Mapping) and value.keys() == larger.keys():
+            pairs = [(entry, larger[key]) for key, entry in value.items()]
+            return _common_rule([self.rule(parameter, *pair) for pair in pairs])
+        if isinstance(value, (list, tuple)) and isinstance(larger, (list, tuple)) and len(value) == len(larger):
+            pairs = [*zip(value, larger, strict=True)]
+            rules = [self.rule(parameter, *pair) for pair in pairs]
+            return _common_rule(rules) or _rule_of_entries(rules)
+        return None
+
+    def _tensor_rule(self, parameter: str, record: TensorRecord, larger: TensorRecord) -> ShardRule | None:
+        region = self.region
+        if [record.values, larger.values] == [(0, tokens) for tokens in region.start.tokens]:
+            return CumulativeLengths(region.segment)
+        dims = grown_dims(record, larger)
+        may_be_mask = "mask" in parameter or not record.dtype.is_floating_point
+        if record.derived or len(dims) != 1 or (may_be_mask and not self.choice.split_masks):
+            return None
+        ((dim, lengths),) = dims.items()
+        segments = self._segments(lengths)
+        if segments is None:
+            return self._rule_of_some(dim, lengths)
+        after = None
+        if segments == (TEXT, region.segment):
+            after = TEXT
+        return Split(dim, like=region.segment, after=after, then_replicated=segments == (region.segment, TEXT))
+
+    def _rule_of_some(self, dim: int, lengths: Lengths) -> Split | None:
+        """Return the rule for a tensor with an entry for some tokens: all but a fixed number of the first or
+        last.
+        """
+        small, large = self.region.start.tokens
+        if not small - lengths[0] == large - lengths[1] > 0:
+            return None
+        if self.choice.text_first:
+            return Split(dim, like=self.region.segment, only="last")
+        return Split(dim, like=self.region.segment, only="first")
+
+    def _mask_rule(self, mask: MaskRecord, larger: MaskRecord) -> SplitMask | None:
+        if mask.derived or mask.lengths == larger.lengths:
+            return None
+        queries, keys = [self._segments(lengths) for lengths in zip(mask.lengths, larger.lengths, strict=True)]
+        if queries is None or keys is None:
+            return None
+        if keys == queries:
+            return SplitMask(queries, None)
+        return SplitMask(queries, keys)
+
+    def _segments(self, lengths: Lengths) -> tuple[str, ...] | None:
+        return self.region.segments_of(lengths, text_first=self.choice.text_first)
+
+
+def _common_rule(rules: Sequence[ShardRule | None]) -> Split | SplitMask | None:
+    """Return the rule that all entries of a list or mapping share; None if they do not share one."""
+    if len({repr(rule) for rule in rules}) == 1 and isinstance(rules[0], (Split, SplitMask)):
+        return rules[0]
+    return None
+
+
+def _rule_of_entries(rules: Sequence[ShardRule | None]) -> Entries | None:
+    """Return the rule for a list whose entries have different rules; None if it needs none, or cannot have
+    one.
+    """
+    splits = [rule for rule in rules if rule is None or isinstance(rule, Split)]
+    if not any(splits) or len(splits) != len(rules):
+        return None
+    return Entries(tuple(splits))

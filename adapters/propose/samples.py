@@ -1,0 +1,78 @@
+"""Find along which dims the arguments of a model hold samples, for a model that computes all CFG branches in
+a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from para_core.comparison.tensor_parts import largest_error, tensors_in
+from para_core.comparison.virtual_ranks import fresh
+from para_core.dataclass_fields import map_leaves
+from para_core.plans.plan import Plan
+
+
+class DependentSamplesError(ValueError):
+    """Error for samples that do not give the same result one by one as in the batch."""
+
+
+def with_samples(module: nn.Module, plan: Plan, inputs: Mapping[str, Any], samples: int) -> Plan:
+    """Return ``plan`` with ``batched`` and ``common``, for a model that computes all CFG branches in one
+    call.
+
+    The first dim of length ``samples`` of an argument counts as its sample dim.
+
+    Raises:
+        DependentSamplesError: The samples one by one do not give the same result as in the batch.
+    """
+    batched = _sample_dims(inputs, samples)
+    with torch.no_grad():
+        expected = _stack([module(**fresh(inputs))])
+        try:
+            parts = [module(**_one_sample(inputs, batched, index)) for index in range(samples)]
+        # The model may raise anything if an argument does not hold samples, or if it needs more than one
+        # sample.
+        except Exception as failure:
+            raise DependentSamplesError(
+                f"one sample of {samples} alone fails: {type(failure).__name__}: {failure}"
+            ) from failure
+    error = largest_error(_stack(parts), expected)
+    if samples < 2 or not error < 1e-4:
+        raise DependentSamplesError(
+            f"one sample of {samples} at a time gives another result than all at once (error {error:.1e})."
+        )
+    common = tuple(name for name, value in inputs.items() if name not in batched and tensors_in(value))
+    return replace(plan, batched=batched, common=common)
+
+
+def _sample_dims(inputs: Mapping[str, Any], samples: int) -> dict[str, int]:
+    """Return the sample dim of each argument all of whose tensors have samples in one dim."""
+    dims: dict[str, int] = {}
+    for name, value in inputs.items():
+        shapes = [tuple(x.shape) for x in tensors_in(value)]
+        if shapes and all(samples in shape for shape in shapes):
+            dims_of_tensors = {shape.index(samples) for shape in shapes}
+            if len(dims_of_tensors) == 1:
+                dims[name] = dims_of_tensors.pop()
+    return dims
+
+
+def _one_sample(inputs: Mapping[str, Any], dims: Mapping[str, int], index: int) -> dict[str, Any]:
+    """Return the arguments of a call with the sample ``index`` alone."""
+
+    def narrow(x: Any, dim: int) -> Any:
+        return x.narrow(dim, index, 1) if isinstance(x, Tensor) else x
+
+    narrowed = {name: map_leaves(partial(narrow, dim=dim), inputs[name]) for name, dim in dims.items()}
+    return fresh({**inputs, **narrowed})
+
+
+def _stack(outs: list[Any]) -> list[Tensor]:
+    """Return each output tensor of the samples in one batch."""
+    return [torch.cat(parts) for parts in zip(*[tensors_in(out) for out in outs], strict=True)]

@@ -1,0 +1,58 @@
+"""Reading of multipart forms, with which OpenAI's clients send images."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+
+from para_core.fleet.failures import RequestError
+
+_MAX_FILES, _MAX_FIELDS = 32, 200
+# Values of these form fields, and of all with "prompt" in their name, are strings, but for names that begin with a word
+# of _NO_TEXTS, such as num_images_per_prompt. Values of other fields are parsed as JSON.
+_TEXTS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
+_NO_TEXTS = ("num_", "enhance_", "enable_", "use_")
+
+
+async def read_form(
+    headers: Headers, chunks: AsyncGenerator[bytes], max_bytes: int
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return the fields and files of a multipart form, with which OpenAI's clients send images."""
+    parser = MultiPartParser(headers, chunks, max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=max_bytes)
+    try:
+        form = await parser.parse()
+    except (MultiPartException, KeyError, ValueError) as error:
+        raise RequestError(400, "invalid_form", f"the form is malformed: {error}") from None
+    fields: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    try:
+        for full_name, value in form.multi_items():
+            name = full_name.removesuffix("[]")
+            if isinstance(value, UploadFile):
+                data = await value.read()
+                item: Any = f"file {len(files)} of the form"
+                files[item] = data
+            else:
+                is_text = name in _TEXTS or ("prompt" in name and not name.startswith(_NO_TEXTS))
+                item = value if is_text else _json_or_text(value)
+            if name in fields:
+                fields[name] = [*(fields[name] if isinstance(fields[name], list) else [fields[name]]), item]
+            else:
+                fields[name] = item
+    finally:
+        await form.close()
+    return fields, files
+
+
+def _json_or_text(text: str) -> Any:
+    """Return the JSON value that ``text`` is, or else the text. An empty text, as of an empty box, is None."""
+    if not text:
+        return None
+    try:
+        return from_json(text)
+    except ValueError:
+        return text

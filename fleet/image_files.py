@@ -1,0 +1,62 @@
+"""Decoding of the image files of a request, without trust in their contents."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+# Formats that Pillow may decode. Other formats are refused, so that no client's file reaches a rarely tested decoder.
+_FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_IMAGE_PIXELS = 64 * 2**20
+
+
+def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
+    """Decode an image file into a PIL image in RGB. The size is checked before decoding.
+
+    Raise ValueError if ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
+    """
+    from PIL import Image
+
+    try:
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        if image.width * image.height > max_pixels:
+            raise ValueError(
+                f"the image has {image.width} × {image.height} pixels; expected at most {max_pixels} in total."
+            )
+        return image.convert("RGB")
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{len(data)} bytes are not a readable image; expected a PNG, JPEG or WebP file.") from error
+
+
+def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] | None) -> tuple[bytes, ...]:
+    """Return the contents of the image files that ``value`` names, in the field ``name`` of a request.
+
+    Raise ValueError if images cannot be passed here, or a file is no readable image, and what ``read`` raises.
+    """
+    if read is None:
+        raise ValueError(f"field {name!r} takes an image, and images cannot be passed here.")
+    paths = value if isinstance(value, list) else [value]
+    files = tuple(read(path) for path in paths)
+    for path, data in zip(paths, files, strict=True):
+        try:
+            open_image(data)
+        except ValueError as error:
+            raise ValueError(f"field {name!r}, {path}: {error}") from error
+    return files
+
+
+def white_where_transparent(data: bytes) -> bytes:
+    """Convert OpenAI's mask, transparent where to generate, to diffusers' mask, white there. Other images stay."""
+    from PIL import Image, ImageChops
+
+    try:
+        image = Image.open(io.BytesIO(data), formats=("PNG", "WEBP"))
+        if image.width * image.height > 2**26 or image.mode not in ("RGBA", "LA", "PA"):
+            return data
+        buffer = io.BytesIO()
+        ImageChops.invert(image.convert("RGBA").getchannel("A")).save(buffer, "PNG")
+        return buffer.getvalue()
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        # An unreadable mask is refused later, like any unreadable image.
+        return data

@@ -1,0 +1,66 @@
+"""The interface of a replica, on this host or on Ray."""
+
+from __future__ import annotations
+
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from para_core.fleet.failures import RequestCancelled, RequestFailed
+from para_core.fleet.memory import Memory
+from para_core.fleet.outputs import Output, Result
+from para_core.fleet.request import Request
+
+
+class Replica(ABC):
+    """A group of ranks that runs one pipeline, one request at a time."""
+
+    @property
+    @abstractmethod
+    def running(self) -> bool:
+        """Whether the pipeline is loaded, or being loaded, and the replica was not stopped since then."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load the pipeline on all ranks. If the replica runs already, it is stopped first.
+
+        Raise RuntimeError if a rank cannot start, or loading fails.
+        """
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End all ranks at once, even in the middle of a step. A rank in this process ends after its step."""
+
+    @abstractmethod
+    async def alive(self) -> bool:
+        """Whether the replica has loaded and none of its ranks has ended."""
+
+    @abstractmethod
+    async def memory(self) -> Memory | None:
+        """Return the predicted memory of a rank, or None if it cannot be predicted."""
+
+    async def generate(self, request: Request) -> Result:
+        """Run one request after all requests that were sent earlier, and return its result.
+
+        Raise RequestFailed if the pipeline raised on all ranks, and ReplicaDied if a rank died. The replica is then
+        stopped.
+        """
+        (outcome,) = await self.generate_batch([(uuid.uuid4().hex, request)])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    @abstractmethod
+    async def generate_batch(
+        self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None] = lambda event: None
+    ) -> list[Result | RequestFailed | RequestCancelled]:
+        """Run named requests with the same ``batch_key`` as one call of the pipeline, and return the outcome of each.
+
+        ``progress`` is called with the numbers of finished steps and partial images. If the call fails, each request is
+        run alone, because only one of them may be the reason. Raise ReplicaDied if the replica is not running, or a
+        rank died. The replica is then stopped.
+        """
+
+    @abstractmethod
+    def cancel(self, id_: str) -> None:
+        """Cancel a running request after its current step. A batch ends early only if all of it is cancelled."""

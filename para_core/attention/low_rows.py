@@ -1,0 +1,80 @@
+"""Wrappers that keep merging by lse correct if a mask hides keys. :mod:`.finite_masks` describes the kinds of rows.
+
+They change the mask once per call, and need nothing from the attention that they wrap, on one rank or on several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from para_core.attention.attend import Accumulator, Attend, Block, Mask, QueryGradients
+from para_core.attention.backends import bias_dtype
+from para_core.attention.finite_masks import (
+    FiniteMaskedRows,
+    can_be_finite,
+    clear_rows_without_key,
+    finite_bias,
+    level_rows,
+)
+from para_core.option_values import Backend
+
+
+def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
+    """Return ``attend`` with a mask whose partial results merge by lse. The forward has no gradient of its own.
+
+    Low rows are shifted. Where PyTorch computes the blocks, -inf becomes a low number, too, and rows without any key
+    are cleared at the end: its backends fail for a row without a key in one block.
+    """
+
+    def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
+        if into.mask is None:
+            attend.forward(into, key, value, block, is_last)
+            return
+        query, mask, by_position = into.query, into.mask.tensor, bool(into.tiling.masks)
+        of_pytorch = backend not in ("triton", "triton-int8")
+        dtype, is_finite = bias_dtype(mask, query), of_pytorch and can_be_finite(mask, query)
+        if mask.dtype != torch.bool:
+            # By position, numbers that a smaller dtype rounds to -inf may be all that a query sees.
+            rounds = is_finite and not by_position
+            query, mask = level_rows(query, mask, dtype if rounds else mask.dtype)
+        if not is_finite:
+            attend.forward(into.with_inputs(query, Mask(mask)), key, value, block, is_last)
+            return
+        to_bias = partial(_finite_bias, by_position=by_position)
+        # Convert a mask of keys at once. One with a row per query would need too much memory.
+        if mask.shape[2] > 1:
+            finite = Mask(mask, of_tile=to_bias, hides_rows=False)
+        else:
+            finite = Mask(to_bias(mask, query), hides_rows=False)
+        attend.forward(into.with_inputs(query, finite), key, value, block, is_last)
+        into.last_steps.append(partial(clear_rows_without_key, dtype=dtype))
+
+    def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
+        low_rows = FiniteMaskedRows.of(into.mask)
+        if low_rows is None:
+            return attend.backward(into, key, value, block)
+        own = low_rows.rows(0, into.query.shape[2])
+        grad_out, lse = own.for_gradient(into.grad_out, into.lse)
+        return attend.backward(replace(into, grad_out=grad_out, lse=lse, mask=low_rows.mask), key, value, block)
+
+    return Attend(forward, backward)
+
+
+def _finite_bias(mask: Tensor, query: Tensor, *, by_position: bool) -> Tensor:
+    return finite_bias(mask, query, by_position=by_position)
+
+
+def correct_low_rows(attend: Attend) -> Attend:
+    """Return ``attend`` with a float mask that tells in which rows the lse of each tile has to be corrected."""
+
+    def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
+        low_rows = None if into.mask is None else FiniteMaskedRows.of(into.mask.tensor)
+        if low_rows is not None:
+            into = into.with_inputs(into.query, Mask(low_rows.mask, low_rows=low_rows))
+        attend.forward(into, key, value, block, is_last)
+
+    return Attend(forward, attend.backward)

@@ -1,0 +1,227 @@
+"""Find the first module whose output differs between the records of one model call on one rank and on
+several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from para_core.comparison.call_record import CallRecord, Entry, EntryKind
+from para_core.comparison.clues import clues_for
+from para_core.comparison.digests import Digest
+from para_core.comparison.model_inputs import ModelInputs
+from para_core.comparison.runs import Method, ParallelRun, run_alone, run_parallel
+from para_core.comparison.tensor_parts import differing_dims, largest_error, relative_error
+from para_core.comparison.virtual_ranks import first_error
+from para_core.instance.private_class import original_class
+from para_core.layout.sequence import Segment
+
+_REASONS: dict[EntryKind, str] = {
+    "call": "what it gives {} differs, though all that ran before agrees: it mixes tokens, or counts them",
+    "return": "what it returns differs, though what it is given agrees: it mixes tokens, or counts them",
+    "attention": "the query, key or value that it attends with differs: look at positions (rotary embeddings)",
+    "attended": "its attention differs, though query, key and value agree: look at the mask",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first point at which a run on several ranks differs from a run of the unmodified model on one rank.
+
+    Args:
+        module (`str`): Name of the module, as in ``model.named_modules()``; "" for the model itself or for
+            code outside of it.
+        kind (`str`): Name of the module's class.
+        reason (`str`): A description of the difference.
+        facts (`tuple` of `str`, *optional*): Details for debugging: the module's attention calls, its
+            settings that depend on lengths, and advice.
+        error (`float`, *optional*): The estimated relative error of the tensors at this point; None if no
+            tensors were compared.
+    """
+
+    module: str
+    kind: str
+    reason: str
+    facts: tuple[str, ...] = ()
+    error: float | None = None
+
+    def __str__(self) -> str:
+        name = f"the model itself ({self.kind})"
+        if self.module:
+            name = f"{self.module} ({self.kind})"
+        size = ""
+        if self.error is not None:
+            size = f" (by {self.error:.1e})"
+        return "\n".join([f"{name}: {self.reason}{size}", *[f"  {fact}" for fact in self.facts]])
+
+
+def find_first_difference(
+    module: nn.Module,
+    inputs: ModelInputs,
+    run: ParallelRun,
+    method: Method,
+    ranks: int,
+    expected: Sequence[Tensor] = (),
+    *,
+    tolerance: float,
+    failure: str | None = None,
+) -> Difference:
+    """Run ``module`` once more on one rank and on ``ranks`` virtual ranks, and return the first difference of
+    both.
+
+    Args:
+        module: The unmodified model.
+        inputs: The arguments of the call.
+        run, method, ranks: The run on several ranks, as in :func:`run_parallel`.
+        expected: The output tensors of an earlier call on one rank, to which those of this one are compared.
+        tolerance: The largest relative error that counts as equal.
+        failure: The reason why the outputs cannot be compared. Defaults to the error of the rank that failed,
+            if any.
+    """
+    kind, alone = original_class(module).__name__, CallRecord()
+    # A recorder sees only eager code. flex_attention, for example, compiles itself.
+    with torch.compiler.set_stance("force_eager"):
+        outcome = run_alone(module, inputs, alone)
+    if outcome.error is not None:
+        reason = f"its recorded call on one rank fails: {type(outcome.error).__name__}: {outcome.error}"
+        return Difference("", kind, failure or reason)
+    if expected and largest_error(outcome.output, expected) > tolerance:
+        reason = "two calls of the unmodified model differ: it draws random numbers, or keeps state between calls"
+        return Difference("", kind, reason)
+    with torch.compiler.set_stance("force_eager"):
+        results = run_parallel(module, inputs, run, method, ranks, record=True)
+    records = [result.record for result in results]
+    failed = first_error([result.outcome for result in results])
+    if failed is None:
+        return compare_records(module, alone, records, results[0].segments, tolerance=tolerance, failure=failure)
+    rank, error = failed
+    return compare_records(
+        module,
+        alone,
+        records,
+        results[0].segments,
+        tolerance=tolerance,
+        failure=failure or f"rank {rank}: {type(error).__name__}: {error}",
+        failed=records[rank],
+    )
+
+
+def compare_records(
+    module: nn.Module,
+    alone: CallRecord,
+    ranks: Sequence[CallRecord],
+    segments: Sequence[Segment],
+    *,
+    tolerance: float,
+    failure: str | None = None,
+    failed: CallRecord | None = None,
+) -> Difference:
+    """Return the first difference, in order of time, between the records of the ranks and of the unmodified
+    model.
+
+    If all entries agree, the result describes ``failure``, the error that ended the run on several ranks;
+    without a failure it says that code outside of the modules differs.
+
+    Args:
+        module: The unmodified model.
+        alone, ranks: The records of the unmodified model, and of each rank.
+        segments: The segments that were sharded or replicated.
+        tolerance: The largest relative error that counts as equal.
+        failure: The error that ended the run, as text.
+        failed: The record of the rank that failed. The others may merely have waited for it.
+    """
+
+    def describe(name: str, reason: str, error: float | None = None) -> Difference:
+        submodule = module.get_submodule(name)
+        facts = clues_for(name, submodule, alone, ranks)
+        return Difference(name, original_class(submodule).__name__, reason, facts, error)
+
+    running = [""]
+    for entry, *parts in zip(*_common_entries([alone, *ranks]), strict=False):
+        if any((part.kind, part.module) != (entry.kind, entry.module) for part in parts):
+            return describe(running[-1], "on several ranks other modules run, or in another order")
+        error = _largest_error(entry, parts, segments)
+        if error > tolerance:
+            # A module that was called with other arguments is not to blame, but the module that has called
+            # it.
+            name = running[-1] if entry.kind == "call" else entry.module
+            return describe(name, _REASONS[entry.kind].format(entry.module or "the model"), error)
+        if entry.kind == "call":
+            running.append(entry.module)
+        elif entry.kind == "return" and entry.module in running[1:]:
+            del running[running.index(entry.module, 1) :]
+    if failure is not None:
+        return describe(_failed_module(ranks if failed is None else [failed]), failure)
+    return describe(
+        "",
+        "the outputs of all its modules agree; what differs is computed outside of them: before the first, after the "
+        "last, or in the lines of forward=",
+    )
+
+
+def _failed_module(records: Sequence[CallRecord]) -> str:
+    """Return the innermost module that has not returned in the first of ``records`` that has one, or else
+    ``""``.
+    """
+    for record in records:
+        if record.running:
+            return record.running[-1]
+    return ""
+
+
+def _common_entries(records: Sequence[CallRecord]) -> list[list[Entry]]:
+    """Return the entries of each record, without those of modules that are not called in every record.
+
+    Such modules exist if a user's ``forward`` function calls only parts of the model.
+    """
+    called = [{entry.module for entry in record.entries if entry.kind == "call"} for record in records]
+    common = set.intersection(*called)
+    return [
+        [entry for entry in record.entries if entry.module in common or entry.kind in ("attention", "attended")]
+        for record in records
+    ]
+
+
+def _largest_error(entry: Entry, parts: Sequence[Entry], segments: Sequence[Segment]) -> float:
+    """Return the largest relative error of the tensors of ``entry``, given the same entry of each rank
+    (``parts``).
+
+    Tensors whose shapes do not fit count as equal.
+    """
+    if any(len(part.digests) != len(entry.digests) for part in parts):
+        return 0.0
+    largest = 0.0
+    for i, whole in enumerate(entry.digests):
+        if not _may_differ_on_ranks(whole):
+            error = _error_of_parts([part.digests[i] for part in parts], whole, segments)
+            largest = max(largest, error)
+    return largest
+
+
+def _may_differ_on_ranks(whole: Digest) -> bool:
+    """Whether a tensor may be right on a rank although it is no part of the ``whole``."""
+    shape, dtype = whole.shape, whole.dtype
+    # A tensor [..., S_q, S_k] may be a mask. A correct mask may have other numbers of rows or columns on a
+    # rank, and a wrong mask shows in the attention output.
+    if dtype == torch.bool and len(shape) >= 2:
+        return True
+    if len(shape) == 4 and shape[1] == 1 and dtype.is_floating_point:
+        return True
+    # Two integers may be the cumulative lengths of a sequence: those of a rank are others.
+    return shape == (2,) and not dtype.is_floating_point
+
+
+def _error_of_parts(parts: Sequence[Digest], whole: Digest, segments: Sequence[Segment]) -> float:
+    """Return the relative error of a tensor; 0.0 if the parts do not fit, or it has no dims to compare along."""
+    if any(len(part.shape) != len(whole.shape) for part in parts):
+        return 0.0
+    dims = differing_dims([part.shape for part in parts], whole.shape)
+    if len(dims) > 1:
+        return 0.0
+    # If all shapes are equal, any dim will do.
+    dim = dims[0] if dims else 0
+    return relative_error([part.rows[dim] for part in parts], whole.rows[dim], segments) or 0.0

@@ -1,0 +1,63 @@
+"""Digests of tensors: a rank's part can be compared with the whole tensor after both are freed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+# Number of random vectors on which each slice of a tensor is projected.
+_PROBES = 4
+_LARGEST = 1e6
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A summary of a tensor: shape, dtype, and random projections of its slices along each dim.
+
+    ``rows[dim]`` has shape ``[size of dim, probes]``: the projections of each slice on ``probes`` random
+    vectors. The projections preserve the ratio of two norms on average. ``rows[0]`` of a 1-D tensor is
+    ``[size, 1]``, the tensor itself. A 0-D tensor counts as one slice.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: tuple[Tensor, ...]
+
+    def to_cpu(self) -> Digest:
+        """Return a copy on the CPU, which can be sent to another rank."""
+        return replace(self, rows=tuple([row.cpu() for row in self.rows]))
+
+
+def digest(x: Tensor) -> Digest:
+    """Return the digest of ``x``, with NaN and large values replaced by others."""
+    shape, dtype = tuple(x.shape), x.dtype
+    x = x.detach()
+    if x.is_complex():
+        x = torch.view_as_real(x).sum(-1)
+    if x.dtype != torch.float64:
+        x = x.float()
+    if x.ndim == 0:
+        x = x.reshape(1)
+    x = x.nan_to_num(nan=_LARGEST / 3).clamp(-_LARGEST, _LARGEST)
+    return Digest(shape, dtype, tuple([_rows(x, dim) for dim in range(x.ndim)]))
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    """Return random projections of the slices of ``x`` along ``dim``, ``[size of dim, probes]``.
+
+    All other dims are contracted with random vectors, one after the other.
+    """
+    x = x.movedim(dim, 0)
+    if x.ndim == 1:
+        return x[:, None]
+    rows = x @ _noise(x.shape[-1], x)
+    while rows.ndim > 2:
+        rows = (rows * _noise(rows.shape[-2], rows)).sum(-2)
+    return rows
+
+
+def _noise(size: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, _PROBES, generator=generator).to(like)

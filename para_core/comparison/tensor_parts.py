@@ -1,0 +1,156 @@
+"""Compare the parts of a tensor on several ranks with the whole tensor, and find out which part each rank
+holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from para_core.layout.sequence import Segment, SequenceLayout
+
+# Maximum number of segments in a joint sequence. More would give too many orders to try.
+_MOST_SEGMENTS = 3
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples, dicts and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [x for entry in value for x in tensors_in(entry)]
+
+
+def relative_error(parts: Sequence[Tensor], whole: Tensor, segments: Sequence[Segment]) -> float | None:
+    """Return ``‖parts − whole‖ / ‖whole‖`` over all ranks; infinity instead of NaN, None if the shapes do not
+    fit.
+
+    Args:
+        parts: The tensor of each rank: a copy of ``whole``, or the rank's part of it along one dim.
+        whole: The whole tensor.
+        segments: The segments that were sharded or replicated. The tensor may hold several segments,
+            concatenated in any order. If several orders fit, the smallest error is returned.
+    """
+    if any(part.ndim != whole.ndim for part in parts):
+        return None
+    dims = differing_dims([part.shape for part in parts], whole.shape)
+    if not dims:
+        return _error([(part, whole) for part in parts])
+    if len(dims) > 1:
+        return None
+    (dim,) = dims
+    sizes = [part.shape[dim] for part in parts]
+    errors = []
+    for positions in possible_positions(whole.shape[dim], sizes, segments):
+        pieces = [whole.index_select(dim, of_rank.to(whole.device)) for of_rank in positions]
+        errors.append(_error([*zip(parts, pieces, strict=True)]))
+    return min(errors, default=None)
+
+
+def largest_error(out: Any, expected: Any) -> float:
+    """Return the largest ``‖out − expected‖ / ‖expected‖`` of the tensors in both; infinity for NaN or other
+    shapes.
+
+    Raises:
+        ValueError: The numbers of tensors differ.
+    """
+    largest = -math.inf
+    for x, y in zip(tensors_in(out), tensors_in(expected), strict=True):
+        error = relative_error([x], y, ())
+        if error is None:
+            return math.inf
+        largest = max(largest, error)
+    if largest < 0:  # There is no tensor to compare.
+        return math.inf
+    return largest
+
+
+def differing_dims(parts: Sequence[Sequence[int]], whole: Sequence[int]) -> list[int]:
+    """Return the dims in which a shape of ``parts`` differs from the shape ``whole``.
+
+    All have the same length.
+    """
+    return [dim for dim, size in enumerate(whole) if any(part[dim] != size for part in parts)]
+
+
+def _error(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    difference: float = 0.0
+    size: float = 0.0
+    for part, whole in pairs:
+        x, y = _to_compare(part), _to_compare(whole)
+        # Do not count equal infinities as an error: logits of forbidden tokens are -inf on a single device,
+        # too.
+        same = y.isinf() & (x == y)
+        x, y = x.masked_fill(same, 0.0), y.masked_fill(same, 0.0)
+        difference += float((x - y).norm()) ** 2
+        size += float(y.norm()) ** 2
+    error = math.sqrt(difference) / max(math.sqrt(size), 1e-30)
+    if math.isnan(error):
+        return math.inf
+    return error
+
+
+def _to_compare(x: Tensor) -> Tensor:
+    """Return ``x`` in float64 on the CPU, and in float32 on other devices, some of which do not support
+    float64.
+    """
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    if x.dtype == torch.float64 or x.device.type == "cpu":
+        return x.to(torch.float64)
+    return x.to(torch.float32)
+
+
+def possible_positions(total: int, sizes: Sequence[int], segments: Sequence[Segment]) -> Iterator[list[Tensor]]:
+    """Yield each possible assignment of the ``total`` entries of a dim to ranks, as the positions on each
+    rank.
+
+    The entries are the tokens of one segment, or of several concatenated segments, possibly repeated
+    (``[B · S, C]``). Two further layouts are tried: one sharded segment of all entries, and one of the
+    sharded ``segments`` with a replicated segment of the remaining entries before or after it.
+
+    Args:
+        total: Number of entries.
+        sizes: Number of entries on each rank.
+        segments: The known segments.
+    """
+    ranks = len(sizes)
+    for order in _orders(total, segments):
+        layout = SequenceLayout(order, ranks)
+        if not layout.total or total % layout.total:
+            continue
+        repeats = total // layout.total
+        if [size * repeats for size in layout.sizes()] == list(sizes):
+            yield [_positions(layout, rank, repeats) for rank in range(ranks)]
+
+
+def _orders(total: int, segments: Sequence[Segment]) -> Iterator[tuple[Segment, ...]]:
+    """Yield the sequences of segments that ``total`` entries may consist of, or a part of the entries that
+    repeats.
+    """
+    yield (Segment("all", total),)
+    kinds = {(x.total, x.replicated, x.balanced, x.together): x for x in segments}
+    for length in range(1, min(len(kinds), _MOST_SEGMENTS) + 1):
+        yield from permutations(kinds.values(), length)
+    for segment in kinds.values():
+        if not segment.replicated and segment.total < total:
+            rest = Segment("rest", total - segment.total, replicated=True)
+            yield (segment, rest)
+            yield (rest, segment)
+
+
+def _positions(layout: SequenceLayout, rank: int, repeats: int) -> Tensor:
+    starts = [i * layout.total for i in range(repeats)]
+    runs = [(start + first, length) for start in starts for first, length in layout.runs(rank)]
+    return torch.cat([torch.arange(first, first + length) for first, length in runs])

@@ -1,0 +1,100 @@
+"""The result of ``check_parallel``, and its report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from para_core.comparison.difference import Difference
+from para_core.comparison.runs import Method
+
+# Maximum number of characters of an error in a line of the report. The first difference contains the whole
+# error.
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class CheckedCase:
+    """The result of one run on virtual ranks, compared with the unmodified model.
+
+    Args:
+        method (`"ring"` or `"ulysses"`): The way in which the ranks shared attention.
+        ranks (`int`): Number of ranks.
+        tokens (`int`, *optional*): Length of the sharded sequence; None if nothing was sharded.
+        error (`float`, *optional*): The largest ``‖out − ref‖ / ‖ref‖`` of all output tensors; None if there
+            is a ``failure``.
+        failure (`str`, *optional*): The error that ended the run, or the reason why its output cannot be
+            compared.
+    """
+
+    method: Method
+    ranks: int
+    tokens: int | None
+    error: float | None = None
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        tokens = "nothing sharded"
+        if self.tokens is not None:
+            tokens = f"{self.tokens} tokens"
+        return f"{self.method:<7} {self.ranks} ranks  {tokens:>8}  {self._result()}"
+
+    def _result(self) -> str:
+        if self.failure is None:
+            return f"{self.error:.1e}"
+        line, _, _ = self.failure.partition("\n")
+        if len(line) > _WIDTH:
+            return f"{line[:_WIDTH]} …"
+        return line
+
+
+@dataclass(frozen=True)
+class ParallelCheck:
+    """The result of :func:`check_parallel`. ``str()`` gives a report, and ``bool()`` gives :attr:`exact`.
+
+    Args:
+        model (`str`): Name of the model's class.
+        cases (`tuple` of :class:`CheckedCase`): One case for each method, number of ranks and length.
+        tolerance (`float`): The largest error that counts as exact.
+        first_difference (:class:`Difference`, *optional*): The first module whose output differs in the first
+            case that is not exact; None if all cases are exact.
+        notes (`tuple` of `str`, *optional*): Checks that were skipped, with the reason.
+    """
+
+    model: str
+    cases: tuple[CheckedCase, ...]
+    tolerance: float
+    first_difference: Difference | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> bool:
+        """Whether every case ran and has an error within the tolerance."""
+        return all(self.is_exact(case) for case in self.cases)
+
+    @property
+    def error(self) -> float:
+        """The largest error of all cases; infinite if a case failed."""
+        errors = [case.error for case in self.cases if case.error is not None]
+        if not errors or len(errors) < len(self.cases):
+            return float("inf")
+        return max(errors)
+
+    def is_exact(self, case: CheckedCase) -> bool:
+        """Whether ``case`` ran and has an error within the tolerance."""
+        return case.failure is None and case.error is not None and case.error <= self.tolerance
+
+    def __bool__(self) -> bool:
+        return self.exact
+
+    def __str__(self) -> str:
+        verdict = "exact" if self.exact else "NOT exact"
+        lines = [f"{self.model} on virtual ranks: {verdict} (tolerance {self.tolerance:.0e})"]
+        for case in self.cases:
+            mark = "" if self.is_exact(case) else "  <-"
+            lines.append(f"  {case}{mark}")
+        lines += [f"  note: {note}" for note in self.notes]
+        if self.first_difference is not None:
+            case = next(case for case in self.cases if not self.is_exact(case))
+            lines.append(f"First difference ({case.method}, {case.ranks} ranks, {case.tokens} tokens):")
+            lines += [f"  {line}" for line in str(self.first_difference).splitlines()]
+        return "\n".join(lines)
