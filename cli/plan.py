@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 def plan(
+    *,
     model: Annotated[str, option("Published name (--list), folder or Hub name.", "NAME")] = "FLUX.1-dev",
     ranks: Annotated[int, option("Number of devices.", "N")] = 1,
     device: Annotated[str, option("Such as 4090, or name,GB,TFLOPs,link.", "NAME")] = "H100",
@@ -41,7 +42,7 @@ def plan(
     dtype: Annotated[str, option("auto, bfloat16 or float16.", "TYPE", PIPELINE)] = "auto",
     weights: Annotated[str | None, option("replicate, fsdp or tensor. Default: any.", "HOW", PIPELINE)] = None,
     offload: Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)] = None,
-    quantize: Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)] = None,
+    choices: options.PlanOptions,
     mesh: Annotated[str, option("Largest sizes: batch=2,ring=2. Default: any.", "DIMS", RANKS)] = "",
     memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None,
     trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)] = (
@@ -71,7 +72,7 @@ def plan(
         "mesh": dict(parse_mesh_sizes(mesh)),
         "weights": weights,
         "offload": True if offload is None else offload,
-        "quantize": quantize,
+        **vars(choices),
     }
     further: dict[str, Any] = {"pipeline": pipeline}
     if memory is not None:

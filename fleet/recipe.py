@@ -64,7 +64,7 @@ class Recipe(PipelineChoices):
     ] = None
     pipefusion: Annotated[
         int | None,  # number of patches, with pipeline stages (a pipe mesh dim) or on one rank; not exact
-        Option(250, at_least=1, command=Command("Patches of stages; not exact.", "N", RANKS, plans=True)),
+        Option(250, at_least=1, command=Command("Patches of stages; not exact.", "N", RANKS)),
     ] = None
     quantize: Annotated[
         Quantize | None,  # of the transformers, by torchao; not exact

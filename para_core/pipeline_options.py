@@ -127,7 +127,7 @@ class PipelineChoices(AttentionChoices):
             page="weights.md#text-encoders",
             none="to leave them as they are",
             needs_ranks=True,
-            command=Command("replicate, fsdp, offload or first.", "HOW", PIPELINE, plans=True),
+            command=Command("replicate, fsdp, offload or first.", "HOW", PIPELINE),
         ),
     ] = None
     vae_placement: Annotated[
@@ -139,7 +139,7 @@ class PipelineChoices(AttentionChoices):
             default="unchanged",
             page="weights.md#text-encoders",
             none="to leave them as they are",
-            command=Command("replicate, offload or first.", "HOW", PIPELINE, plans=True),
+            command=Command("replicate, offload or first.", "HOW", PIPELINE),
         ),
     ] = None
     resident_blocks: Annotated[
