@@ -86,8 +86,8 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
             mesh,
             fsdp=recipe.weights == "fsdp",
             resident=resident,
-            text_encoders=recipe.text_encoders,
-            vae_placement=recipe.vae_placement,
+            text_encoders=recipe.encoders_placement,
+            vae_placement=recipe.placement_of_vae,
             quantize=quantize,
         )
     except Exception as error:
