@@ -11,13 +11,14 @@ from para_core.adapters.cache.pipeline import (
 )
 from para_core.adapters.parallel.load_sharded import from_pretrained_sharded
 from para_core.adapters.parallel.options import parallelize_transformer, parallelize_unet, unparallelize_transformer
-from para_core.adapters.parallel.parallelize import parallelize_pipe, pipefusion_report, unparallelize_pipe
+from para_core.adapters.parallel.parallelize import parallelize_pipe, unparallelize_pipe
 from para_core.adapters.planner.plan_mesh import plan_mesh
 from para_core.adapters.propose.proposal import Proposal
 from para_core.adapters.propose.propose import propose_plan
 from para_core.adapters.vae.unet import unparallelize_unet
 from para_core.adapters.vae.vae import parallelize_vae, unparallelize_vae
-from para_core.adapters.weights.shard import shard_weights, unshard_weights
+from para_core.adapters.weights.fused_pipe import pipefusion_report
+from para_core.adapters.weights.shard import shard_weights
 from para_core.attention.schedule import AttentionSchedule, KeptKeys
 
 __all__ = [
@@ -45,5 +46,4 @@ __all__ = [
     "unparallelize_transformer",
     "unparallelize_unet",
     "unparallelize_vae",
-    "unshard_weights",
 ]

@@ -37,7 +37,8 @@ from benchmarks.pipelines import (
 )
 from benchmarks.planner import memory, propose, published, sizes, traffic
 from benchmarks.serving import load, trials
-from para_core.adapters.compatibility.checks import PHASES
+from para_core.adapters.compatibility.checks import CHECKS_OF_FEATURES, PHASES
+from para_core.adapters.weights.features import features
 
 # These fields of messages are the same in all cases. Every other field is an ellipsis on the page.
 _WORDS = {
@@ -49,8 +50,12 @@ _WORDS = {
 
 
 def checks_of(phase: Callable[..., None]) -> list[Callable[..., None]]:
-    """Return the checks that ``phase`` calls, in order."""
-    functions = inspect.getclosurevars(phase).globals.values()
+    """Return the checks that ``phase`` calls, in order, and those that the features of weights add to it."""
+    functions = list(inspect.getclosurevars(phase).globals.values())
+    for feature in features().values() if phase in CHECKS_OF_FEATURES else ():
+        for check in getattr(feature, CHECKS_OF_FEATURES[phase]):
+            is_one_check = (check.__doc__ or "").startswith("Refuse ")
+            functions += [check] if is_one_check else checks_of(check)
     return [function for function in functions if (function.__doc__ or "").startswith("Refuse ")]
 
 

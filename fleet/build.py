@@ -17,7 +17,7 @@ from torch import nn
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.inspect.components import encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.registry import mesh_of, refuse_unsupported_classes, transformers_of
-from para_core.adapters.weights.quantize import quantize_transformers
+from para_core.adapters.weights.features import require_quantizer
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.classical import load_classical, load_controlnets, pipeline_class
@@ -125,7 +125,7 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         verify=recipe.verify,
     )
     if weights == "tensor" and recipe.quantize is not None:
-        quantize_transformers(pipe, recipe.quantize)
+        require_quantizer().quantize(pipe, recipe.quantize)
     if recipe.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     if recipe.cache is not None:
@@ -184,7 +184,7 @@ def _load_whole(
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
     _load_lora(pipe, recipe.lora)
     if quantize is not None and weights == "fsdp":
-        quantize_transformers(pipe, quantize, before_fsdp=True)
+        require_quantizer().quantize(pipe, quantize, gatherable=True)
     on_host = {*text_encoders_of(pipe)} if text_encoders in ("offload", "first") else set()
     if recipe.vae_placement in ("offload", "first"):
         on_host |= {*vaes_of(pipe)}

@@ -17,13 +17,13 @@ from para_core.adapters.planner.default_mesh import MeshChoice, choose_mesh, fas
 from para_core.adapters.planner.inputs import default_guidance, number_of_heads
 from para_core.adapters.planner.plan_mesh import workload
 from para_core.adapters.registry import transformers_of
-from para_core.adapters.weights.block_offload import num_resident
 from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.model_files import GGUF, read_config, read_index
 from para_core.fleet.modular import open_modular
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in, multiple_of_sides, read_pipeline
 from para_core.fleet.recipe import Recipe
+from para_core.option_values import num_resident
 from para_core.planner.prediction import RESERVED, default_text_encoders, memory_of
 from para_core.planner.traffic import MeshShape
 from para_core.planner.weights import Placement

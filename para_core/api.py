@@ -43,8 +43,7 @@ from para_core.plans.plan import (
 from para_core.user_warnings import CacheWarning, ForeignCodeWarning, ParaCoreWarning, ParallelWarning
 from para_core.verify.check import CheckedCase, ParallelCheck, check_parallel
 from para_core.verify.first_difference import Difference
-from para_core.weights.pipefusion import PipeFusionReport
-from para_core.weights.pipefusion_options import PipeFusion
+from para_core.weights.pipefusion_options import PipeFusion, PipeFusionReport
 
 __all__ = [
     "Attention",

@@ -26,6 +26,12 @@ VAE_PLACEMENTS: tuple[VaePlacement, ...] = get_args(VaePlacement)
 Quantize = Literal["int8", "fp8", "int8-dynamic", "fp8-dynamic"]
 QUANTIZE: tuple[Quantize, ...] = get_args(Quantize)
 
+
+def num_resident(given: int | None) -> int:
+    """Return the number of first blocks that stay on the device, for the option ``resident_blocks``: by default 1."""
+    return 1 if given is None else given
+
+
 # What a calibration of the cache measures.
 Metric = Literal["psnr", "ssim", "lpips", "speedup", "computed_steps"]
 

@@ -22,6 +22,7 @@ from para_core.adapters.inspect.attention_names import (
     refuse_mixed_attention,
     refuse_unseen_attention,
 )
+from para_core.adapters.inspect.components import mesh_of_diffusers
 from para_core.adapters.inspect.scheduler_tracker import refuse_missing_scheduler
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import (
@@ -45,22 +46,8 @@ from para_core.adapters.registry import (
     unets_of,
 )
 from para_core.adapters.vae.unet import refuse_compiled_unet, refuse_tensor_ranks_of_unet, require_unet_adapter
-from para_core.adapters.weights.fused_pipe import refuse_compiled_pipefusion
-from para_core.adapters.weights.shard import check_shard, refuse_several_devices
-from para_core.adapters.weights.sharded_component import (
-    mesh_of_diffusers,
-    refuse_cached_graph_of_shards,
-    refuse_graph_of_fsdp,
-    refuse_late_quantization,
-    refuse_other_tensor_ranks,
-    refuse_shards_beyond_sequence,
-)
-from para_core.adapters.weights.staged_transformer import (
-    refuse_cache_on_stages,
-    refuse_compiled_stages,
-    refuse_moved_stages,
-    refuse_unchained_stages,
-)
+from para_core.adapters.weights.features import features
+from para_core.adapters.weights.shard import check_one_device, check_shard
 from para_core.cache.apply import cache_options
 from para_core.cache.attachment import foreign_cache
 from para_core.cache.options import CacheOptions
@@ -118,13 +105,10 @@ def models_to_parallelize(pipe: Any, adapter: Adapter | None = None) -> list[Che
     return [] if decoders_of(pipe) else models_to_check(pipe, adapter)
 
 
-def check_parallelize(
-    models: Sequence[CheckedModel], mesh: GuidedMesh | None = None, *, unshards: bool = False
-) -> None:
+def check_parallelize(models: Sequence[CheckedModel], mesh: GuidedMesh | None = None) -> None:
     """Run the checks before ``models`` are parallelized. The first check that fails raises.
 
-    ``mesh=None`` leaves out the checks that need the mesh. ``unshards`` says that weights that are sharded now will be
-    gathered first, so that they are not refused.
+    ``mesh=None`` leaves out the checks that need the mesh.
     """
     for model in models:
         owner, module, adapter = model.owner, model.module, model.adapter
@@ -137,16 +121,16 @@ def check_parallelize(
         if not model.is_unet:
             refuse_class_without_plan(owner, module, adapter)
             require_plan(owner, module, adapter)
-        refuse_several_devices(module, "the transformer")
-        refuse_several_devices(owner, "the pipeline")
+        check_one_device(module, "the transformer")
+        check_one_device(owner, "the pipeline")
         refuse_parallelism_of_diffusers(module)
         if mesh is None:
             continue
         if model.is_unet:
             refuse_tensor_ranks_of_unet(module, mesh)
-        if mesh.pipe.size > 1:
-            refuse_unchained_stages(module, adapter)
-            refuse_moved_stages(module, model.name, unshards=unshards)
+        for feature in features().values():
+            for check in feature.parallelize_checks:
+                check(module, model.name, mesh, adapter)
         if mesh.ranks > 1:
             refuse_perturbed_joint_attention(owner, module)
 
@@ -158,13 +142,9 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
         if model.component:
             refuse_replaced_model(model.called, module, name)
             refuse_other_mesh(module, name, model.applied)
-        refuse_other_tensor_ranks(module, name, mesh.tensor)
-        refuse_compiled_stages(module, name, model.called)
-        refuse_compiled_pipefusion(module, name, model.called)
-        if mesh.batch.size > 1:
-            refuse_shards_beyond_sequence(module, name)
-        refuse_graph_of_fsdp(module, name, model.called)
-        refuse_late_quantization(module, name)
+        for feature in features().values():
+            for check in feature.call_checks:
+                check(module, name, model.called, mesh)
         if model.is_unet:
             refuse_compiled_unet(module, name, model.called)
             refuse_freeu(module, name)
@@ -206,12 +186,17 @@ def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
     refuse_replaced_cached_model(model.called, module, name)
     refuse_cache_of_transformer(model.called, module, name)
     refuse_missing_scheduler(model.owner, options)
-    refuse_cache_on_stages(module, name, options)
-    refuse_shards_beyond_sequence(module, name)
-    refuse_cached_graph_of_shards(module, name, model.called)
-    refuse_late_quantization(module, name)
+    for feature in features().values():
+        for check in feature.cached_call_checks:
+            check(module, name, model.called, options)
 
 
+# The field of a feature that has its checks of a phase. ``check_parallelize`` and others run them after their own.
+CHECKS_OF_FEATURES: Mapping[Callable[..., None], str] = {
+    check_parallelize: "parallelize_checks",
+    check_parallel_call: "call_checks",
+    check_cached_call: "cached_call_checks",
+}
 # The checks of each phase, by the name of the phase in docs/refusals.md.
 PHASES: Mapping[str, Callable[..., None]] = {
     "`parallelize_pipe`": check_parallelize,

@@ -15,24 +15,20 @@ from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, require_same_call_of_model
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
+from para_core.adapters.parallel.parts import FeaturePart
 from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.registry import planned_class, require_kind, require_plan
 from para_core.adapters.vae.unet import UnetRun
-from para_core.adapters.weights.sharded_component import METHODS, Method
-from para_core.adapters.weights.staged_transformer import (
-    free_other_stages,
-    hold_stage,
-    release_stage,
-    require_stages_fit,
-    suspend_stage,
-)
+from para_core.adapters.weights.feature import ChangeRequest, Method
+from para_core.adapters.weights.features import changes_for, shard_methods
+from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.libraries import require_library
 from para_core.attention.local import AttnFunc
 from para_core.attention.schedule import AttentionSchedule
 from para_core.cache.apply import cache_options
-from para_core.distributed.agree import raising_on_all
+from para_core.distributed.agree import RequireEqual, raising_on_all
 from para_core.distributed.mesh import GuidedMesh
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance_patching import (
@@ -125,23 +121,33 @@ def parallelize_transformer(
             check_parallelize([model])
     guided = guided_mesh_for(mesh, module)
     with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
+        check_usable(module)
         check_parallelize([model], guided)
         part = resolve_transformer(module, guided, options, options.attention(None), called=transformer)
-    replace_session(module, None, ParallelSession(guided, [part]))
+        compare = partial(require_equal_call, mesh=guided, assume_equal=assume_equal)
+        changes = changes_for(ChangeRequest(module, {"": module}, guided, vars(options), compare))
+    replace_session(module, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
     return transformer
 
 
 def unparallelize_transformer(transformer: Transformer) -> Transformer:
     """Undo :func:`parallelize_transformer` and return ``transformer``.
 
-    With a ``pipe`` mesh dim this is a collective call: each rank receives the blocks that it does not hold.
+    Raises:
+        RuntimeError: If weights of the transformer are sharded, or other ranks hold some of its blocks (a mesh with
+            ``pipe``). Load it again.
     """
     require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
+    check_can_be_undone(uncompiled(transformer))
+    remove_from_transformer(transformer)
+    return transformer
+
+
+def remove_from_transformer(transformer: nn.Module) -> None:
+    """Remove the plan and the verification of ``transformer``, whatever its weights are."""
     for module in (transformer, uncompiled(transformer)):
         unwrap(module, VERIFIED)
-    release_stage(uncompiled(transformer))
     remove_plan(uncompiled(transformer))
-    return transformer
 
 
 def resolve_transformer(
@@ -168,14 +174,12 @@ def resolve_transformer(
         plan = replace(plan, batched={})
     if mesh.ranks > 1:
         match_modules(module, plan)
-    if mesh.pipe.size > 1:
-        require_stages_fit(module, mesh.pipe, options.adapter)
     return TransformerPart(module, plan, mesh, options, attention, called if options.verify else None)
 
 
 @dataclass(frozen=True)
 class TransformerPart(Part):
-    """The change that applies a plan to one transformer, and with a ``pipe`` mesh dim frees blocks of other stages."""
+    """The change that applies a plan to one transformer."""
 
     module: nn.Module
     plan: Plan
@@ -186,14 +190,15 @@ class TransformerPart(Part):
     name = "the transformer"
 
     def apply(self) -> Undo:
-        in_stages = self.mesh.pipe.size > 1
+        require_equal = None
+        if self.mesh.ranks > 1:
+            require_equal = require_equal_call(self.module, mesh=self.mesh, assume_equal=self.options.assume_equal)
         apply_plan(
             self.module,
             self.plan,
             self.mesh.sequence,
             batch=self.mesh.batch,
-            # With stages, the wrapper that runs the stages already compares the inputs, so do not compare them twice.
-            require_equal=None if in_stages or self.mesh.ranks == 1 else self.require_equal,
+            require_equal=require_equal,
             options=self.attention,
             attn_func=self.options.attn_func,
             cross_backend=self.options.cross_backend,
@@ -201,35 +206,31 @@ class TransformerPart(Part):
             around=partial(translated_attention, self.module),
             written_for=planned_class(self.module, self.options.adapter),
         )
-        if in_stages:
-            hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
         if self.verified is not None:
             wrap_method(self.verified, "__call__", VERIFIED, Verification().run, order=WrapperPriority.VERIFIED)
-        return partial(unparallelize_transformer, self.module if self.verified is None else self.verified)
-
-    def complete(self) -> None:
-        free_other_stages(self.module)
+        return partial(remove_from_transformer, self.module if self.verified is None else self.verified)
 
     def clear(self) -> Undo:
-        resume = suspend_stage(self.module)
-        restore = remove_plan(self.module)
-
-        def undo() -> None:
-            restore()
-            resume()
-
-        return undo
+        return remove_plan(self.module)
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         return self.clear()
 
-    def require_equal(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise on every rank if the arguments of this call or the transformer's settings differ between ranks."""
-        options = cache_options(self.module)
+
+def require_equal_call(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -> RequireEqual:
+    """Return a function of the arguments of a call of the transformer ``module``, by name.
+
+    It raises on every rank if the arguments or the transformer's settings differ between ranks.
+    """
+
+    def require_equal(kwargs: Mapping[str, Any]) -> None:
+        options = cache_options(module)
         texts = {} if options is None else options.as_text()
         cached = {f"{option} of its cache": text for option, text in texts.items()}
-        inputs = {**kwargs, **cached, **attention_by_name(self.module)}
-        require_same_call_of_model(self.module, self.mesh, inputs, assume_equal=self.options.assume_equal)
+        inputs = {**kwargs, **cached, **attention_by_name(module)}
+        require_same_call_of_model(module, mesh, inputs, assume_equal=assume_equal)
+
+    return require_equal
 
 
 def parallelize_unet(
@@ -321,7 +322,7 @@ class ParallelOptions:
         """
         _require_bools({"assume_equal": self.assume_equal, "vae": self.vae, "verify": self.verify})
         for name, values in (
-            ("weights", (*METHODS, "replicate")),
+            ("weights", (*shard_methods(), "replicate")),
             ("text_encoders", TEXT_ENCODERS),
             ("vae_placement", VAE_PLACEMENTS),
             ("offload", ("blocks",)),
@@ -402,11 +403,6 @@ class ParallelOptions:
     def schedule(self) -> AttentionSchedule | None:
         """Return ``backend`` if it is an :class:`AttentionSchedule`; None otherwise."""
         return self.backend if isinstance(self.backend, AttentionSchedule) else None
-
-    @property
-    def offloads(self) -> bool:
-        """Whether an option keeps weights in host memory. These options also work on one rank."""
-        return self.offload is not None or {self.text_encoders, self.vae_placement} & {"offload", "first"} != set()
 
     @property
     def of_transformers(self) -> dict[str, object]:

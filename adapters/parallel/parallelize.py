@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -11,18 +11,17 @@ from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
-from para_core.adapters.parallel.options import ParallelOptions, unparallelize_transformer
+from para_core.adapters.parallel.options import ParallelOptions, remove_from_transformer
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
 from para_core.adapters.planner.default_mesh import Mesh
 from para_core.adapters.registry import require_kind, transformers_of, unets_of
 from para_core.adapters.vae.unet import unparallelize_unet
-from para_core.adapters.weights.sharded_component import Method
+from para_core.adapters.weights.feature import Method
+from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.attention.local import AttnFunc
 from para_core.attention.schedule import AttentionSchedule
-from para_core.instance_patching import original_class
 from para_core.option_values import Backend, RotateMethod, TextEncoders, VaePlacement
-from para_core.weights.pipefusion import PipeFusionReport
 from para_core.weights.pipefusion_options import PipeFusion
 
 Pipeline = TypeVar("Pipeline")
@@ -57,6 +56,12 @@ def parallelize_pipe(
     anything is invalid or fails on any rank, every rank raises, and the pipeline keeps its previous settings. Other
     pipelines are not changed.
 
+    **Weights are one way.** Weights that were sharded (``weights``, ``text_encoders="fsdp"``) or freed (stages, along
+    ``pipe``) are not gathered again. Another call may still replace all other options: leave ``weights`` and
+    ``text_encoders`` out or pass them as before, with the same ranks along ``pipe``. Other values, and
+    :func:`unparallelize_pipe`, raise: load the pipeline again. Weights change last, after everything is checked and
+    applied on all ranks. If that fails on a rank, every rank raises, and the pipeline raises whenever it is used.
+
     Args:
         pipe (`DiffusionPipeline`): A pipeline with a supported transformer or UNet.
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): Ranks to use, with a ``ring`` or ``ulysses`` dim, or both; it
@@ -82,7 +87,7 @@ def parallelize_pipe(
             with :func:`parallelize_vae`.
         weights (`"fsdp"`, `"tensor"` or `"replicate"`, *optional*): How weights are distributed: sharded as by
             ``shard_weights(pipe, mesh, method=weights)``, or all of them on every rank. Defaults to leaving them as
-            they are.
+            they are, sharded or not.
         text_encoders (`"replicate"`, `"fsdp"`, `"offload"` or `"first"`, *optional*): Where the weights of the text
             encoders are: on every rank; sharded over all ranks by FSDP2; in host memory, from which each layer is
             copied to the device while it runs; or the same, but only the first rank runs them and sends their outputs
@@ -127,8 +132,8 @@ def parallelize_pipe(
         ImportError: If ``backend`` names a library that is not installed.
         TypeError: If the pipeline has no supported transformer or UNet, or an option has a wrong type.
         ValueError: If the mesh or an option does not fit the pipeline, or two options exclude each other.
-        RuntimeError: If neither ``mesh`` nor a process group is given on several ranks, or if two NCCL ranks use the
-            same GPU.
+        RuntimeError: If neither ``mesh`` nor a process group is given on several ranks, if two NCCL ranks use the same
+            GPU, if weights are sharded or freed and other weight settings are asked for, or if changing weights fails.
 
     Example:
         >>> mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # doctest: +SKIP
@@ -155,24 +160,28 @@ def parallelize_pipe(
     )
     call = parallel_call(pipe)
     previous = None if call is None else call.session
-    unshards = previous is not None and previous.shards_weights
-    with equal_options("parallelize_pipe", mesh, {**vars(options), "weights sharded before": unshards}):
+    with equal_options("parallelize_pipe", mesh, vars(options)):
         require_kind("pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model.")
+        check_usable(pipe)
         options.check()
         if mesh is None:
             # The default mesh is chosen for the model, so check first that the model is supported.
             check_parallelize(models_to_parallelize(pipe, options.adapter))
-    replace_session(pipe, previous, resolve(pipe, mesh, options, unshards=unshards))
+    replace_session(pipe, previous, resolve(pipe, mesh, options))
     return pipe
 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`parallelize_pipe` and return ``pipe`` as it was before. Also restores time-outs of process groups.
 
-    With a ``pipe`` mesh dim, or with sharded weights, this is a collective call: each rank receives the weights that it
-    does not hold. If it raises, call it again. Until then ``pipe`` stays parallel, or its calls raise an error.
+    If a step of it fails, call it again. Until then ``pipe`` stays parallel, or its calls raise an error.
+
+    Raises:
+        RuntimeError: If weights of the pipeline are sharded, or other ranks hold some of its blocks (a mesh with
+            ``pipe``): nothing gathers them. Load the pipeline again. The pipeline stays parallel.
     """
     require_kind("pipeline", pipe, "unparallelize_transformer, unparallelize_unet and unparallelize_vae take a model.")
+    check_can_be_undone(pipe)
     call = parallel_call(pipe)
     if call is not None:
         try:
@@ -184,18 +193,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     # Models that were parallelized without a session, on one rank or as single components, are undone here.
     remove_parallel_call(pipe)
     for module in transformers_of(pipe).values():
-        unparallelize_transformer(module)
+        remove_from_transformer(module)
     for module in unets_of(pipe).values():
         unparallelize_unet(module)
     return pipe
-
-
-def pipefusion_report(pipe: Any) -> PipeFusionReport:
-    """Return the report of the last PipeFusion generation of ``pipe``. Raise ``ValueError`` without PipeFusion."""
-    call = parallel_call(pipe)
-    if call is None or call.fused is None:
-        raise ValueError(
-            f"this {original_class(pipe).__name__} runs without PipeFusion: parallelize_pipe(pipe, mesh=mesh, "
-            "pipefusion=PipeFusion())."
-        )
-    return call.fused.report()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from para_core.adapters.inspect.components import blocks_of, config_and_depths, patch_plan_for, stack_of, why_no_stages
+from para_core.adapters.inspect.components import blocks_of, config_and_depths, stack_of, why_no_patches, why_no_stages
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.sizes import DECODED_SIDE, DecoderCounts, GenerationSizes
 from para_core.adapters.registry import plan_for, tensor_plan_for
@@ -25,7 +25,7 @@ from para_core.planner.traffic import CallWork, ModelCall
 from para_core.planner.weights import ModuleBytes, Weights
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import FakeTensorMode
-from para_core.weights.fsdp import LARGE
+from para_core.weights.parameters import FEWEST_SHARDED_ELEMENTS
 
 
 class UnknownModelError(TypeError):
@@ -141,7 +141,6 @@ def weights_of(
     ``vae`` and ``other`` are the bytes of all autoencoders, and of all modules that are not named.
     """
     no_stages = why_no_stages(transformer)
-    patches = no_stages or patch_plan_for(transformer)
     plan = tensor_plan_for(transformer)
     split = [
         layer.weight
@@ -167,7 +166,7 @@ def weights_of(
             other,
             () if no_stages else tuple((x.cost, bytes_of(x.block, in_8_bits=quantized)) for x in stack_of(transformer)),
             no_stages=no_stages,
-            no_patches=patches if isinstance(patches, str) else None,
+            no_patches=why_no_patches(transformer),
         )
         for quantized in (False, True)
     )
@@ -179,7 +178,7 @@ def module_bytes(module: nn.Module, *, in_8_bits: bool = False) -> ModuleBytes:
     blocks = blocks_of(module)
     of_blocks = [bytes_of(block, in_8_bits=in_8_bits) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}
-    outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE]
+    outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= FEWEST_SHARDED_ELEMENTS]
     root = sum(x.numel() * x.element_size() for x in outside)
     # While a block runs, FSDP2 holds the buffer in which it gathered the block and the weights made from that buffer,
     # and already gathers the next block.

@@ -1,4 +1,6 @@
-"""Tensors whose patches arrive one after the other, and elementwise functions of them, evaluated patch by patch."""
+"""Tensors whose patches arrive one after the other, and elementwise functions of them, evaluated patch by
+patch.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,22 @@ from para_core.torch_internals import make_wrapper_subclass, pytree, schema_of, 
 _aten = torch.ops.aten
 # Operators that can run patch by patch although they do not have the pointwise tag.
 _COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
-# Operators with the pointwise tag that return one bool for the whole tensor, so they cannot run patch by patch.
+# Operators with the pointwise tag that return one bool for the whole tensor, so they cannot run patch by
+# patch.
 _WHOLE = (_aten.equal.default,)
 
 
 class Arrival:
     """A tensor whose patches along ``dim`` arrive one after the other.
 
-    ``whole`` is an uninitialised tensor of full size, into which arriving patches are copied. ``runs`` are the first
-    index and the length of each patch along ``dim``.
+    ``whole`` is an uninitialised tensor of full size, into which arriving patches are copied. ``runs`` are
+    the first index and the length of each patch along ``dim``.
     """
 
     def __init__(self, whole: Tensor, runs: list[Run], dim: int = 1) -> None:
         self._whole, self._runs, self._dim = whole, runs, dim
-        # For each patch, the function that waits for it and returns it; None after it was copied into the tensor.
+        # For each patch, the function that waits for it and returns it; None after it was copied into the
+        # tensor.
         self._pending: list[Callable[[], Tensor] | None] = []
 
     @property
@@ -40,7 +44,10 @@ class Arrival:
         self._pending.append(get)
 
     def up_to(self, patch: int) -> Tensor:
-        """Wait for patches 0 to ``patch``, and return the whole tensor. Its later patches may be uninitialised."""
+        """Wait for patches 0 to ``patch``, and return the whole tensor.
+
+        Its later patches may be uninitialised.
+        """
         for index in range(patch + 1):
             get = self._pending[index]
             if get is not None:
@@ -55,8 +62,9 @@ class Arrival:
 
 
 class _Pointwise:
-    """A recorded call of an elementwise function on tensors that arrive in patches. It runs on tensors of full size,
-    again for each patch that is requested.
+    """A recorded call of an elementwise function on tensors that arrive in patches.
+
+    It runs on tensors of full size, again for each patch that is requested.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any, num_patches: int) -> None:
@@ -72,7 +80,9 @@ class _Pointwise:
         return all(x.source.is_complete for x in leaves if isinstance(x, Patched))
 
     def up_to(self, patch: int) -> Tensor:
-        """Wait for patches 0 to ``patch`` of the inputs, and return the whole result, valid for these patches."""
+        """Wait for patches 0 to ``patch`` of the inputs, and return the whole result, valid for these
+        patches.
+        """
         if self._patch < patch and self._call is not None:
             func, args, kwargs = self._call
             args, kwargs = pytree.tree_map_only(Patched, lambda x: x.source.up_to(patch), (args, kwargs))
@@ -85,7 +95,9 @@ class _Pointwise:
 
 
 class _NeverOver:
-    """A :class:`PendingRound` that is never over, because each :class:`Patched` tensor waits for its own patches."""
+    """A :class:`PendingRound` that is never over, because each :class:`Patched` tensor waits for its own
+    patches.
+    """
 
     later: list[Any] = []  # noqa: RUF012  Nothing is ever added.
     is_over = False
@@ -99,16 +111,21 @@ class _NeverOver:
 
 
 class Patched(Deferred):
-    """A tensor that arrives in patches. Elementwise functions of it are recorded; others wait for all patches.
+    """A tensor that arrives in patches.
 
-    Other tensor arguments of a recorded function, such as latents, are copied: pipelines may change them in place.
+    Elementwise functions of it are recorded; others wait for all patches.
+
+    Other tensor arguments of a recorded function, such as latents, are copied: pipelines may change them in
+    place.
     """
 
     source: Arrival | _Pointwise
 
     @staticmethod
     def of_source(source: Arrival | _Pointwise, expected: Expected, live: LiveDeferred) -> Patched:
-        """Return a tensor like ``expected`` with the data of ``source``, and add it to ``live``, those of the call."""
+        """Return a tensor like ``expected`` with the data of ``source``, and add it to ``live``, those of the
+        call.
+        """
         like = expected.like
         patched: Patched = make_wrapper_subclass(
             Patched, like.shape, strides=like.stride(), dtype=like.dtype, device=expected.device
@@ -127,11 +144,13 @@ class Patched(Deferred):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        recorded = _recorded(func, args, kwargs)
-        return func(*materialize(args), **materialize(kwargs)) if recorded is None else recorded
+        recorded = _record(func, args, kwargs)
+        if recorded is not None:
+            return recorded
+        return func(*materialize(args), **materialize(kwargs))
 
 
-def _recorded(func: Any, args: Any, kwargs: Any) -> Patched | None:
+def _record(func: Any, args: Any, kwargs: Any) -> Patched | None:
     """Record the call ``func(*args, **kwargs)``, and return its result; None if it cannot run patch by patch."""
     if func in _WHOLE or schema_of(func).is_mutable or not (func in _COPIES or torch.Tag.pointwise in func.tags):
         return None
