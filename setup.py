@@ -40,7 +40,7 @@ EXTRAS = {
             "pyyaml",
             "matplotlib",
         ],
-        "`para_core generate`, `bench`, `plan`, `doctor`, `calibrate`",
+        "`para_core generate`, `bench`, `plan`, `doctor`",
     ),
     "fleet": (
         [
@@ -56,7 +56,6 @@ EXTRAS = {
     "ray": (["para_core[fleet]", "ray[serve]>=2.60"], "`serve` and `generate --replicas` on several hosts"),
     "launch": (["cloudpickle>=3"], "`launch` with functions of a script or notebook"),
     "quantize": (["torchao>=0.18", "gguf>=0.10"], "`--quantize`, and GGUF files as `--model`"),
-    "calibrate": (["matplotlib", "scikit-image", "tqdm"], "`calibrate --metric ssim`, plots of a calibration"),
     "triton": (["triton>=3.5"], "the kernels; CUDA builds of torch bring it on Linux"),
     "docs": (["mkdocs-material>=9.6", "mkdocstrings[python]>=0.29"], "`make docs`"),
     "test": (

@@ -13,7 +13,8 @@ def __getattr__(name: str) -> Any:
     ``para_core plan`` reads the stored counts of this package without importing torch.
     """
     api = importlib.import_module("para_core.adapters.api")
-    globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
+    public = {name: value for name, value in vars(api).items() if not name.startswith("_")}
+    globals().update(public, __all__=sorted(public))
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

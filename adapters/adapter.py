@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -42,9 +42,11 @@ class Adapter:
             and values, for the calls of all CFG branches to read. Every rank along ``batch`` runs such a call.
         called_outside (`tuple[str, ...]`): Names of modules in blocks that the model also calls outside of their block.
             Their weights are not sharded by FSDP2, and stages are refused.
+        refused_pipelines (`dict[str, str]`): Reasons why some pipelines of the model cannot run on several ranks, by
+            the name of an attribute that only these pipelines have.
         steps_with_copies (`bool`, defaults to `False`): Whether one of its pipelines steps with copies of its
             scheduler, one for each frame (diffusion forcing).
-        threshold (`float`, defaults to `0.05`): Default of ``residual_diff_threshold``.
+        threshold (`float`, defaults to `0.05`): Default threshold of First Block Cache.
         threshold_source (`str`, defaults to `"diffusers' FirstBlockCacheConfig"`): Source that recommends this
             threshold.
     """
@@ -61,6 +63,7 @@ class Adapter:
     empty_text: bool = True
     fills: tuple[str, str] | None = None
     called_outside: tuple[str, ...] = ()
+    refused_pipelines: Mapping[str, str] = field(default_factory=dict)
     steps_with_copies: bool = False
     threshold: float = 0.05
     threshold_source: str = "diffusers' FirstBlockCacheConfig"

@@ -12,11 +12,11 @@ import ast
 import inspect
 import re
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
-from benchmarks import one_process, reports, simulated_gpu
+from benchmarks import one_process, option_tables, reports, simulated_gpu
 from benchmarks.attention import low_precision
 from benchmarks.cache import forecasts, quality
 from benchmarks.comfyui import classes as comfyui
@@ -37,8 +37,11 @@ from benchmarks.pipelines import (
 )
 from benchmarks.planner import memory, propose, published, sizes, traffic
 from benchmarks.serving import load, trials
-from para_core.adapters.compatibility.checks import CHECKS_OF_FEATURES, PHASES
+from para_core.adapters.cache.checks import check_cache, check_cached_call
+from para_core.adapters.compatibility.checks import check_parallel_call, check_parallelize
+from para_core.adapters.denoisers import denoiser_kinds
 from para_core.adapters.weights.features import features
+from para_core.adapters.weights.shard import check_shard
 
 # These fields of messages are the same in all cases. Every other field is an ellipsis on the page.
 _WORDS = {
@@ -49,11 +52,30 @@ _WORDS = {
 }
 
 
+# The checks of each phase, by the name of the phase in docs/refusals.md.
+PHASES: Mapping[str, Callable[..., None]] = {
+    "`parallelize_pipe`": check_parallelize,
+    "a parallel call": check_parallel_call,
+    "`apply_cache_on_pipe`": check_cache,
+    "a cached call": check_cached_call,
+    "`shard_weights`": check_shard,
+}
+# The field of a feature of weights that has its checks of a phase.
+_CHECKS_OF_FEATURES = {
+    "check_parallelize": "parallelize_checks",
+    "check_parallel_call": "call_checks",
+    "check_cached_call": "cached_call_checks",
+}
+
+
 def checks_of(phase: Callable[..., None]) -> list[Callable[..., None]]:
-    """Return the checks that ``phase`` calls, in order, and those that the features of weights add to it."""
-    functions = list(inspect.getclosurevars(phase).globals.values())
-    for feature in features().values() if phase in CHECKS_OF_FEATURES else ():
-        for check in getattr(feature, CHECKS_OF_FEATURES[phase]):
+    """Return the checks that ``phase`` calls, in order, and those of kinds of denoisers and of features of weights."""
+    phases = [phase, *[getattr(kind, phase.__name__, None) for kind in denoiser_kinds()]]
+    functions = [
+        function for of_kind in phases if of_kind for function in inspect.getclosurevars(of_kind).globals.values()
+    ]
+    for feature in features().values():
+        for check in getattr(feature, _CHECKS_OF_FEATURES.get(phase.__name__, ""), ()):
             is_one_check = (check.__doc__ or "").startswith("Refuse ")
             functions += [check] if is_one_check else checks_of(check)
     return [function for function in functions if (function.__doc__ or "").startswith("Refuse ")]
@@ -168,7 +190,7 @@ def _requirement(text: str) -> str:
 # A page has the parts of these programs. A program may have parts of several pages.
 PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "README.md": (peers.parts, beside_diffusers.parts),
-    "docs/cache.md": (forecasts.parts,),
+    "docs/cache.md": (option_tables.cache_parts, forecasts.parts),
     "docs/comfyui.md": (comfyui.parts,),
     "docs/command.md": (memory.encode_first_parts,),
     "docs/install.md": (extras,),
@@ -176,7 +198,7 @@ PAGES: dict[str, tuple[Callable[[], dict[str, list[str]]], ...]] = {
     "docs/new_model.md": (propose.parts,),
     "docs/one_process.md": (one_process.parts,),
     "docs/own_model.md": (low_precision.parts,),
-    "docs/pipelines.md": (supported.parts, modular_pipelines.parts),
+    "docs/pipelines.md": (option_tables.pipeline_parts, supported.parts, modular_pipelines.parts),
     "docs/planner.md": (published.parts, memory.parts),
     "docs/refusals.md": (refusals,),
     "docs/serving.md": (load.parts, trials.parts),

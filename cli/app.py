@@ -17,7 +17,6 @@ from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 from para_core.cli.bench import bench
-from para_core.cli.calibrate import calibrate
 from para_core.cli.generate import generate
 from para_core.cli.option_files import ALIASES, options_in_files
 from para_core.cli.options import name_options, with_fields
@@ -60,9 +59,8 @@ app = typer.Typer(
 app.command("generate", cls=_Command)(with_fields(generate))
 app.command("serve", cls=_Command)(with_fields(serve))
 app.command("bench", cls=_Command)(with_fields(bench))
-app.command("plan", cls=_Command)(plan)
+app.command("plan", cls=_Command)(with_fields(plan))
 app.command("doctor", cls=_Command)(doctor)
-app.command("calibrate", cls=_Command)(with_fields(calibrate))
 
 
 def _show_version(wanted: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from para_core.cli.launcher import stated_ranks
-from para_core.cli.options import LoadOptions, RunOptions
+from para_core.cli.options import RecipeOptions
 from para_core.distributed.mesh_shape import mesh_sizes, parse_mesh_sizes
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Checked:
             choose_format(self.draft, format_)
 
 
-def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Checked:
+def check(model: str | None, options: RecipeOptions, *, debug: bool = False) -> Checked:
     """Validate how a command would load ``model``. Imports no torch, so that a wrong option is answered at once.
 
     Unless ``debug``, retries of downloads are not logged. Raise FileNotFoundError if the model, a ControlNet or a LoRA
@@ -99,14 +99,14 @@ def check(model: str | None, options: LoadOptions, *, debug: bool = False) -> Ch
     from para_core.fleet.recipe import Recipe, require_loras
     from para_core.fleet.selection import select_pipeline
 
-    values: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(options)}
-    schedule = _read_schedule(values.pop("attention_schedule"), options.backend)
-    values |= {"backend": schedule or options.backend, "mesh": parse_mesh_sizes(options.mesh)}
-    values |= {"config": next(iter(options.config or ()), None), "controlnet": tuple(options.controlnet or ())}
-    if isinstance(options, RunOptions):
-        with suppress(ValueError):  # Recipe refuses other texts than "default".
-            values["cache"] = float(options.cache or "")
-        values["lora"] = tuple(options.lora or ())
+    values = dict(vars(options))
+    backend, schedule = values["backend"], _read_schedule(values.pop("attention_schedule"), values["backend"])
+    values |= {"backend": schedule or backend, "mesh": parse_mesh_sizes(values["mesh"])}
+    values["config"] = next(iter(values["config"] or ()), None)
+    for name in ("controlnet", "lora"):
+        values[name] = tuple(values.get(name) or ())
+    with suppress(ValueError):  # Recipe refuses other texts than "default".
+        values["cache"] = float(values.get("cache") or "")
     if not debug:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     recipe = Recipe("" if model is None else model, **values)
@@ -151,7 +151,7 @@ def describe_model(model: str | None, checked: Checked) -> Model:
     """
     from para_core.attention.libraries import require_library
     from para_core.fleet.build import find_model
-    from para_core.fleet.recipe import refuse_options
+    from para_core.fleet.recipe import check_options_of_model
 
     recipe = checked.recipe
     backends = recipe.schedule.backends if recipe.schedule else (recipe.backend,)
@@ -164,7 +164,7 @@ def describe_model(model: str | None, checked: Checked) -> Model:
         controlnet=recipe.controlnet,
         trust_remote_code=recipe.trust_remote_code,
     )
-    refuse_options(description, recipe)
+    check_options_of_model(description, recipe)
     return description
 
 

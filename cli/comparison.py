@@ -17,7 +17,7 @@ from torch import nn
 from para_core.adapters.registry import transformers_of
 from para_core.cli.ranks import from_first_rank, gather
 from para_core.fleet.build import build, build_unmodified
-from para_core.fleet.recipe import Recipe, approximations
+from para_core.fleet.recipe import Recipe, approximations, on_one_rank
 from para_core.fleet.request import Request
 from para_core.fleet.work import call_pipe
 from para_core.planner.run_counter import tensors_in
@@ -50,10 +50,8 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
     that work on one rank, uncompiled, so that the comparison shows only what the other ranks change.
     """
     if approximations(recipe):
-        alone = replace(
-            recipe, mesh=(), weights="replicate", text_encoders=None, rotate_method=None, comm_dtype=None, vae=False
-        )
-        reference = Reference(_generate(build(replace(alone, compile="no")), request), None)
+        alone = replace(on_one_rank(recipe), compile="no")
+        reference = Reference(_generate(build(alone), request), None)
     else:
         pipe = build_unmodified(recipe)
         pixels = _generate(pipe, request)

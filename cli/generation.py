@@ -255,9 +255,6 @@ def show_plan(task: GenerationTask) -> None:
     unknown = "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
     pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
     needed = f"{memory.bytes_of(pixels) / 1e9:.3g} of {task.room / 1e9:.3g} GB on each rank" if memory else ""
-    usual = "replicate" if recipe.weights == "replicate" else "fsdp"
-    if recipe.offload:
-        usual = "offload"
     rows = {
         "model": f"{recipe.model} ({task.model.pipeline}, {task.model.kind}s)",
         **({} if recipe.config is None else {"configs": recipe.config}),
@@ -267,7 +264,7 @@ def show_plan(task: GenerationTask) -> None:
         "cache": "none" if recipe.cache is None else f"First Block Cache, threshold {recipe.cache}",
         "compile": recipe.compile,
         "weights": recipe.weights + (f", {recipe.quantize} (not exact)" if recipe.quantize else ""),
-        "text encoders": recipe.text_encoders or usual,
+        "text encoders": recipe.encoders_placement,
         "in host memory": {"blocks": "blocks", "model": "what does not run"}.get(recipe.offload or "", "nothing"),
         "VAE": _vae(recipe),
         "dtype": recipe.dtype,
@@ -287,7 +284,11 @@ def show_plan(task: GenerationTask) -> None:
 
 
 def _vae(recipe: Recipe) -> str:
-    if recipe.vae_placement == "first":
+    if recipe.vae_on_first_rank:
         return "on the first rank, in host memory"
-    where = "on all ranks" if recipe.vae else "on each rank"
-    return f"{where}, in host memory" if recipe.vae_placement == "offload" else where
+    where = "on each rank"
+    if recipe.vae:
+        where = "on all ranks"
+    if recipe.vae_in_host_memory:
+        return f"{where}, in host memory"
+    return where

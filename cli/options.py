@@ -8,14 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
+from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from para_core.cli.option_files import read_config, read_option_files_only
+from para_core.declared_options import Command, Declaration, declarations
+from para_core.fleet.recipe import Recipe
+from para_core.pipeline_options import PIPELINE, RANKS
 
-INPUT, PIPELINE, RANKS, LIMITS = "Input and output", "Pipeline", "Ranks", "Limits"
+INPUT, LIMITS = "Input and output", "Limits"
 
 
 def option(help_: str | None, metavar: str, panel: str | None = None, *names: str, **rest: Any) -> Any:
@@ -46,19 +51,6 @@ Fields = Annotated[list[str] | None, option("Any other argument of the call.", "
 Format = Annotated[str | None, option("png, jpg, webp; mp4, gif, webp.", "EXT", INPUT, "--format")]
 Fps = Annotated[int, option("Frames per second.", "N", INPUT, min=1, max=1000)]
 
-Pipeline = Annotated[str | None, option("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE)]
-Dtype = Annotated[str, option("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE)]
-Cache = Annotated[str | None, option("First Block Cache: threshold or default.", "X", PIPELINE)]
-Weights = Annotated[str, option("replicate, fsdp or tensor.", "HOW", PIPELINE)]
-Offload = Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)]
-ResidentBlocks = Annotated[int | None, option("Of --offload blocks: stay on the device (1).", "N", PIPELINE, min=0)]
-Loras = Annotated[list[str] | None, option("File or Hub name[:scale].", "NAME", PIPELINE)]
-TextEncoders = Annotated[str | None, option("replicate, fsdp, offload or first.", "HOW", PIPELINE)]
-VaePlacement = Annotated[str | None, option("replicate, offload or first.", "HOW", PIPELINE)]
-Quantize = Annotated[str | None, option("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE)]
-
-PipeFusionPatches = Annotated[int | None, option("Patches of stages; not exact.", "N", RANKS, min=1)]
-Mesh = Annotated[str, option("Largest sizes: batch=2,ring=2.", "DIMS", RANKS)]
 Memory = Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)]
 Ranks = Annotated[int | None, option("Of each replica. Default: one per GPU.", "N", RANKS)]
 Debug = Annotated[bool, flag("--debug", "Show tracebacks and all log messages.")]
@@ -103,44 +95,84 @@ class CallOptions:
         return common | fields
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """Options of every command that loads a pipeline. Each field is an option."""
+class RecipeOptions(SimpleNamespace):
+    """Options for the fields of a recipe, as the class :class:`~para_core.fleet.recipe.Recipe` declares them.
 
-    config: Config = None
-    pipeline: Pipeline = None
-    controlnet: Annotated[list[str] | None, option("Folder or Hub name of a ControlNet.", "NAME", PIPELINE)] = None
-    backend: Annotated[str | None, option("Local attention: cudnn, flash3, sage...", "NAME", PIPELINE)] = None
-    attention_schedule: Annotated[str | None, option("Middle steps: sage:4:4, keys=0.5:4:4.", "HOW:N:N", PIPELINE)] = (
-        None
-    )
-    cross_backend: Annotated[str | None, option("Attention to another sequence.", "NAME", PIPELINE)] = None
-    dtype: Dtype = "auto"
-    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)] = (
-        False
-    )
-    mesh: Mesh = ""
+    Each option is an attribute, also ``attention_schedule``, which is no field, and ``config`` except in
+    ``para_core plan``.
+    """
+
+    @classmethod
+    def parameters(cls) -> list[Parameter]:
+        """Return the options as keyword parameters for typer."""
+        return [_CONFIG, *_parameters_of_recipe(lambda command: True)]
 
 
-@dataclass(frozen=True)
-class RunOptions(LoadOptions):
-    """Options of the commands that generate. Each field is an option."""
+class RunOptions(RecipeOptions):
+    """Options of the commands that generate."""
 
-    cache: Cache = None
-    compile: Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE)] = "no"
-    weights: Weights = "replicate"
-    text_encoders: TextEncoders = None
-    offload: Offload = None
-    resident_blocks: ResidentBlocks = None
-    quantize: Quantize = None
-    vae: Annotated[bool, flag("--vae/--no-vae", "Run the VAE on all ranks.", PIPELINE)] = False
-    vae_placement: VaePlacement = None
-    lora: Loras = None
-    rotate_method: Annotated[str | None, option("Ring: alltoall, allgather or 2d.", "HOW", RANKS)] = None
-    comm_dtype: Annotated[str | None, option("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)] = None
-    pipefusion: PipeFusionPatches = None
-    timeout: Annotated[float, option("Seconds that ranks wait.", "S", RANKS)] = 600
-    verify: Annotated[bool, flag("--verify", "Compare each new size with the unmodified model.", RANKS)] = False
+
+class LoadOptions(RecipeOptions):
+    """Options of commands that only load a pipeline."""
+
+    @classmethod
+    def parameters(cls) -> list[Parameter]:
+        return [_CONFIG, *_parameters_of_recipe(lambda command: command.loads)]
+
+
+class PlanOptions(RecipeOptions):
+    """Options of ``para_core plan`` that are those of a recipe."""
+
+    @classmethod
+    def parameters(cls) -> list[Parameter]:
+        return _parameters_of_recipe(lambda command: command.plans)
+
+
+def _parameters_of_recipe(has: Callable[[Command], bool]) -> list[Parameter]:
+    """Return a parameter for each field of a recipe whose command ``has``, those that loading needs first."""
+    commands = [(declaration, declaration.option.command) for declaration in declarations(Recipe)]
+    declared = [(declaration, command) for declaration, command in commands if command is not None and has(command)]
+    parameters: list[Parameter] = []
+    for declaration, command in sorted(declared, key=lambda each: (each[1].panel, not each[1].loads)):
+        parameters.append(_parameter(declaration, command))
+        if declaration.name == "backend":
+            parameters.append(_SCHEDULE)
+    return parameters
+
+
+def _parameter(declaration: Declaration, words: Command) -> Parameter:
+    """Return the parameter of a command, from which typer makes the option of a field."""
+    default = declaration.default
+    if bool in declaration.members:
+        names = f"--{declaration.name.replace('_', '-')}"
+        if words.opposite:
+            names += f"/--no-{declaration.name.replace('_', '-')}"
+        annotation: Any = Annotated[bool, flag(names, words.help, words.panel)]
+        return Parameter(declaration.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    limits: dict[str, Any] = {}
+    if declaration.option.at_least != -inf:
+        limits["min"] = declaration.option.at_least
+    kind: Any = str
+    if tuple[str, ...] in declaration.members:
+        kind, default = list[str] | None, None
+    elif default == ():
+        # A mesh is one text.
+        default = ""
+    elif not declaration.choices:
+        kind = next((number for number in (int, float) if number in declaration.members), str)
+    if declaration.is_optional:
+        kind = kind | None
+    annotation = Annotated[kind, option(words.help, words.metavar, words.panel, **limits)]
+    return Parameter(declaration.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_SCHEDULE = Parameter(
+    "attention_schedule",
+    Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[str | None, option("Middle steps: sage:4:4, keys=0.5:4:4.", "HOW:N:N", PIPELINE)],
+)
+_CONFIG = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Config)
 
 
 @dataclass(frozen=True)
@@ -177,7 +209,9 @@ class FileOptions:
 
 
 def with_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """Return ``command`` with each parameter that is a dataclass replaced by its fields, because typer needs flat ones.
+    """Return ``command`` with each parameter that is a group of options replaced by these, as typer needs.
+
+    A group is a dataclass, whose fields are the options, or :class:`RecipeOptions`.
 
     Example:
         >>> def generate(*, load: LoadOptions, seed: int = 0) -> None: ...
@@ -186,27 +220,40 @@ def with_fields(command: Callable[..., None]) -> Callable[..., None]:
         'trust_remote_code', 'mesh', 'seed']
     """
     parameters: list[Parameter] = []
-    types: dict[str, Any] = {}
+    groups: dict[str, Any] = {}
     for parameter in signature(command, eval_str=True).parameters.values():
-        if not is_dataclass(parameter.annotation):
+        if is_dataclass(parameter.annotation) or _is_of_recipe(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += _parameters_of(parameter.annotation)
+        else:
             parameters.append(parameter)
-            continue
-        types[parameter.name] = parameter.annotation
-        hints = get_type_hints(parameter.annotation, include_extras=True)
-        parameters += [
-            parameter.replace(name=field.name, default=field.default, annotation=hints[field.name])
-            for field in fields(parameter.annotation)
-        ]
 
     @wraps(command)
     def run(**values: Any) -> None:
-        for name, kind in types.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        for name, group in groups.items():
+            options = {parameter.name: values.pop(parameter.name) for parameter in _parameters_of(group)}
+            values[name] = group(**options)
         command(**values)
 
     run.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def _is_of_recipe(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, RecipeOptions)
+
+
+def _parameters_of(group: Any) -> list[Parameter]:
+    """Return the options of a group as keyword parameters."""
+    if _is_of_recipe(group):
+        parameters: list[Parameter] = group.parameters()
+        return parameters
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+        for field in fields(group)
+    ]
 
 
 def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:

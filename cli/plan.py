@@ -20,13 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from para_core.cli import options
-from para_core.cli.options import PIPELINE, RANKS, flag, option
+from para_core.cli.options import flag, option
 from para_core.cli.plan_weights import ComponentBytes, WeightOptions, WeightsOnly
 from para_core.distributed.mesh_shape import parse_mesh_sizes
 from para_core.fleet.model_files import GGUF, SAFETENSORS, home_of
 from para_core.fleet.outputs import require_file
 from para_core.fleet.recipe import Compile
 from para_core.fleet.request import read_size
+from para_core.pipeline_options import PIPELINE, RANKS
 
 if TYPE_CHECKING:
     from para_core.planner.mesh_plan import MeshPlan
@@ -42,6 +43,7 @@ _INDEX_FILES = ("model_index.json", "modular_model_index.json")
 
 def plan(
     context: typer.Context,
+    *,
     model: Annotated[str, option("Published name (--list), folder or Hub name.", "NAME")] = "FLUX.1-dev",
     ranks: Annotated[int, option("Number of devices.", "N")] = 1,
     device: Annotated[str, option("Such as 4090, or name,GB,TFLOPs,link.", "NAME")] = "H100",
@@ -50,15 +52,12 @@ def plan(
     size: Annotated[str | None, option("Width x height: 1024x768. Default: published.", "WxH")] = None,
     frames: Annotated[int | None, option("Frames of a video.", "N")] = None,
     steps: Annotated[int | None, option("Denoising steps.", "N")] = None,
-    pipeline: options.Pipeline = None,
+    pipeline: Annotated[str | None, option("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE)] = None,
     compile_: Annotated[str, option("no, blocks or whole.", "HOW", PIPELINE, "--compile")] = "whole",
     dtype: Annotated[str, option("auto, bfloat16 or float16.", "TYPE", PIPELINE)] = "auto",
     weights: Annotated[str | None, option("replicate, fsdp or tensor. Default: any.", "HOW", PIPELINE)] = None,
     offload: Annotated[str | None, option("Wait in host memory: blocks or model.", "WHAT", PIPELINE)] = None,
-    text_encoders: options.TextEncoders = None,
-    vae_placement: options.VaePlacement = None,
-    quantize: options.Quantize = None,
-    pipefusion: options.PipeFusionPatches = None,
+    choices: options.PlanOptions,
     mesh: Annotated[str, option("Largest sizes: batch=2,ring=2. Default: any.", "DIMS", RANKS)] = "",
     memory: Annotated[float | None, option("Of a rank. Default: its device's.", "GB", RANKS)] = None,
     trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run a modular repository's code.", PIPELINE)] = (
@@ -88,6 +87,7 @@ def plan(
     if compile_ not in get_args(Compile):
         raise ValueError(f"compile is {compile_!r}; expected one of {', '.join(get_args(Compile))}.")
     width, height = (None, None) if size is None else read_size(size)
+    patches = choices.pipefusion
     settings: dict[str, Any] = {
         "ranks": ranks,
         "device": device,
@@ -96,10 +96,8 @@ def plan(
         "compiled": compile_ != "no",
         "mesh": dict(parse_mesh_sizes(mesh)),
         "memory": None if memory is None else memory * 1e9,
-        "text_encoders": text_encoders,
-        "vae_placement": vae_placement,
-        "quantize": quantize,
-        "pipefusion": None if pipefusion is None else PipeFusion(pipefusion),
+        **vars(choices),
+        "pipefusion": None if patches is None else PipeFusion(patches),
         "measured": measured,
         **({} if weights is None else {"weights": weights}),
         **({} if offload is None else {"offload": offload}),
@@ -117,8 +115,8 @@ def plan(
         subject = _published(source, sizes)
     if isinstance(subject, WeightsOnly):
         _require_no_chart(out, subject)
-        weight_options = WeightOptions(ranks, weights, offload, quantize)
-        _require_components(subject, weight_options, pipefusion)
+        weight_options = WeightOptions(ranks, weights, offload, choices.quantize)
+        _require_components(subject, weight_options, patches)
         used = {*_OF_WEIGHTS, *weight_options.used}
         unused = [name for name in _chosen_options(context) if name not in used]
         _print_weights(subject, device, settings["memory"], weight_options, unused, console)
@@ -128,9 +126,9 @@ def plan(
         _print_table(mesh_plan, console)
     else:
         console.print(mesh_plan.markdown(), markup=False)
-    if pipefusion is not None and all(row.shape.pipefusion is None for row in mesh_plan.rows):
+    if patches is not None and all(row.shape.pipefusion is None for row in mesh_plan.rows):
         console.print(
-            f"\n--pipefusion {pipefusion} is not used: it is predicted on several ranks, one for each stage of a mesh "
+            f"\n--pipefusion {patches} is not used: it is predicted on several ranks, one for each stage of a mesh "
             "with pipe.",
             markup=False,
         )

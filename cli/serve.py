@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from para_core.cli import checks, options
-from para_core.cli.options import INPUT, LIMITS, PIPELINE, RANKS, flag, option
+from para_core.cli.options import INPUT, LIMITS, flag, option
 from para_core.cli.progress import announce_imports
 from para_core.cli.signals import SignalCode
 from para_core.fleet.choice_of_ray import uses_ray
@@ -26,6 +26,7 @@ from para_core.fleet.outputs import choose_format, require_file
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Delivery, Request, make_request, read_size
 from para_core.fleet.selection import pipelines_for
+from para_core.pipeline_options import PIPELINE, RANKS
 
 if TYPE_CHECKING:
     from para_core.fleet.log_relay import LogReader

@@ -16,8 +16,11 @@ from torch import nn
 
 from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, parallelize_pipe
 from para_core.adapters.inspect.components import encoders_with_blocks, text_encoders_of, vaes_of
-from para_core.adapters.registry import mesh_of, refuse_unsupported_classes, transformers_of
+from para_core.adapters.model_checks import check_component_classes
+from para_core.adapters.registry import mesh_of, transformers_of
 from para_core.adapters.weights.features import require_quantizer
+from para_core.attention.attention_options import COMM_DTYPES
+from para_core.declared_options import values_of
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import one_guided_rank
 from para_core.fleet.classical import load_classical, load_controlnets, pipeline_class
@@ -28,7 +31,7 @@ from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe, fin
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.fleet.selection import select_pipeline
 from para_core.instance_patching import original_class
-from para_core.option_values import TextEncoders
+from para_core.pipeline_options import PipelineChoices
 from para_core.progress import readable_bytes, report, reporting_components
 from para_core.user_warnings import ParallelWarning
 from para_core.verify import verification
@@ -61,7 +64,7 @@ def find_model(
     if cls is None:
         version = diffusers.__version__
         raise ValueError(f"model {name!r} is for {selection.pipeline}, which diffusers {version} does not have.")
-    refuse_unsupported_classes(selection.pipeline, component_classes(selection.index.content))
+    check_component_classes(selection.pipeline, component_classes(selection.index.content))
     model = replace(describe(name, cls, defaults), config=config, controlnet=tuple(controlnet))
     return replace(model, multiple=multiple_of_model(model))
 
@@ -81,8 +84,10 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     if not dist.is_initialized():
         # A launcher may have set WORLD_SIZE, which parallelize_pipe takes for a missing process group.
         mesh = one_guided_rank(device)
-    weights = None if recipe.weights == "replicate" or ranks == 1 else recipe.weights
-    text_encoders = recipe.text_encoders or ("offload" if recipe.offload == "blocks" else None)
+    weights = None if ranks == 1 else recipe.sharding
+    options = values_of(recipe, PipelineChoices)
+    if recipe.offload == "blocks" and not recipe.places_encoders:
+        options["text_encoders"] = "offload"
     if weights is not None and not recipe.lora and recipe.config is None and not has_modular_index(recipe.model):
         mesh = mesh or init_context_parallel_mesh(device)
         with _reporting_components(recipe):
@@ -95,14 +100,16 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
                 dtype=dtype_of(recipe),
                 **load_controlnets(recipe, dtype_of(recipe)),
             )
-        if weights == "tensor" and encoders_with_blocks(pipe):
-            text_encoders = text_encoders or "fsdp"
+        if weights == "tensor" and encoders_with_blocks(pipe) and not recipe.places_encoders:
+            options["text_encoders"] = "fsdp"
         # The weights are sharded already, so parallelize_pipe must not do so again.
         weights = None
     else:
-        pipe = _load_whole(recipe, weights, text_encoders, device, encode_first)
-    if text_encoders is not None and not text_encoders_of(pipe):
-        text_encoders = recipe.text_encoders
+        pipe = _load_whole(recipe, weights, device, encode_first)
+    if not recipe.places_encoders and not text_encoders_of(pipe):
+        options["text_encoders"] = None
+    if ranks == 1:
+        options["vae"] = False
     if recipe.verify:
         _show_verification()
     if ranks > 1:
@@ -110,19 +117,12 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     parallelize_pipe(
         pipe,
         mesh=mesh,
-        vae=recipe.vae and ranks > 1,
         weights=weights,
-        text_encoders=text_encoders,
-        vae_placement=recipe.vae_placement,
         offload="blocks" if recipe.offload == "blocks" else None,
-        resident_blocks=recipe.resident_blocks,
         pipefusion=None if recipe.pipefusion is None else PipeFusion(recipe.pipefusion),
-        backend=recipe.backend,
-        cross_backend=recipe.cross_backend,
-        comm_dtype=None if recipe.comm_dtype is None else getattr(torch, recipe.comm_dtype),
-        rotate_method=recipe.rotate_method,
+        comm_dtype=None if recipe.comm_dtype is None else COMM_DTYPES[recipe.comm_dtype],
         timeout=recipe.timeout,
-        verify=recipe.verify,
+        **options,
     )
     if weights == "tensor" and recipe.quantize is not None:
         require_quantizer().quantize(pipe, recipe.quantize)
@@ -152,9 +152,8 @@ def build_unmodified(recipe: Recipe) -> Any:
     offload is enabled, because all weights may not fit on this rank's GPU.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    spares_memory = recipe.weights != "replicate" or recipe.offload is not None or recipe.text_encoders is not None
-    offload: Offload | None = "model" if spares_memory and device == "cuda" else None
-    pipe = _load_whole(replace(recipe, weights="replicate", offload=offload), None, None, device, None)
+    offload: Offload | None = "model" if recipe.moves_weights and device == "cuda" else None
+    pipe = _load_whole(replace(recipe.without_placements, weights="replicate", offload=offload), None, device, None)
     if offload is not None:
         pipe.enable_model_cpu_offload(device=device)
     if not is_modular(pipe):
@@ -162,13 +161,7 @@ def build_unmodified(recipe: Recipe) -> Any:
     return pipe
 
 
-def _load_whole(
-    recipe: Recipe,
-    weights: str | None,
-    text_encoders: TextEncoders | None,
-    device: str,
-    encode_first: EncodeFirst | None,
-) -> Any:
+def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: EncodeFirst | None) -> Any:
     """Load the pipeline, with all weights and LoRAs, to ``device``. Offloaded components remain in host memory.
 
     ``weights`` says how the caller will shard the weights, None for not at all.
@@ -185,8 +178,10 @@ def _load_whole(
     _load_lora(pipe, recipe.lora)
     if quantize is not None and weights == "fsdp":
         require_quantizer().quantize(pipe, quantize, gatherable=True)
-    on_host = {*text_encoders_of(pipe)} if text_encoders in ("offload", "first") else set()
-    if recipe.vae_placement in ("offload", "first"):
+    on_host: set[str] = set()
+    if recipe.encoders_wait_on_host:
+        on_host |= {*text_encoders_of(pipe)}
+    if recipe.vae_in_host_memory:
         on_host |= {*vaes_of(pipe)}
     if recipe.offload == "blocks":
         on_host |= {*transformers_of(pipe)}

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.inspect.components import text_encoders_of
-from para_core.adapters.registry import transformers_of, unets_of
+from para_core.adapters.registry import transformers_of
 from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.failures import RanksEnded
 from para_core.fleet.prompt_file import Line
@@ -92,7 +93,7 @@ class EncodeFirst:
     def fits(recipe: Recipe) -> bool:
         """Whether ``recipe`` keeps text encoders and whole transformers on the device, so that phases save memory."""
         in_stages = dict(recipe.mesh).get("pipe", 1) > 1
-        return recipe.weights == "replicate" and not (recipe.text_encoders or recipe.offload or in_stages)
+        return not (recipe.sharding or recipe.places_encoders or recipe.offload or in_stages)
 
     def attach(self, pipe: Any, device: str, *, park: bool) -> None:
         """Prepare ``pipe``, whose weights are in host memory, to run on ``device``.
@@ -100,7 +101,7 @@ class EncodeFirst:
         Does nothing without a text encoder or denoiser. With ``park`` the denoisers' weights stay in host memory while
         text encoders run.
         """
-        encoders, denoisers = text_encoders_of(pipe), {**transformers_of(pipe), **unets_of(pipe)}
+        encoders, denoisers = text_encoders_of(pipe), {**transformers_of(pipe), **other_denoisers_of(pipe)}
         if not encoders or not denoisers:
             return
         self._pipe, self._device, self._names = pipe, torch.device(device), list(denoisers)

@@ -50,7 +50,6 @@ _EXTRAS = {
     **dict.fromkeys(("fastapi", "fastapi_offline", "starlette", "prometheus_client", "uvicorn"), "fleet"),
     "ray": "ray",
     **dict.fromkeys(("torchao", "gguf"), "quantize"),
-    "skimage": "calibrate",
 }
 
 

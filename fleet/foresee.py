@@ -24,7 +24,7 @@ from para_core.fleet.pipeline_info import Model
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in, multiple_of_sides, read_pipeline
 from para_core.fleet.recipe import Recipe
 from para_core.option_values import num_resident
-from para_core.planner.prediction import RESERVED, default_text_encoders, memory_of
+from para_core.planner.prediction import RESERVED, memory_of
 from para_core.planner.traffic import MeshShape
 from para_core.planner.weights import Placement
 
@@ -104,11 +104,12 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
 def _bytes_at(pipe: Any, recipe: Recipe, shape: MeshShape, side: int) -> tuple[float, int]:
     """Return ``(bytes of a rank, pixels of all frames)`` for square frames of ``side``, in the default number."""
     work = workload(pipe, height=side, width=side, ends=False)
-    usual = "offload" if recipe.offload == "blocks" else default_text_encoders(shape)
-    resident = num_resident(recipe.resident_blocks) if recipe.offload == "blocks" else None
+    resident: int | None = None
+    if recipe.offload == "blocks":
+        resident = num_resident(recipe.resident_blocks)
     # The weights of a GGUF file have at most 8 bits.
     quantize = recipe.quantize or ("int8" if recipe.model.endswith(GGUF) else None)
-    placement = Placement(recipe.text_encoders or usual, resident, quantize, recipe.vae_placement or "replicate")
+    placement = Placement(recipe.encoders_placement, resident, quantize, recipe.placement_of_vae)
     return memory_of(shape, work, placement), side * side * work.frames
 
 

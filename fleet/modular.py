@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -172,21 +172,6 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     if output == "images" and isinstance(samples[0], list):
         samples = [layer for layers in samples for layer in layers]
     return SimpleNamespace(**{_OUTPUTS[output or ""][1]: samples})
-
-
-def set_guidance(pipe: Any, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Set the guiders of a modular pipeline to the guidance scales in the arguments of several ``calls``.
-
-    Return the calls without these fields. Raise ValueError if the scales of two calls differ.
-    """
-    guiders = guiders_of(pipe)
-    for field, name in guiders.items():
-        scales = {call.get(field) for call in calls}
-        if len(scales) > 1:
-            raise ValueError(f"{field} is {sorted(map(str, scales))}; expected one value for all prompts.")
-        if scales != {None}:
-            getattr(pipe, name).guidance_scale = scales.pop()
-    return [{field: value for field, value in call.items() if field not in guiders} for call in calls]
 
 
 @contextmanager

@@ -5,23 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
-from para_core.attention.schedule import AttentionSchedule
+from para_core.declared_options import Command, Option, check_names, declarations
 from para_core.fleet.model_files import GGUF
 from para_core.fleet.pipeline_info import Model
-from para_core.option_values import (
-    EXACT_FORM,
-    Backend,
-    Quantize,
-    RotateMethod,
-    TextEncoders,
-    VaePlacement,
-    require_quantize_fits,
-)
+from para_core.option_values import Quantize, TextEncoders, require_quantize_fits
+from para_core.pipeline_options import PIPELINE, RANKS, PipelineChoices
 
 Compile = Literal["no", "blocks", "whole"]
 Offload = Literal["blocks", "model"]
@@ -29,49 +22,73 @@ _LONGEST_TIMEOUT = 365 * 24 * 3600
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Options for loading a pipeline on a group of ranks.
-
-    Fields without a comment are arguments of :func:`parallelize_pipe`.
-    """
+class Recipe(PipelineChoices):
+    """Options for loading a pipeline on a group of ranks, and for parallelizing it: see :class:`PipelineChoices`."""
 
     model: str  # folder, repository on the Hub, or single file
-    pipeline: str | None = None  # class of diffusers that loads the model; None for that of its index
+    pipeline: Annotated[
+        str | None,  # class of diffusers that loads the model; None for that of its index
+        Option(50, command=Command("Another class: FluxImg2ImgPipeline.", "CLASS", PIPELINE, loads=True)),
+    ] = None
     config: str | None = None  # folder or repository with the configs of a single file
-    controlnet: tuple[str, ...] = ()  # folders or repositories of ControlNets for the class
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # "auto": bfloat16 on a GPU, float32 elsewhere
+    controlnet: Annotated[
+        tuple[str, ...],  # folders or repositories of ControlNets for the class
+        Option(60, command=Command("Folder or Hub name of a ControlNet.", "NAME", PIPELINE, loads=True)),
+    ] = ()
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],  # "auto": bfloat16 on a GPU, float32 elsewhere
+        Option(300, command=Command("auto, float32, bfloat16 or float16.", "TYPE", PIPELINE, loads=True)),
+    ] = "auto"
     # Largest sizes of mesh dims, with names of mesh_shape.MESH_NAMES. Empty leaves the choice to parallelize_pipe.
-    mesh: tuple[tuple[str, int], ...] = ()
-    rotate_method: RotateMethod | None = None
-    cache: float | Literal["default"] | None = None  # threshold of First Block Cache, or that of the model family
-    compile: Compile = "no"  # the transformer's blocks, with one graph for equal ones, or the whole transformer
-    weights: Literal["replicate", "fsdp", "tensor"] = "replicate"
-    text_encoders: TextEncoders | None = None  # with offload="blocks" the default is "offload"
+    mesh: Annotated[
+        tuple[tuple[str, int], ...],
+        Option(10, command=Command("Largest sizes: batch=2,ring=2.", "DIMS", RANKS, loads=True)),
+    ] = ()
+    cache: Annotated[
+        float | Literal["default"] | None,  # threshold of First Block Cache, or that of the model family
+        Option(100, command=Command("First Block Cache: threshold or default.", "X", PIPELINE)),
+    ] = None
+    compile: Annotated[
+        Compile,  # the transformer's blocks, with one graph for equal ones, or the whole transformer
+        Option(110, command=Command("no, blocks or whole.", "HOW", PIPELINE)),
+    ] = "no"
+    weights: Annotated[
+        Literal["replicate", "fsdp", "tensor"],
+        Option(120, needs_ranks=True, command=Command("replicate, fsdp or tensor.", "HOW", PIPELINE)),
+    ] = "replicate"
     # Modules that stay in host memory until they run: the transformer's blocks, as in parallelize_pipe, or whole
     # components (enable_model_cpu_offload, CUDA only).
-    offload: Offload | None = None
-    resident_blocks: int | None = None
-    pipefusion: int | None = None  # number of patches, with pipeline stages (a pipe mesh dim) or on one rank; not exact
-    quantize: Quantize | None = None  # of the transformers, by torchao; not exact
-    backend: Backend | AttentionSchedule | None = None
-    cross_backend: Backend | None = None
-    comm_dtype: Literal["int8", "float8_e4m3fn"] | None = None  # of what ranks exchange in attention; not exact
-    vae: bool = False
-    vae_placement: VaePlacement | None = None
-    lora: tuple[str, ...] = ()  # files or repositories, each with ":scale" if the scale is not 1
-    timeout: float = 600.0
-    verify: bool = False
-    trust_remote_code: bool = False  # whether code of a modular pipeline's repository may run
+    offload: Annotated[
+        Offload | None,
+        Option(140, command=Command("Wait in host memory: blocks or model.", "WHAT", PIPELINE)),
+    ] = None
+    pipefusion: Annotated[
+        int | None,  # number of patches, with pipeline stages (a pipe mesh dim) or on one rank; not exact
+        Option(250, at_least=1, command=Command("Patches of stages; not exact.", "N", RANKS, plans=True)),
+    ] = None
+    quantize: Annotated[
+        Quantize | None,  # of the transformers, by torchao; not exact
+        Option(160, command=Command("int8, fp8, int8-dynamic, fp8-dynamic.", "HOW", PIPELINE, plans=True)),
+    ] = None
+    comm_dtype: Annotated[
+        Literal["int8", "float8_e4m3fn"] | None,  # of what ranks exchange in attention; not exact
+        Option(230, needs_ranks=True, command=Command("int8 or float8_e4m3fn; not exact.", "TYPE", RANKS)),
+    ] = None
+    lora: Annotated[
+        tuple[str, ...],  # files or repositories, each with ":scale" if the scale is not 1
+        Option(190, command=Command("File or Hub name[:scale].", "NAME", PIPELINE)),
+    ] = ()
+    timeout: Annotated[float, Option(260, command=Command("Seconds that ranks wait.", "S", RANKS))] = 600
+    trust_remote_code: Annotated[
+        bool,  # whether code of a modular pipeline's repository may run
+        Option(310, command=Command("Run a modular repository's code.", "", PIPELINE, loads=True)),
+    ] = False
 
     def __post_init__(self) -> None:
-        if self.cache not in (None, "default") and not (isinstance(self.cache, (int, float)) and 0 <= self.cache < inf):
+        is_threshold = isinstance(self.cache, (int, float)) and 0 <= self.cache < inf
+        if self.cache not in (None, "default") and not is_threshold:
             raise ValueError(f"cache is {self.cache!r}; expected a threshold of at least 0, or 'default'.")
-        for name, hint in get_type_hints(type(self)).items():
-            value = getattr(self, name)
-            literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
-            allowed = [choice for literal in literals for choice in get_args(literal)]
-            if allowed and isinstance(value, str) and value not in allowed:
-                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(allowed)}.")
+        check_names(self)
         if not 0 < self.timeout < _LONGEST_TIMEOUT:
             raise ValueError(f"timeout is {self.timeout:g} s; expected a positive number of seconds, at most a year.")
         if self.weights == "tensor" and "tensor" not in dict(self.mesh):
@@ -86,26 +103,11 @@ class Recipe:
                 "needs one after the other. Leave one out."
             )
         if self.model.endswith(GGUF):
-            _require_gguf_fits(self)
+            _check_gguf(self)
         if self.quantize is not None:
-            require_quantize_fits(self.quantize, None if self.weights == "replicate" else self.weights)
-        if self.offload == "model" and self.text_encoders not in (None, "replicate"):
-            raise ValueError(
-                f"text encoders are {self.text_encoders!r} with offload 'model', which moves them; leave one out."
-            )
-        if self.vae and self.vae_placement == "first":
-            raise ValueError("vae_placement is 'first', and vae runs the VAE on all ranks; leave one out.")
-        if self.offload == "model" and self.vae_placement not in (None, "replicate"):
-            raise ValueError(
-                f"vae_placement is {self.vae_placement!r} with offload 'model', which moves it; leave one out."
-            )
-        if self.resident_blocks is not None and self.offload != "blocks":
-            raise ValueError(
-                f"resident_blocks is {self.resident_blocks} with offload {self.offload!r}, where no block waits in "
-                "host memory; expected offload 'blocks', or leave one out."
-            )
-        if self.offload is not None and self.weights != "replicate":
-            raise ValueError(f"weights are {self.weights!r} with offload {self.offload!r}; expected 'replicate'.")
+            require_quantize_fits(self.quantize, self.sharding)
+        self.check_vae()
+        _check_host_memory(self)
         if self.verify:
             obstacles = _obstacles_to_verify(self)
             if obstacles:
@@ -115,9 +117,30 @@ class Recipe:
                 )
 
     @property
-    def schedule(self) -> AttentionSchedule | None:
-        """The attention schedule, if ``backend`` is one; otherwise None."""
-        return self.backend if isinstance(self.backend, AttentionSchedule) else None
+    def sharding(self) -> Literal["fsdp", "tensor"] | None:
+        """The way to shard the weights. None if each rank holds all of them."""
+        return None if self.weights == "replicate" else self.weights
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether weights are sharded over ranks, or wait in host memory until their component runs."""
+        return self.sharding is not None or self.offload is not None or bool(self.placements)
+
+    @property
+    def encoders_placement(self) -> TextEncoders:
+        """The placement of the text encoders, with the default that follows from the other options."""
+        if self.text_encoders is not None:
+            return self.text_encoders
+        if self.offload is not None:
+            return "offload"
+        return "replicate" if self.sharding is None else "fsdp"
+
+    @property
+    def encoders_wait_on_host(self) -> bool:
+        """Whether the text encoders wait in host memory: by their placement, or with the blocks if they have none."""
+        if self.places_encoders:
+            return self.encoders_in_host_memory
+        return self.offload == "blocks"
 
     @property
     def digest(self) -> str:
@@ -137,11 +160,26 @@ class Recipe:
         return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:16]
 
 
-def _require_gguf_fits(recipe: Recipe) -> None:
+def _check_host_memory(recipe: Recipe) -> None:
+    """Raise ValueError if an option contradicts ``offload``, or needs it."""
+    offload = recipe.offload
+    if offload == "model":
+        for name, placement in recipe.placements.items():
+            raise ValueError(f"{name} is {placement!r} with offload 'model', which moves all weights; leave one out.")
+    if recipe.resident_blocks is not None and offload != "blocks":
+        raise ValueError(
+            f"resident_blocks is {recipe.resident_blocks} with offload {offload!r}, where no block waits in host "
+            "memory; expected offload 'blocks', or leave one out."
+        )
+    if offload is not None and recipe.sharding is not None:
+        raise ValueError(f"weights are {recipe.weights!r} with offload {offload!r}; expected 'replicate'.")
+
+
+def _check_gguf(recipe: Recipe) -> None:
     """Raise ValueError if an option needs plain weights, while the model is a GGUF file, whose weights stay packed."""
     pipe = dict(recipe.mesh).get("pipe", 1)
     values = {
-        "weights": None if recipe.weights == "replicate" else recipe.weights,
+        "weights": recipe.sharding,
         "quantize": recipe.quantize,
         "compile": None if recipe.compile == "no" else recipe.compile,
         "mesh": f"pipe={pipe}" if pipe > 1 else None,
@@ -178,12 +216,21 @@ def approximations(recipe: Recipe) -> tuple[str, ...]:
         "cache": recipe.cache or None,
         "pipefusion": recipe.pipefusion,
         "quantize": recipe.quantize,
-        "backend": recipe.backend if recipe.backend in EXACT_FORM else None,
-        "attention_schedule": recipe.schedule if recipe.schedule and recipe.schedule.approximates else None,
-        "cross_backend": recipe.cross_backend if recipe.cross_backend in EXACT_FORM else None,
-        "comm_dtype": recipe.comm_dtype,
     }
-    return tuple(name for name, value in values.items() if value is not None)
+    names = [name for name, value in values.items() if value is not None]
+    for name in recipe.approximate_backends:
+        # In a command, a schedule is an option of its own.
+        by_schedule = name == "backend" and recipe.schedule is not None
+        names.append("attention_schedule" if by_schedule else name)
+    if recipe.comm_dtype is not None:
+        names.append("comm_dtype")
+    return tuple(names)
+
+
+def on_one_rank(recipe: Recipe) -> Recipe:
+    """Return ``recipe`` without the options that do something on several ranks only."""
+    defaults = {each.name: each.default for each in declarations(Recipe) if each.option.needs_ranks}
+    return replace(recipe, mesh=(), **defaults)
 
 
 def can_verify(recipe: Recipe) -> bool:
@@ -194,7 +241,9 @@ def can_verify(recipe: Recipe) -> bool:
 def _obstacles_to_verify(recipe: Recipe) -> list[str]:
     # A step that a cache skips is left out, and the unmodified model has the same quantized weights.
     names = [name for name in approximations(recipe) if name not in ("cache", "quantize")]
-    return names + (["a mesh with pipe"] if dict(recipe.mesh).get("pipe", 1) > 1 else [])
+    if dict(recipe.mesh).get("pipe", 1) > 1:
+        names.append("a mesh with pipe")
+    return names
 
 
 def require_loras(recipe: Recipe) -> None:
@@ -214,7 +263,7 @@ def require_loras(recipe: Recipe) -> None:
             )
 
 
-def refuse_options(model: Model, recipe: Recipe) -> None:
+def check_options_of_model(model: Model, recipe: Recipe) -> None:
     """Raise ValueError if the pipeline of ``model`` lacks a method that a LoRA or ``offload="model"`` needs.
 
     Raise what :func:`require_loras` raises.

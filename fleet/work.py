@@ -64,7 +64,7 @@ def generate_batch(
     if watch.preview is not None and requests[0].delivery.partial_images:
         send = watch.preview if first else lambda output: None
         # Decoding is a collective call if the VAE runs on all ranks, or on the first rank for all.
-        decodes = first or recipe.vae or recipe.vae_placement == "first"
+        decodes = first or recipe.vae or recipe.vae_on_first_rank
         previews = Previews(requests[0], send, decodes=decodes)
     start = time.perf_counter()
     output = call_pipe(pipe, requests, **step_callback(pipe, watch, previews))

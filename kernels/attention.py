@@ -5,7 +5,8 @@ The kernel itself is in :mod:`para_core.kernels.attention_kernel`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -13,8 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from para_core.kernels import attention_hopper
-from para_core.kernels.attention_configs import Config, KernelCall, config_for, hopper_config_for
+from para_core.kernels.attention_configs import Config, KernelCall, config_for
 from para_core.kernels.attention_kernel import LOG2_E, attention_kernel
 from para_core.kernels.attention_reference import in_float32
 
@@ -25,9 +25,6 @@ _SCHEMA = (
 )
 LARGEST_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Values of the kernel's constant MASK, by dtype of the mask. Any other dtype gives "float", for numbers that are added
-# to the scores.
-_KINDS = {torch.uint8: "bool", torch.int32: "bits"}
 
 
 class RoundedKeys(NamedTuple):
@@ -62,17 +59,21 @@ def attention(
         ValueError: If the shapes do not fit, or a head dim is too large.
     """
     check(query, key, value, mask)
+    out_so_far, lse_so_far = so_far or (None, None)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     outputs: tuple[Tensor, Tensor] = torch.ops.para_core.triton_attention.default(
         query,
         key,
         value,
         mask,
         key_ranges,
-        *(so_far or (None, None)),
+        out_so_far,
+        lse_so_far,
         is_causal,
         query_offset - key_offset,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        query.dtype if out_dtype is None else out_dtype,
+        scale,
+        out_dtype or query.dtype,
     )
     return outputs
 
@@ -113,67 +114,97 @@ def empty_outputs(query: Tensor, value: Tensor, out_dtype: torch.dtype) -> tuple
 def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
     call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
     out, lse = empty_outputs(call.query, call.value, out_dtype)
-    hopper = hopper_config_for(call.query, is_causal=call.is_causal)
-    if hopper is not None and attention_hopper.takes(call):
-        attention_hopper.launch(hopper, call, out=out, lse=lse)
-    else:
-        launch(config_for(call), call, out=out, lse=lse)
+    launch(config_for(call), call, out=out, lse=lse)
     return out, lse
 
 
 def launch(config: Config, call: KernelCall, *, out: Tensor, lse: Tensor, rounded: RoundedKeys | None = None) -> None:
-    """Launch the portable kernel with the block sizes of ``config``, and write the results to ``out`` and ``lse``.
+    """Launch the kernel with the block sizes of ``config``, and write the results to ``out`` and ``lse``.
 
     With ``rounded``, keys in 8 bits, the kernel reads these instead of the keys of ``call``, and also rounds queries.
     Without it attention is exact.
     """
     if out.numel() == 0 and lse.numel() == 0:
         return
-    query, key, value, mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale = call.prepared()
+    query, key, value, mask, key_ranges, out_so_far, lse_so_far, is_causal, shift, scale = call.prepare()
     batch, heads, num_queries, head_dim = query.shape
-    key = key if rounded is None else rounded.key
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    if mask is not None and mask.dtype != torch.int32:
-        mask = mask.view(torch.uint8) if mask.dtype == torch.bool else in_float32(mask)
-    # A matrix product of 8-bit integers needs blocks of at least 32 head dims.
-    d, d_rest = blocks_of(head_dim, least=16 if rounded is None else 32)
-    v, v_rest = blocks_of(value.shape[-1])
+    key_scales, key_mean, least_block = None, None, 16
+    if rounded is not None:
+        # A matrix product of 8-bit integers needs blocks of at least 32 head dims.
+        key, key_scales, key_mean, least_block = rounded.key, rounded.scales, rounded.mean, 32
+    query, key, value = _with_contiguous_rows(query), _with_contiguous_rows(key), _with_contiguous_rows(value)
+    mask = _readable(mask)
+    d, d_rest = split_head_dim(head_dim, least=least_block)
+    v, v_rest = split_head_dim(value.shape[-1])
     if config.split_values and v > config.block_m and v_rest == 0:
         v = v_rest = v // 2
-    strides = [_steps(x)[:3] for x in (query, key, value, out if out_so_far is None else out_so_far, out)]
-    # Triton loads several elements at once only if it knows a divisor of the strides. It detects multiples of 16
-    # itself, but a stride of 72 must be passed as 9 units of 8, or Triton would load element by element.
-    unit = gcd(16, *[step for steps in strides for step in steps])
-    unit = 1 if unit == 16 else unit
+    # Without an earlier result the kernel reads none, so its strides may be any.
+    strides = [_strides(x)[:3] for x in (query, key, value, out if out_so_far is None else out_so_far, out)]
+    unit = stride_unit(strides)
     steps_q, steps_k, steps_v, steps_s, steps_o = ([step // unit for step in steps] for steps in strides)
+    steps_mask, step_ranges, num_ranges = [0, 0, 0, 0], 0, 0
+    if mask is not None:
+        steps_mask = _strides(mask)
+    if key_ranges is not None:
+        step_ranges, num_ranges = _strides(key_ranges)[0], key_ranges.shape[1]
     grid = (triton.cdiv(num_queries, config.block_m) * heads * batch,)
     with torch.cuda.device_of(query):
         attention_kernel[grid](
-            query, key, value, mask, key_ranges, out_so_far, lse_so_far,
-            None if rounded is None else rounded.scales, None if rounded is None else rounded.mean, out, lse,
-            *steps_q, *steps_k, *steps_v, *([0, 0, 0, 0] if mask is None else _steps(mask)),
-            0 if key_ranges is None or key_ranges.shape[0] == 1 else key_ranges.stride(0), *steps_s, *steps_o,
-            num_queries, key.shape[2], 0 if key_ranges is None else key_ranges.shape[1], shift,
-            abs(scale) * LOG2_E.value,
+            query, key, value, mask, key_ranges, out_so_far, lse_so_far, key_scales, key_mean, out, lse,
+            *steps_q, *steps_k, *steps_v, *steps_mask, step_ranges, *steps_s, *steps_o,
+            num_queries, key.shape[2], num_ranges, shift, abs(scale) * LOG2_E.value,
             HEADS=heads, GROUP=heads // key.shape[1],
             D=d, D_REST=d_rest, D_END=head_dim, V=v, V_REST=v_rest, V_END=value.shape[-1],
-            MASK="none" if mask is None else _KINDS.get(mask.dtype, "float"),
-            MASK_HAS_ROWS=mask is not None and mask.shape[2] > 1, CAUSAL=is_causal,
-            HAS_RANGES=key_ranges is not None, MANY_RANGES=key_ranges is not None and key_ranges.shape[1] != 1,
+            MASK=_constant_of(mask), MASK_HAS_ROWS=mask is not None and mask.shape[2] > 1, CAUSAL=is_causal,
+            HAS_RANGES=key_ranges is not None, MANY_RANGES=key_ranges is not None and num_ranges != 1,
             CONTINUES=out_so_far is not None, NEGATIVE=scale < 0, EIGHT_BITS=rounded is not None, UNIT=unit,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
 
-def _steps(x: Tensor) -> list[int]:
+def _with_contiguous_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _readable(mask: Tensor | None) -> Tensor | None:
+    """Return ``mask`` in a dtype that the kernel reads: int32 words of bits, bytes for bool, floats up to 32 bits."""
+    if mask is None or mask.dtype == torch.int32:
+        return mask
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8)
+    return in_float32(mask)
+
+
+def _constant_of(mask: Tensor | None) -> str:
+    """Return the kernel's constant MASK for a mask of :func:`_readable`."""
+    if mask is None:
+        return "none"
+    # Any other dtype holds numbers that are added to the scores.
+    return {torch.uint8: "bool", torch.int32: "bits"}.get(mask.dtype, "float")
+
+
+def stride_unit(strides: Sequence[Sequence[int]]) -> int:
+    """Return the number of elements in whose multiples the kernel gets its strides.
+
+    Triton loads several elements at once only if it knows a divisor of the strides. It detects multiples of 16 itself,
+    but a stride of 72 must be passed as 9 units of 8, or Triton would load element by element.
+
+    >>> stride_unit([[4096, 128]]), stride_unit([[72 * 24, 72]])
+    (1, 8)
+    """
+    unit = gcd(16, *chain.from_iterable(strides))
+    return 1 if unit == 16 else unit
+
+
+def _strides(x: Tensor) -> list[int]:
     """Return the strides of ``x``, with 0 for dims of size 1, whose stride has no meaning."""
-    return [0 if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+    return [step * (size != 1) for size, step in zip(x.shape, x.stride(), strict=True)]
 
 
-def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
+def split_head_dim(dim: int, *, least: int = 16) -> tuple[int, int]:
     """Split a head dim into one or two blocks, powers of 2 of at least ``least``. The second is smaller, or 0 for none.
 
-    >>> [blocks_of(dim) for dim in (8, 64, 80, 96, 120, 192)]
+    >>> [split_head_dim(dim) for dim in (8, 64, 80, 96, 120, 192)]
     [(16, 0), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64)]
     """
     first = least
@@ -184,7 +215,9 @@ def blocks_of(dim: int, *, least: int = 16) -> tuple[int, int]:
     rest = least
     while first + rest < dim:
         rest *= 2
-    return (first, rest) if rest < first else (2 * first, 0)
+    if rest < first:
+        return first, rest
+    return 2 * first, 0
 
 
 def register(name: str, launch: Callable[..., tuple[Tensor, Tensor]]) -> None:

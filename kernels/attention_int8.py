@@ -73,17 +73,21 @@ def attention(
             f"query is {query.dtype}; attention in 8 bits expects float16 or bfloat16. Exact attention accepts it."
         )
     exact.check(query, key, value, mask)
+    out_so_far, lse_so_far = so_far or (None, None)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     outputs: tuple[Tensor, Tensor] = torch.ops.para_core.triton_attention_int8.default(
         query,
         key,
         value,
         mask,
         key_ranges,
-        *(so_far or (None, None)),
+        out_so_far,
+        lse_so_far,
         is_causal,
         query_offset - key_offset,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        query.dtype if out_dtype is None else out_dtype,
+        scale,
+        out_dtype or query.dtype,
     )
     return outputs
 
@@ -91,7 +95,8 @@ def attention(
 def round_keys(key: Tensor) -> RoundedKeys:
     """Subtract from ``key`` ``[B, H_kv, S_k, D]`` its mean over dim 2, and round to 8 bits. S_k is at least 1."""
     batch, heads, num_keys, width = key.shape
-    key = key if key.stride(-1) == 1 else key.contiguous()
+    if key.stride(-1) != 1:
+        key = key.contiguous()
     rounded = RoundedKeys(
         key.new_empty(key.shape, dtype=torch.int8),
         key.new_empty(key.shape[:3], dtype=torch.float32),
@@ -108,8 +113,9 @@ def round_keys(key: Tensor) -> RoundedKeys:
 def _launch(*arguments: Any) -> tuple[Tensor, Tensor]:
     call, out_dtype = KernelCall(*arguments[:-1]), arguments[-1]
     out, lse = exact.empty_outputs(call.query, call.value, out_dtype)
-    # Without keys there is no mean, and nothing to round.
-    rounded = round_keys(call.key) if call.key.numel() else None
+    rounded = None
+    if call.key.numel():  # Without keys there is no mean, and nothing to round.
+        rounded = round_keys(call.key)
     exact.launch(config_for(call, eight_bits=True), call, out=out, lse=lse, rounded=rounded)
     return out, lse
 

@@ -34,8 +34,11 @@ def attention(
     keys would take up most of the 8-bit range. ``lse`` is computed for the original scores, so results over different
     keys, with different means, can be merged. Inputs are float16 or bfloat16. Weights and values are not rounded.
     """
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    mean = key.mean(2, dtype=torch.float32) if smooth else key.new_zeros(key[:, :, 0].shape, dtype=torch.float32)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    mean = key.mean(2, dtype=torch.float32)
+    if not smooth:
+        mean = torch.zeros_like(mean)
     rounded_key, key_steps = round_rows(key.float() - mean[:, :, None])
     rounded_query, query_steps = round_rows(query.float())
     out, lse = exact_attention(
@@ -55,7 +58,7 @@ def attention(
     if so_far is not None:
         earlier_out, earlier_lse = so_far
         out, lse = merge(earlier_out.to(lse.dtype), earlier_lse, out, lse)
-    return out.to(query.dtype if out_dtype is None else out_dtype), lse
+    return out.to(out_dtype or query.dtype), lse
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:

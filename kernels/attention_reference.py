@@ -53,7 +53,9 @@ def attention(
     dtype = torch.promote_types(query.dtype, torch.float32)
     group = query.shape[1] // key.shape[1]
     key, value = (x.to(dtype).repeat_interleave(group, dim=1) for x in (key, value))
-    scores = query.to(dtype) * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(-1, -2)
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    scores = query.to(dtype) * scale @ key.transpose(-1, -2)
     if mask is not None and mask.dtype == torch.int32:
         mask = unpack_bits(mask, key.shape[2])
     if mask is not None and mask.dtype == torch.bool:
@@ -73,9 +75,8 @@ def attention(
     if so_far is not None:
         earlier_out, earlier_lse = so_far
         out, lse = merge(earlier_out.to(lse.dtype), earlier_lse, out, lse)
-    memory = query.new_empty(
-        *[query.shape[i] for i in (0, 2, 1)], value.shape[-1], dtype=query.dtype if out_dtype is None else out_dtype
-    )
+    batch, heads, num_queries, _ = query.shape
+    memory = query.new_empty(batch, num_queries, heads, value.shape[-1], dtype=out_dtype or query.dtype)
     return memory.transpose(1, 2).copy_(out), lse
 
 

@@ -159,10 +159,15 @@ def normalized(
     batch_step, channel_step, step, size = _steps(x)
     block = block_of(1 if step == 1 else min(x.shape[1], CHANNELS))
     tiles = triton.cdiv(x.shape[1], block["CHANNELS"])
+    # Every pointer argument must be a tensor, so pass x in place of a missing one.
+    weight_or_x = bias_or_x = x
+    if weight is not None:
+        weight_or_x = weight.contiguous()
+    if bias is not None:
+        bias_or_x = bias.contiguous()
     normalize_kernel[(triton.cdiv(size, block["SIZE"]), x.shape[0] * tiles)](
-        x, out, of_ranks, shares, x if weight is None else weight.contiguous(),
-        x if bias is None else bias.contiguous(), eps, size, x.shape[1], groups, x.shape[1] // groups, batch_step,
-        channel_step, step, *_steps(out)[:3],
+        x, out, of_ranks, shares, weight_or_x, bias_or_x, eps, size, x.shape[1], groups, x.shape[1] // groups,
+        batch_step, channel_step, step, *_steps(out)[:3],
         RANKS=shares.shape[0], **block, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

@@ -18,7 +18,9 @@ def moments(x: Tensor, groups: int) -> Tensor:
     """
     if x.is_cpu and x.dtype in (torch.float32, torch.float64):
         return torch.stack(_moments_on_cpu(x, groups))
-    grouped = x.unflatten(1, (groups, -1)).flatten(2) if x.is_contiguous() else x.unflatten(1, (groups, -1))
+    grouped = x.unflatten(1, (groups, -1))
+    if x.is_contiguous():
+        grouped = grouped.flatten(2)
     dims = tuple(range(2, grouped.ndim))
     if grouped.dtype in (torch.float32, torch.float64):
         return torch.stack(torch.var_mean(grouped, dims, correction=0))

@@ -184,12 +184,16 @@ def _on_device(regions: tuple[CopyRegion, ...], device: torch.device) -> Tensor:
 def block_of(widths: Sequence[int], size: int, eight_bits: torch.dtype | None) -> dict[str, Any]:
     """Return the kernel's constants for elements of ``size`` bytes: the block of one program, and the 8-bit format."""
     columns = triton.next_power_of_2(max(widths))
-    scale, aligned = (0, 16) if eight_bits is None else (SCALE_BYTES, SCALE_BYTES)
+    scale_bytes, aligned, largest = 0, 16, 0.0
+    if eight_bits is not None:
+        scale_bytes, aligned, largest = SCALE_BYTES, SCALE_BYTES, LARGEST[eight_bits]
+    if any(width % aligned for width in widths):
+        aligned = 1
     return {
         "ROWS": max(1, _BYTES // (columns * size)),
         "WIDTH": columns,
         "UNIT": gcd(16, *widths),
-        "ALIGNED": aligned if all(width % aligned == 0 for width in widths) else 1,
-        "SCALE": scale,
-        "LARGEST": 0.0 if eight_bits is None else LARGEST[eight_bits],
+        "ALIGNED": aligned,
+        "SCALE": scale_bytes,
+        "LARGEST": largest,
     }

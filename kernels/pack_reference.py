@@ -49,7 +49,9 @@ def pack(
     """
     for region in regions:
         rows = _in_tensor(region, tensors)
-        _in_buffer(region, tensors, buffer, to).copy_(rows if to is None else _rounded(rows, to))
+        if to is not None:
+            rows = _round(rows, to)
+        _in_buffer(region, tensors, buffer, to).copy_(rows)
     return buffer
 
 
@@ -67,11 +69,13 @@ def unpack(
     """
     for region in regions:
         rows = _in_buffer(region, tensors, buffer, of)
-        _in_tensor(region, tensors).copy_(rows if of is None else _read(rows, of))
+        if of is not None:
+            rows = _read(rows, of)
+        _in_tensor(region, tensors).copy_(rows)
     return tensors
 
 
-def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
+def _round(x: Tensor, to: torch.dtype) -> Tensor:
     """Round ``x`` ``[…, D]`` to ``to``. Return the numbers and scale of each row as bytes: ``[…, D + 4]``, uint8."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], x.shape[-1] + SCALE_BYTES, dtype=torch.uint8)
@@ -85,7 +89,7 @@ def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
 
 
 def _read(eight: Tensor, of: torch.dtype) -> Tensor:
-    """Return the float32 numbers that :func:`_rounded` encoded in ``eight``."""
+    """Return the float32 numbers that :func:`_round` encoded in ``eight``."""
     numbers, scale = eight.split([eight.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
     # Clone, because a float32 view needs memory that is aligned to 4 bytes.
     scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -102,7 +106,8 @@ def _in_tensor(region: CopyRegion, tensors: Sequence[Tensor]) -> Tensor:
 def _in_buffer(region: CopyRegion, tensors: Sequence[Tensor], buffer: Tensor, rounded_to: torch.dtype | None) -> Tensor:
     """Return the region as a view of the buffer, ``[tokens, B, heads, D]``, or D + 4 if rounded."""
     batch, _, _, width = tensors[region.tensor].shape
-    width += 0 if rounded_to is None else SCALE_BYTES
+    if rounded_to is not None:
+        width += SCALE_BYTES
     size = region.tokens, batch, region.heads, width
     return buffer.as_strided(
         size, (batch * region.step, region.step, width, 1), buffer.storage_offset() + region.offset

@@ -35,7 +35,8 @@ def __getattr__(name: str) -> Any:
     # Do not write `from para_core import api` here: that statement looks up the attribute "api" and so calls this
     # function again, without end.
     api = importlib.import_module("para_core.api")
-    globals().update({public: getattr(api, public) for public in ("__all__", *api.__all__)})
+    public = {name: value for name, value in vars(api).items() if not name.startswith("_")}
+    globals().update(public, __all__=sorted(public))
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

@@ -1,105 +1,61 @@
-"""All public names of :mod:`para_core`. The package imports this module when a public name is first accessed."""
+"""All public names of :mod:`para_core`. The package imports this module when a public name is first accessed.
 
-from para_core.attention.libraries import flash_attention_3, flash_attention_4, sage_attention
-from para_core.cache.apply import apply_cache, cache_context, model_cache_report, remove_cache, reset_cache
-from para_core.cache.blocks import BlockGroup, CachedBlocks
-from para_core.cache.decision import Verdict
-from para_core.cache.forecasts import Forecast
-from para_core.cache.options import CacheOptions, Observation, Rule
-from para_core.cache.report import CacheReport
-from para_core.distributed.create_mesh import init_context_parallel_mesh
-from para_core.distributed.layout import Segment, SequenceLayout
-from para_core.modes.batch_parallel import BatchParallelAttnMode
-from para_core.modes.functional import ring_attention, ulysses_attention, unified_attention
-from para_core.modes.unified import (
-    BlockSparseAttnMode,
-    RingAttnMode,
-    SparseKVAttnMode,
-    UlyssesAttnMode,
-    UnifiedAttnMode,
-)
-from para_core.plans.context_parallel import (
-    ContextParallelConfig,
-    ParallelConfig,
-    apply_context_parallel,
-    remove_context_parallel,
-)
-from para_core.plans.plan import (
-    Attention,
-    AttentionByHeads,
-    Count,
-    CumulativeLengths,
-    FirstTokens,
-    Gather,
-    Halo,
-    LastTokens,
-    LinearAttention,
-    OneForEach,
-    Plan,
-    Replicate,
-    Split,
-    SplitMask,
-)
-from para_core.user_warnings import CacheWarning, ForeignCodeWarning, ParaCoreWarning, ParallelWarning
-from para_core.verify.check import CheckedCase, ParallelCheck, check_parallel
-from para_core.verify.first_difference import Difference
-from para_core.weights.pipefusion_options import PipeFusion, PipeFusionReport
+A name is one line, so that an optional feature is removed with its lines.
+"""
 
-__all__ = [
-    "Attention",
-    "AttentionByHeads",
-    "BatchParallelAttnMode",
-    "BlockGroup",
-    "BlockSparseAttnMode",
-    "CacheOptions",
-    "CacheReport",
-    "CacheWarning",
-    "CachedBlocks",
-    "CheckedCase",
-    "ContextParallelConfig",
-    "Count",
-    "CumulativeLengths",
-    "Difference",
-    "FirstTokens",
-    "Forecast",
-    "ForeignCodeWarning",
-    "Gather",
-    "Halo",
-    "LastTokens",
-    "LinearAttention",
-    "Observation",
-    "OneForEach",
-    "ParaCoreWarning",
-    "ParallelCheck",
-    "ParallelConfig",
-    "ParallelWarning",
-    "PipeFusion",
-    "PipeFusionReport",
-    "Plan",
-    "Replicate",
-    "RingAttnMode",
-    "Rule",
-    "Segment",
-    "SequenceLayout",
-    "SparseKVAttnMode",
-    "Split",
-    "SplitMask",
-    "UlyssesAttnMode",
-    "UnifiedAttnMode",
-    "Verdict",
-    "apply_cache",
-    "apply_context_parallel",
-    "cache_context",
-    "check_parallel",
-    "flash_attention_3",
-    "flash_attention_4",
-    "init_context_parallel_mesh",
-    "model_cache_report",
-    "remove_cache",
-    "remove_context_parallel",
-    "reset_cache",
-    "ring_attention",
-    "sage_attention",
-    "ulysses_attention",
-    "unified_attention",
-]
+from para_core.attention.libraries import flash_attention_3 as flash_attention_3
+from para_core.attention.libraries import flash_attention_4 as flash_attention_4
+from para_core.attention.libraries import sage_attention as sage_attention
+from para_core.cache.apply import apply_cache as apply_cache
+from para_core.cache.apply import cache_context as cache_context
+from para_core.cache.apply import model_cache_report as model_cache_report
+from para_core.cache.apply import remove_cache as remove_cache
+from para_core.cache.apply import reset_cache as reset_cache
+from para_core.cache.blocks import BlockGroup as BlockGroup
+from para_core.cache.blocks import CachedBlocks as CachedBlocks
+from para_core.cache.decision import Verdict as Verdict
+from para_core.cache.forecasts import Forecast as Forecast
+from para_core.cache.options import CacheOptions as CacheOptions
+from para_core.cache.options import Observation as Observation
+from para_core.cache.options import Rule as Rule
+from para_core.cache.report import CacheReport as CacheReport
+from para_core.distributed.create_mesh import init_context_parallel_mesh as init_context_parallel_mesh
+from para_core.layout.sequence import Segment as Segment
+from para_core.layout.sequence import SequenceLayout as SequenceLayout
+from para_core.modes.batch_parallel import BatchParallelAttnMode as BatchParallelAttnMode
+from para_core.modes.functional import ring_attention as ring_attention
+from para_core.modes.functional import ulysses_attention as ulysses_attention
+from para_core.modes.functional import unified_attention as unified_attention
+from para_core.modes.unified import BlockSparseAttnMode as BlockSparseAttnMode
+from para_core.modes.unified import RingAttnMode as RingAttnMode
+from para_core.modes.unified import SparseKVAttnMode as SparseKVAttnMode
+from para_core.modes.unified import UlyssesAttnMode as UlyssesAttnMode
+from para_core.modes.unified import UnifiedAttnMode as UnifiedAttnMode
+from para_core.plans.context_parallel import ContextParallelConfig as ContextParallelConfig
+from para_core.plans.context_parallel import ParallelConfig as ParallelConfig
+from para_core.plans.context_parallel import apply_context_parallel as apply_context_parallel
+from para_core.plans.context_parallel import remove_context_parallel as remove_context_parallel
+from para_core.plans.plan import Attention as Attention
+from para_core.plans.plan import AttentionByHeads as AttentionByHeads
+from para_core.plans.plan import Count as Count
+from para_core.plans.plan import CumulativeLengths as CumulativeLengths
+from para_core.plans.plan import FirstTokens as FirstTokens
+from para_core.plans.plan import Gather as Gather
+from para_core.plans.plan import Halo as Halo
+from para_core.plans.plan import LastTokens as LastTokens
+from para_core.plans.plan import LinearAttention as LinearAttention
+from para_core.plans.plan import OneForEach as OneForEach
+from para_core.plans.plan import Plan as Plan
+from para_core.plans.plan import Replicate as Replicate
+from para_core.plans.plan import Split as Split
+from para_core.plans.plan import SplitMask as SplitMask
+from para_core.user_warnings import CacheWarning as CacheWarning
+from para_core.user_warnings import ForeignCodeWarning as ForeignCodeWarning
+from para_core.user_warnings import ParaCoreWarning as ParaCoreWarning
+from para_core.user_warnings import ParallelWarning as ParallelWarning
+from para_core.verify.check import CheckedCase as CheckedCase
+from para_core.verify.check import ParallelCheck as ParallelCheck
+from para_core.verify.check import check_parallel as check_parallel
+from para_core.verify.first_difference import Difference as Difference
+from para_core.weights.pipefusion_options import PipeFusion as PipeFusion
+from para_core.weights.pipefusion_options import PipeFusionReport as PipeFusionReport

@@ -283,8 +283,13 @@ def no_frame_of_its_own(function: _Function) -> _Function:
 
 # torch.no_grad and torch.enable_grad call this function, which modes can intercept.
 set_grad_enabled = torch._C._set_grad_enabled
-# Returns the id of the backward that is running in this thread; -1 if none is running.
-current_graph_task_id = torch._C._current_graph_task_id
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is running a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 # Returns the innermost torch.autograd.graph.saved_tensors_hooks. If a checkpoint made these hooks, a cell of their
 # closure contains a CheckpointFrame.
 top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks

@@ -21,8 +21,8 @@ from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.backends import LocalAttentionCall
 from para_core.attention.masks import MaskExtents, mask_of_block
 from para_core.attention.spec import AttentionSpec
-from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh
+from para_core.layout.sequence import even_layout
 from para_core.option_values import Backend, RotateMethod
 from para_core.planner.run_counter import RunCounter
 

@@ -14,7 +14,6 @@ from para_core import Segment, SequenceLayout, UnifiedAttnMode
 from para_core.adapters import (
     apply_cache_on_pipe,
     apply_cache_on_transformer,
-    calibrate_cache,
     parallelize_pipe,
     parallelize_transformer,
     parallelize_unet,
@@ -310,7 +309,6 @@ OTHER_KINDS = [
     (parallelize_pipe, "vae", "AutoencoderKL", "parallelize_vae"),
     (unparallelize_pipe, "transformer", "FluxTransformer2DModel", "unparallelize_transformer"),
     (apply_cache_on_pipe, "transformer", "FluxTransformer2DModel", "apply_cache_on_transformer"),
-    (calibrate_cache, "transformer", "FluxTransformer2DModel", "apply_cache_on_transformer"),
     (remove_cache_from_pipe, "transformer", "FluxTransformer2DModel", "para_core.remove_cache"),
     (shard_weights, "text_encoder", "CLIPTextModel", "components="),
     *[(call, "pipe", "FluxPipeline", "parallelize_pipe") for call in (parallelize_transformer, parallelize_unet)],
@@ -322,7 +320,7 @@ OTHER_KINDS = [
     (apply_cache_on_transformer, "pipe", "FluxPipeline", "apply_cache_on_pipe"),
     (propose_plan, "pipe", "FluxPipeline", "pipe.transformer"),
 ]
-MORE_ARGUMENTS = {calibrate_cache: {"prompts": "a cat", "target": 30}, propose_plan: {"example_inputs": ({},)}}
+MORE_ARGUMENTS = {propose_plan: {"example_inputs": ({},)}}
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageSequence
+from skimage.metrics import peak_signal_noise_ratio
 
 from benchmarks import notebook
+from para_core.adapters import apply_cache_on_pipe
 from tests.scripts import ROOT, alone, on_ranks, processes, under_torchrun
 from zoo.flux import PIPELINE as FLUX
 from zoo.tiny.pipelines import PIPELINES
@@ -248,6 +250,24 @@ def test_cached_flux_example_reports_its_steps(rank_pool, tmp_path):
     computed, steps = map(int, re.search(r"^(\d+) of (\d+) computed", printed, re.MULTILINE).groups())
     assert 0 < computed <= steps == 28
     assert image_of(tmp_path / "flux.png").shape == (48, 48, 3)
+
+
+def test_thresholds_example_compares_with_the_uncached_image(rank_pool, tmp_path):
+    arguments = ("--model", str(FLUX), "--size", "48", "--steps", "8", "--thresholds", "0", "0.1", "0.4")
+    printed = alone(rank_pool, copied(CACHE / "try_thresholds.py", tmp_path), *arguments)
+    pattern = r"^threshold (\S+): (\d+) of 8 steps skipped, \S+ times as fast, PSNR (\S+) dB$"
+    rows = [tuple(map(float, row)) for row in re.findall(pattern, printed, re.MULTILINE)]
+    assert [threshold for threshold, _, _ in rows] == [0, 0.1, 0.4]
+    assert rows[0][1:] == (0, float("inf"))
+    assert 0 < rows[1][1] < rows[2][1]
+    pipe = diffusers.FluxPipeline.from_pretrained(FLUX, dtype=torch.float32, local_files_only=True)
+    images = []
+    for cached in (False, True):
+        if cached:
+            apply_cache_on_pipe(pipe, residual_diff_threshold=0.4)
+        prompt, generator = "a large red circle in the centre on a white background", torch.Generator().manual_seed(0)
+        images.append(pipe(prompt, generator=generator, output_type="np", **square(48, 8)).images[0])
+    assert rows[2][2] == pytest.approx(peak_signal_noise_ratio(*images, data_range=1.0), abs=0.1)
 
 
 @pytest.mark.parametrize(

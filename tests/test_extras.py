@@ -189,8 +189,3 @@ def test_ray_alone_brings_all_that_several_hosts_need(environment):
 @pytest.mark.long
 def test_quantize_brings_torchao_and_gguf(environment):
     environment("quantize").runs("-c", "import torchao, gguf")
-
-
-@pytest.mark.long
-def test_calibrate_brings_its_metrics(environment):
-    environment("calibrate").runs("-c", "import skimage, matplotlib, tqdm")

@@ -35,7 +35,6 @@ from benchmarks.gpu.job import SectionJob, SectionSkipped
 from benchmarks.gpu.runner import SECTIONS, Options, Section, run_all
 from benchmarks.gpu.timing import Kernel, Profile
 from para_core.attention.pack_ops import as_numbers
-from para_core.kernels import tune
 from tests.tiny import relative_error
 from zoo.tiny.base import fill
 
@@ -463,27 +462,3 @@ def test_triton_kernel_is_compiled_in_a_pool_and_interpreted(run_here):
         < 1e-3
         < errors["triton, half of the keys padded"]
     )
-
-
-@pytest.mark.long
-def test_hopper_tier_has_its_own_section(run_here):
-    results = run_here("attention_hopper")
-    judged = [row for row in results["rows"] if "verdict" in row]
-    assert {row["verdict"] for row in judged} == {"ok"}
-    assert {row["way"] for row in judged} == {"triton, Hopper tier", "triton, Hopper tier, warps with roles"}
-    ways = {row["way"] for row in results["rows"] if "way" in row}
-    assert ways - {row["way"] for row in judged} == {"triton", "PyTorch"}
-    assert {row["is_causal"] for row in judged} == {False, True}
-
-
-@pytest.mark.long
-def test_a_hopper_tier_that_computes_something_else_is_wrong(run_here, monkeypatch):
-    attend = tune.attend
-
-    def off(*args):
-        out, lse = attend(*args)
-        return out * 1.01, lse
-
-    monkeypatch.setattr(tune, "attend", off)
-    results = run_here("attention_hopper")
-    assert {row["verdict"] for row in results["rows"] if "verdict" in row} == {"wrong"}

@@ -1,1 +1,1 @@
-"""Apply First Block Cache to diffusers pipelines, and calibrate its threshold."""
+"""Apply First Block Cache to diffusers pipelines."""

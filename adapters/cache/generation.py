@@ -15,7 +15,8 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.callbacks import around_callbacks
-from para_core.adapters.compatibility.checks import CheckedModel, check_cached_call
+from para_core.adapters.cache.checks import check_cached_call
+from para_core.adapters.compatibility.checks import CheckedModel
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import adapter_for, plan_for
 from para_core.cache.attachment import ModelCallHook
@@ -53,7 +54,6 @@ class PipelineCache:
         # The attributes below belong to the generation that is running.
         self._pipe: Any = None
         self._thread = 0
-        self._paused = False
         # Number of user callbacks that are running now (they may nest). The cache is off inside them.
         self._in_callback = 0
         self._warnings = WarningLog()
@@ -99,30 +99,8 @@ class PipelineCache:
         for name, caller in callers.items():
             caller.run = self._around_model(name)
 
-    @property
-    def thresholds(self) -> dict[str, float]:
-        """Threshold of each cache by component name. Assigned values take effect at the next call of the pipeline."""
-        return {name: cache.threshold for name, cache in self.caches.items()}
-
-    @thresholds.setter
-    def thresholds(self, thresholds: Mapping[str, float]) -> None:
-        self._warnings.clear()
-        for name, cache in self.caches.items():
-            cache.threshold = thresholds[name]
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Compute all steps inside the ``with`` block, as without a cache. Hooks and compiled graphs are kept."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
     def around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run one generation of ``pipe`` with the caches, as the wrapper of ``pipe.__call__``."""
-        if self._paused:
-            return call(pipe, *args, **kwargs)
         for name, cache in self.caches.items():
             check_cached_call(CheckedModel(pipe, cache.module, name), cache.options)
         with ExitStack() as stack:

@@ -10,13 +10,15 @@ from typing import Any, TypeVar
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
+from para_core.adapters.cache.checks import check_cache
 from para_core.adapters.cache.generation import KEY, PipelineCache, caching_of
-from para_core.adapters.compatibility.checks import CheckedModel, check_cache, models_to_check
+from para_core.adapters.compatibility.checks import CheckedModel, models_to_check
 from para_core.adapters.registry import mesh_of, require_adapter, require_blocks, require_kind
 from para_core.cache.apply import apply_cache
 from para_core.cache.block_cache import BlockCache
-from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of, shows_options
+from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_of
 from para_core.cache.report import CacheReport
+from para_core.declared_options import shows_options
 from para_core.distributed.agree import raising_on_all
 from para_core.instance_patching import (
     WrapperPriority,
@@ -32,7 +34,7 @@ Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)
 
 
-@shows_options(residual_diff_threshold=None)
+@shows_options(CacheOptions, residual_diff_threshold=None)
 def apply_cache_on_pipe(
     pipe: Pipeline,
     *,
@@ -113,7 +115,7 @@ def _resolve(
     return caches
 
 
-@shows_options(residual_diff_threshold=None)
+@shows_options(CacheOptions, residual_diff_threshold=None)
 def apply_cache_on_transformer(
     transformer: Transformer, *, adapter: Adapter | None = None, **options: Any
 ) -> Transformer:
@@ -149,8 +151,7 @@ def _options(function: str, options: Mapping[str, Any], adapter: Adapter) -> Cac
     if threshold is None and rule_of(chosen.rule) is not FIRST_BLOCK and chosen.compute_steps is None:
         raise ValueError(
             f"rule {chosen.rule_name} was given without residual_diff_threshold; {adapter.threshold:g}, the "
-            "default of these models, is one for first_block. Give one, and calibrate_cache(pipe, ...) finds a better "
-            "one."
+            "default of these models, is one for first_block. Give one."
         )
     return chosen
 

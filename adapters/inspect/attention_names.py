@@ -61,7 +61,7 @@ class ProcessorBackend(NamedTuple):
         return TRANSLATED.get(self.name)
 
 
-def refuse_unseen_attention(settings: Sequence[ProcessorBackend], name: str, sequence_ranks: int) -> None:
+def check_attention_is_seen(settings: Sequence[ProcessorBackend], name: str, sequence_ranks: int) -> None:
     """Refuse an attention backend of diffusers that has no equivalent in para_core."""
     for setting in settings:
         if setting.name not in (*_SEEN, *TRANSLATED):
@@ -74,7 +74,7 @@ def refuse_unseen_attention(settings: Sequence[ProcessorBackend], name: str, seq
         require_library(setting.backend)
 
 
-def refuse_mixed_attention(settings: Sequence[ProcessorBackend], name: str) -> None:
+def check_one_attention_backend(settings: Sequence[ProcessorBackend], name: str) -> None:
     """Refuse several attention backends of diffusers in one transformer."""
     for kind in _by_kind(settings):
         other = next((setting for setting in kind if setting.name not in _SEEN), None)
@@ -89,7 +89,7 @@ def refuse_mixed_attention(settings: Sequence[ProcessorBackend], name: str) -> N
             )
 
 
-def refuse_attention_named_twice(settings: Sequence[ProcessorBackend], module: nn.Module, name: str) -> None:
+def check_attention_named_once(settings: Sequence[ProcessorBackend], module: nn.Module, name: str) -> None:
     """Refuse an attention backend of diffusers that contradicts the backend= or cross_backend= of para_core."""
     region = region_of(module)
     for kind in _by_kind(settings):
@@ -151,8 +151,8 @@ def code_by_name(module: nn.Module) -> dict[str, str]:
 def translated_attention(module: nn.Module) -> Iterator[None]:
     """Use para_core's equivalents of the backends that diffusers names for ``module``, inside the ``with`` block.
 
-    The checks :func:`refuse_unseen_attention` and :func:`refuse_mixed_attention` must have passed. Does nothing on one
-    rank, where diffusers' own backends run.
+    The checks :func:`check_attention_is_seen` and :func:`check_one_attention_backend` must have passed. Does nothing
+    on one rank, where diffusers' own backends run.
     """
     region = region_of(module)
     backends = [] if region is None or region.mesh.ranks == 1 else processor_backends(module)

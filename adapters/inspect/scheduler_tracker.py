@@ -164,7 +164,7 @@ class SchedulerTracker:
         return index
 
 
-def refuse_missing_scheduler(pipe: Any, options: CacheOptions) -> None:
+def check_has_scheduler(pipe: Any, options: CacheOptions) -> None:
     """Refuse a cache with options that need a schedule, if the pipeline has no scheduler."""
     if options.needs_schedule and getattr(pipe, "scheduler", None) is None:
         raise ValueError(

@@ -1,33 +1,62 @@
-"""Adapters: data that says what each model family shards, gathers and caches."""
+"""Adapters: data that says what each model family shards, gathers and caches.
+
+A family is one file that no other file imports, and one line of ``FAMILIES``.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models import (
-    audio,
-    cogvideox,
-    cosmos,
-    cross_attention,
-    flux,
-    flux_relatives,
-    hunyuan_video,
-    joint_attention,
-    kandinsky,
-    ltx,
-    mochi,
-    one_stream,
-    qwen_image,
-    sana,
-    wan,
-)
 
 # The families in the order in which messages and pages list their pipelines.
-_FAMILIES = (
-    *(flux, hunyuan_video, mochi, cogvideox, wan, qwen_image, ltx, joint_attention, cross_attention),
-    *(flux_relatives, one_stream, kandinsky, cosmos, audio, sana),
+FAMILIES = (
+    "flux",
+    "hunyuan_video",
+    "mochi",
+    "cogvideox",
+    "wan",
+    "wan_animate",
+    "skyreels",
+    "anyflow",
+    "qwen_image",
+    "ltx",
+    "stable_diffusion_3",
+    "auraflow",
+    "cogview",
+    "hidream",
+    "hunyuan_image",
+    "easyanimate",
+    "joyimage",
+    "motif",
+    "pixart",
+    "dit",
+    "prx",
+    "allegro",
+    "helios",
+    "latte",
+    "nucleus",
+    "hunyuan_dit",
+    "flux_relatives",
+    "z_image",
+    "bria_fibo2",
+    "krea2",
+    "ernie_image",
+    "ideogram",
+    "omnigen",
+    "lumina",
+    "minimax_h3",
+    "kandinsky",
+    "cosmos",
+    "audio",
+    "sana",
 )
 
-# Every Adapter that is a global variable of one of these modules.
-ADAPTERS: tuple[Adapter, ...] = tuple(
-    value for family in _FAMILIES for value in vars(family).values() if isinstance(value, Adapter)
-)
+
+def adapters_of(family: str) -> list[Adapter]:
+    """Return the adapters that are global variables of the module ``family``, in their order there."""
+    module = import_module(f"{__name__}.{family}")
+    return [value for value in vars(module).values() if isinstance(value, Adapter)]
+
+
+ADAPTERS: tuple[Adapter, ...] = tuple(adapter for family in FAMILIES for adapter in adapters_of(family))

@@ -1,7 +1,7 @@
 """Adapters of ACE-Step, Stable Audio 1 and 3, LongCat-AudioDiT and MiniMax-Music 3. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import chained, of_samples
+from para_core.adapters.models.shared.constructors import chained, of_samples
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, Split
 

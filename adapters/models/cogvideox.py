@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import TEXT_LAST, chained, linears, of_samples
+from para_core.adapters.models.shared.constructors import TEXT_LAST, chained, linears, of_samples
 from para_core.plans.plan import Gather, Plan, Replicate, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import TensorPlan

@@ -1,7 +1,7 @@
 """Adapters of Cosmos 1, 2, 2.5 (predict and transfer) and Cosmos 3. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import chained
+from para_core.adapters.models.shared.constructors import chained
 from para_core.plans.plan import Attention, Entries, Gather, Plan, Split
 
 VIDEO, WITH_VIDEO, POSITIONS = (

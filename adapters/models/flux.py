@@ -6,12 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import TEXT_FIRST, chained
+from para_core.adapters.models.shared.constructors import TEXT_FIRST, chained
+from para_core.adapters.models.shared.flux import FLUX_PLAN, IMAGE, INPUTS, TEXT
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Attention, Gather, Plan, Split
-
-IMAGE, TEXT = Split(dim=1, segment="image"), Split(dim=1, segment="text")
-JOINT = Attention(("text", "image"))
 
 
 def _modulated(block: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
@@ -19,27 +17,6 @@ def _modulated(block: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
     modulated: Tensor = norm(arguments["hidden_states"], emb=arguments["temb"])[0]
     return modulated
 
-
-INPUTS = {
-    "hidden_states": IMAGE,
-    "encoder_hidden_states": TEXT,
-    # Position ids are [S, 3], or [B, S, 3] from older pipelines: dim -2 is right for both.
-    "img_ids": Split(dim=-2, like="image"),
-    "txt_ids": Split(dim=-2, like="text"),
-}
-FLUX_PLAN = Plan(
-    inputs={
-        **INPUTS,
-        # ControlNet residuals: lists of [B, S, C], which the model adds to the image tokens between blocks.
-        "controlnet_block_samples": Split(dim=1, like="image"),
-        "controlnet_single_block_samples": Split(dim=1, like="image"),
-    },
-    # Gather the output of the model itself and not the output of proj_out, because loading a LoRA may replace proj_out.
-    outputs={"": Gather(dim=1, segment="image")},
-    joint_order=("text", "image"),
-    # After the joint attention, image tokens also attend to the image tokens of each IP-Adapter, which are replicated.
-    attention={"transformer_blocks.*.attn": (JOINT, Attention(("image",), ("ip_adapter",)))},
-)
 
 FLUX = Adapter(
     transformer="FluxTransformer2DModel",

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import JOINT_PROJECTIONS, TEXT_FIRST, chained, linears, of_samples
-from para_core.adapters.models.flux import FLUX_PLAN
+from para_core.adapters.models.shared.constructors import JOINT_PROJECTIONS, TEXT_FIRST, chained, linears, of_samples
+from para_core.adapters.models.shared.flux import FLUX_PLAN
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.plans.plan import Split
 from para_core.weights.tensor_plan import COLUMNS, Linear, TensorPlan

@@ -1,7 +1,7 @@
 """Adapters of HunyuanVideo (text- and image-to-video), FramePack and HunyuanVideo 1.5. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import JOINT_PROJECTIONS, TEXT_LAST, chained, linears
+from para_core.adapters.models.shared.constructors import JOINT_PROJECTIONS, TEXT_LAST, chained, linears
 from para_core.plans.plan import Attention, FirstTokens, Gather, Plan, ShardRule, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import Linear, TensorPlan

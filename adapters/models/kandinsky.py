@@ -1,7 +1,7 @@
 """Adapters of Kandinsky 5, Kandinsky 6 (video with sound) and its super-resolution. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import chained
+from para_core.adapters.models.shared.constructors import chained
 from para_core.plans.plan import Attention, AttentionByHeads, Gather, Plan, Split
 
 # Gathered after the blocks, because the models then reshape all tokens to frames, rows and columns.

@@ -1,7 +1,7 @@
 """Adapters of LTX-Video and LTX-2 (video with sound). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import chained, linears, of_samples
+from para_core.adapters.models.shared.constructors import chained, linears, of_samples
 from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 from para_core.weights.tensor_plan import TensorPlan
 

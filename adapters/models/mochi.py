@@ -1,7 +1,7 @@
 """Adapter of Mochi (text-to-video). Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import JOINT_PROJECTIONS, TEXT_LAST, chained, linears, of_samples
+from para_core.adapters.models.shared.constructors import JOINT_PROJECTIONS, TEXT_LAST, chained, linears, of_samples
 from para_core.plans.plan import Gather, Plan, Split
 from para_core.weights.patch_plan import Frames
 from para_core.weights.tensor_plan import Linear, TensorPlan

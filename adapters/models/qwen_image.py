@@ -1,7 +1,7 @@
 """Adapters of Qwen-Image, also for editing and with ControlNet, and Qwen-Image 2.1. Written for diffusers 0.42."""
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import TEXT_FIRST, chained
+from para_core.adapters.models.shared.constructors import TEXT_FIRST, chained
 from para_core.plans.plan import Attention, Count, Gather, OneForEach, Plan, Split
 
 QWEN_IMAGE = Adapter(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.models.constructors import chained, of_samples
+from para_core.adapters.models.shared.constructors import chained, of_samples
 from para_core.plans.plan import Attention, Gather, Halo, LinearAttention, Plan, Split
 
 BATCHED = of_samples(

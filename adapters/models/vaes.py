@@ -3,44 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from para_core.instance_patching import original_class
-
-
-@dataclass(frozen=True)
-class VaeAdapter:
-    """Description of one autoencoder class, ``vae``.
-
-    Args:
-        encode, decode: Names of the methods to parallelize, which take and return images ``[..., H, W]``. Each is the
-            innermost method inside which all decisions by the image's size are made, such as whether to tile. Methods
-            around it may only split the batch (slicing). ``encode`` is None for a class that only decodes.
-        tiled: Names of the methods that split an image into tiles, run the encoder or decoder on each tile, and blend
-            the results; empty without tiling.
-        only_tiled: Whether the class always tiles.
-        why_not_tiles: Why the tiles cannot be distributed over ranks; empty if they can.
-        windows: Whether it is a diffusion decoder whose attention is limited to a window around each pixel.
-    """
-
-    vae: str
-    encode: str | None = "_encode"
-    decode: str = "_decode"
-    tiled: tuple[str, ...] = ("tiled_encode", "tiled_decode")
-    only_tiled: bool = False
-    why_not_tiles: str = ""
-    windows: bool = False
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """Names of the methods to parallelize: ``encode``, if there is one, and ``decode``."""
-        return (self.decode,) if self.encode is None else (self.encode, self.decode)
-
-    @property
-    def distributes_tiles(self) -> bool:
-        return not self.why_not_tiles
-
+from para_core.adapters.row_adapter import VaeAdapter
 
 _KL = ("tiled_encode", "_tiled_encode", "tiled_decode")
 _CACHED_FRAMES = "a tile stores its last frames in its modules for the next call"
@@ -103,22 +67,3 @@ REFUSED_VAES: Mapping[str, str] = {
     "RFD4ProteinaAutoencoder": "it encodes proteins, which have no rows",
     "VQModel": "it looks up codes by the position of each pixel",
 }
-
-
-def rows_per_latent(vae: Any) -> int:
-    """Return the number of pixel rows (or sound samples) per latent row, from the config or attributes of ``vae``."""
-    config = vae.config
-    # Use vars() instead of getattr(), because the getattr of diffusers also looks in the config, and then warns.
-    attributes = [vars(vae).get(name) for name in ("spatial_compression_ratio", "hop_length", "_hop_size")]
-    for ratio in (config.get("spatial_compression_ratio"), config.get("downsampling_ratio"), *attributes):
-        if ratio is not None:
-            return int(ratio)
-    levels = next(
-        config[name] for name in ("block_out_channels", "encoder_block_out_channels", "ch_mult") if name in config
-    )
-    return int(2 ** (len(levels) - 1))
-
-
-def vae_adapter(vae: Any) -> VaeAdapter | None:
-    """Return the adapter for the class of ``vae``; None if there is none."""
-    return VAES.get(original_class(vae).__name__)

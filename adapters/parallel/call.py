@@ -22,12 +22,12 @@ from para_core.adapters.agree.loras import models_of
 from para_core.adapters.agree.rng import random_state_of_first_rank
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallel_call
+from para_core.adapters.denoisers import denoiser_run_of
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import PARALLEL_PIPE, adapter_for, applied_mesh, transformers_of
-from para_core.adapters.vae.unet import unet_run
 from para_core.adapters.weights.feature import FeatureChange
 from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
@@ -165,7 +165,7 @@ class ParallelCall:
                     self._guided.add(component)
                     order = WrapperPriority.GUIDANCE
                     stack.enter_context(wrapped_during(component, "__call__", _GUIDANCE, self._run_branch, order=order))
-            stack.enter_context(inputs_verified(map(unet_run, self._unets.values())))
+            stack.enter_context(inputs_verified(map(denoiser_run_of, self._unets.values())))
             stack.enter_context(reasons_shared(token, self._places))
             for change in self.changes:
                 stack.enter_context(change.generation(pipe))

@@ -13,23 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
+from para_core.adapters.denoisers import denoisers_by_kind, other_denoisers_of
 from para_core.adapters.inspect.components import components_of, encoders_with_blocks, text_encoders_of, vaes_of
-from para_core.adapters.models.vaes import vae_adapter
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
-from para_core.adapters.parallel.options import (
-    ParallelOptions,
-    TransformerPart,
-    require_equal_call,
-    resolve_transformer,
-    resolve_unet,
-)
+from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
+from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.parts import FeaturePart, ShardPart, TimeoutPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.planner.default_mesh import Mesh, mesh_and_method
-from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of, unets_of
-from para_core.adapters.vae.unet import unparallelize_unet
+from para_core.adapters.parallel.transformer import TransformerPart, require_equal_call, resolve_transformer
+from para_core.adapters.planner.default_mesh import mesh_and_method
+from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
+from para_core.adapters.vae.vae_adapter import vae_adapter
 from para_core.adapters.weights.feature import ChangeRequest, FeatureChange
 from para_core.adapters.weights.features import changes_for, require_method, shard_methods
 from para_core.adapters.weights.offloaded_modules import offloader_of
@@ -40,18 +36,18 @@ from para_core.distributed.agree import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
 from para_core.instance_patching import original_class
-from para_core.modes.flex_attention import uses_flex_attention
+from para_core.modes.registry import needs_mode
 from para_core.option_values import TextEncoders
 from para_core.weights.group import timeout_of, weights_mesh
 
 
-def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions) -> ParallelSession:
-    """Return the session that runs ``pipe`` on ``mesh`` with the checked ``options``. Changes nothing.
+def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
+    """Return the session that runs ``pipe`` with the checked ``options``. Changes nothing.
 
     Every rank of the mesh must call this function with equal options. The errors are those of
     :func:`parallelize_pipe`, on every rank.
     """
-    guided, predicted_method = mesh_and_method(mesh, pipe, options.weights)
+    guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
     # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the same.
     needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or _shards_transformers_alone(options)
     ranks = _global_ranks(guided) if guided.ranks > 1 and needs_ranks else set()
@@ -73,9 +69,9 @@ def resolve(pipe: Any, mesh: Mesh | None, options: ParallelOptions) -> ParallelS
             for module in transformers_of(pipe).values()
         ]
         runs: list[Part] = []
-        for module in unets_of(pipe).values():
-            run = resolve_unet(module, guided, assume_equal=options.assume_equal, batched=batched)
-            runs.append(Change("the UNet", run.apply, partial(unparallelize_unet, module)))
+        for kind, _, module in denoisers_by_kind(pipe):
+            run = make_denoiser_run(kind, module, guided, assume_equal=options.assume_equal, batched=batched)
+            runs.append(Change("the UNet", run.apply, run.remove))
         session = ParallelSession(guided, [*transformers, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
@@ -129,7 +125,7 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
         check_shard(pipe)
     for name, module in transformers_of(pipe).items():
         middle = None if options.schedule is None else options.schedule.middle
-        if isinstance(middle, KeptKeys) and uses_flex_attention(module):
+        if isinstance(middle, KeptKeys) and needs_mode(module):
             raise ValueError(
                 f"backend= is an AttentionSchedule with {middle}, and pipe.{name} attends by flex_attention, whose "
                 "mask selects the keys. Use a schedule with a backend in the middle."
@@ -156,10 +152,10 @@ def _parts_of_pipe(
     """
     if mesh.ranks == 1 and not changes and options.schedule is None:
         return []
-    batched = bool(unets_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
+    batched = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
     call = ParallelCall(
         transformers_of(pipe),
-        unets_of(pipe),
+        other_denoisers_of(pipe),
         mesh,
         sequential_cfg=mesh.batch.size > 1 and not batched,
         assume_equal=options.assume_equal,

@@ -21,10 +21,11 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.planner.count import UnknownModelError
 from para_core.adapters.planner.inputs import default_guidance, number_of_heads
 from para_core.adapters.planner.plan_mesh import plan_mesh, workload
-from para_core.adapters.registry import transformers_of, unets_of
+from para_core.adapters.registry import transformers_of
 from para_core.distributed.create_mesh import init_context_parallel_mesh, ranks_per_host, require_own_gpus
 from para_core.distributed.mesh import GuidedMesh, find_or_make_group, guided_mesh, one_guided_rank
 from para_core.option_values import RotateMethod
@@ -126,7 +127,7 @@ def _chosen_mesh(device_type: str, owner: Any, weights: str | None = None) -> tu
     """Create the default mesh over all ranks. Return it with the default ``rotate_method`` for it."""
     transformer, guidance = owner, None
     if not isinstance(owner, nn.Module):
-        transformer = next(iter((transformers_of(owner) or unets_of(owner)).values()), None)
+        transformer = next(iter((transformers_of(owner) or other_denoisers_of(owner)).values()), None)
         guidance = default_guidance(owner, transformer)
     on_host = _ranks_per_host()
     # The planner does not predict meshes over several hosts, because it does not know the network between them.

@@ -17,11 +17,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall, raise_here
 from para_core.dataclass_fields import by_path, fields_of, has_fields, leaves_of, map_leaves
 from para_core.instance_patching import original_class
-from para_core.modes.flash_attention import OPERATOR_TYPES, attention_kind, flash_attention
+from para_core.modes.flash_attention import flash_attention, is_flash_attention
+from para_core.modes.foreign_operators import OPERATOR_TYPES
+from para_core.modes.multi_head import multi_head_attention
 from para_core.plans.module_matching import parameters_of
 from para_core.torch_internals import flex_attention_operator, tree_leaves, tree_map
 from para_core.verify.virtual_ranks import fresh
@@ -207,7 +208,7 @@ class _CallObserver(TorchFunctionMode):
             # Compute this function's attention through the observer: torch function modes are off inside an intercepted
             # function, so the observer would not see the attention call.
             out = multi_head_attention(self._attend, *args, **kwargs)
-        elif type(func) in OPERATOR_TYPES and attention_kind(func) == "flash":
+        elif type(func) in OPERATOR_TYPES and is_flash_attention(func):
             out = flash_attention(self._attend, raise_here, func, args, kwargs)
         else:
             out = func(*args, **kwargs)

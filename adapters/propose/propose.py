@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.propose.candidates import TEXT, ObservedRegion, Start, starts
 from para_core.adapters.propose.observe import ObservedCall, ObservedSoftmax, imagined_larger, observe
 from para_core.adapters.propose.overrides import (
@@ -24,7 +25,7 @@ from para_core.adapters.propose.proposal import Proposal, expression_of
 from para_core.adapters.propose.stack import StackGuess, cached_error, stacks
 from para_core.adapters.propose.text import with_sharded_text
 from para_core.adapters.propose.whole_modules import computes_much, with_whole_module
-from para_core.adapters.registry import refuse_fsdp1, refuse_wrapped_model, require_kind
+from para_core.adapters.registry import require_kind
 from para_core.instance_patching import original_class, uncompiled
 from para_core.plans.plan import Plan
 from para_core.verify.check import find_first_difference
@@ -83,8 +84,8 @@ def propose_plan(
     """
     require_kind("model", transformer, "Pass its transformer: propose_plan(pipe.transformer, ...).")
     module = uncompiled(transformer)
-    refuse_fsdp1(module, "transformer")
-    refuse_wrapped_model(module, "transformer")
+    check_not_fsdp1(module, "transformer")
+    check_not_wrapped(module, "transformer")
     examples = _checked_examples(example_inputs)
     require_answers(answers or {})
     # Compile nothing: a mode sees what a function does only in eager code, and flex_attention, for example, compiles

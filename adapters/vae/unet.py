@@ -10,8 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.models.unets import REFUSED_UNETS, UNETS, UnetAdapter
-from para_core.adapters.registry import PARALLEL_UNET, require_kind, supported_unets, unet_adapter
+from para_core.adapters.denoisers import PARALLEL_DENOISER, DenoiserKind
+from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
+from para_core.adapters.refusal import refusal
+from para_core.adapters.registry import require_kind, transformers_of
+from para_core.adapters.row_adapter import UnetAdapter
 from para_core.adapters.vae.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
@@ -22,7 +25,6 @@ from para_core.instance_patching import (
     uncompiled,
     unwrap,
     wrap_method,
-    wrapper,
 )
 from para_core.plans.attention_check import ModelCode
 from para_core.plans.foreign_code import foreign_code
@@ -34,33 +36,55 @@ from para_core.user_warnings import ForeignCodeWarning, ParallelWarning, Warning
 
 Unet = TypeVar("Unet", bound=nn.Module)
 
+# ControlNets, which no pipeline consists of, have no names of pipelines.
+_PIPELINES = {name: adapter.pipelines for name, adapter in UNETS.items() if adapter.pipelines}
+_SUPPORTED = "; ".join(_PIPELINES.values())
+
 
 def unparallelize_unet(unet: Unet) -> Unet:
     """Undo :func:`parallelize_unet` and return ``unet`` as it was before."""
     require_kind("model", unet, "unparallelize_pipe takes a pipeline.")
-    unwrap(uncompiled(unet), PARALLEL_UNET)
+    unwrap(uncompiled(unet), PARALLEL_DENOISER)
     return unet
+
+
+def unets_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the UNet and the supported ControlNets of ``pipe`` by path; empty with a transformer or without a UNet."""
+    unet = uncompiled(getattr(pipe, "unet", None))
+    if not isinstance(unet, nn.Module) or transformers_of(pipe):
+        return {}
+    controlnet = uncompiled(getattr(pipe, "controlnet", None))
+    paths = {"controlnet": controlnet}
+    for index, net in enumerate(getattr(controlnet, "nets", ())):
+        paths[f"controlnet.nets.{index}"] = uncompiled(net)
+    return {"unet": unet, **{path: module for path, module in paths.items() if unet_adapter(module) is not None}}
+
+
+def unet_adapter(unet: Any) -> UnetAdapter | None:
+    """Return the adapter for the class of ``unet``, or for the nearest of its base classes; None if there is none."""
+    names = [cls.__name__ for cls in original_class(unet).__mro__]
+    return next((UNETS[name] for name in names if name in UNETS), None)
 
 
 class UnetRun:
     """Handler that runs the calls of one UNet with rows, and perhaps samples, sharded over a mesh.
 
     Args:
-        unet: The UNet or ControlNet, not compiled.
+        module: The UNet or ControlNet, not compiled.
         mesh: The ranks. Those along ``ring`` and ``ulysses`` shard rows; if ``batched``, those along ``batch`` samples.
         require_equal: Called with the named arguments of each call; raises if ranks differ. It is not called inside
             :func:`~para_core.distributed.agree.inputs_verified`.
     """
 
     def __init__(
-        self, unet: nn.Module, mesh: GuidedMesh, *, batched: bool, require_equal: Callable[[Mapping[str, Any]], None]
+        self, module: nn.Module, mesh: GuidedMesh, *, batched: bool, require_equal: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        self.unet, self.mesh = unet, mesh
-        self.images = require_unet_adapter(unet, unet).images
+        self.unet, self.mesh = module, mesh
+        self.images = require_unet_adapter(module, module).images
         self.batched, self.require_equal = batched, require_equal
         row_mesh = replace(one_guided_rank(mesh.sequence.device_type), sequence=mesh.sequence)
         self.rows = RowRanks(one_group(row_mesh), dim_groups(row_mesh))
-        self.parameters = parameters_of(unet)
+        self.parameters = parameters_of(module)
         # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again then.
         self.inputs_verified = False
         self.warnings = WarningLog()
@@ -83,10 +107,14 @@ class UnetRun:
 
     def apply(self) -> None:
         """Replace any wrapper of the UNet's ``__call__`` by one that shards rows. On one rank, only remove it."""
-        unparallelize_unet(self.unet)
+        self.remove()
         if self.mesh.ranks > 1:
             self._warn_of_foreign_code()
-            wrap_method(self.unet, "__call__", PARALLEL_UNET, self.run, order=WrapperPriority.PLAN)
+            wrap_method(self.unet, "__call__", PARALLEL_DENOISER, self.run, order=WrapperPriority.PLAN)
+
+    def remove(self) -> None:
+        """Remove any wrapper of the UNet's ``__call__`` that shards rows."""
+        unwrap(self.unet, PARALLEL_DENOISER)
 
     def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
@@ -140,12 +168,6 @@ class UnetRun:
         return deliver(compute, workers.size, self.rows.ranks, self.rows.mesh, "all")
 
 
-def unet_run(unet: nn.Module) -> UnetRun | None:
-    """Return the handler that :meth:`UnetRun.apply` attached to ``unet``; None if there is none."""
-    handler = getattr(wrapper(unet, "__call__", PARALLEL_UNET), "__self__", None)
-    return handler if isinstance(handler, UnetRun) else None
-
-
 # -- The page docs/refusals.md lists the following checks.
 
 
@@ -160,12 +182,12 @@ def require_unet_adapter(owner: Any, module: Any) -> UnetAdapter:
         raise TypeError(
             f"{original_class(owner).__name__} is not supported: the rows of images in "
             f"{original_class(module).__name__} cannot be sharded: {reason}. Give each rank its own prompts instead. "
-            f"Supported are the UNets of {supported_unets()}."
+            f"Supported are the UNets of {_SUPPORTED}."
         )
     return adapter
 
 
-def refuse_tensor_ranks_of_unet(module: nn.Module, mesh: GuidedMesh) -> None:
+def check_no_tensor_ranks_of_unet(module: nn.Module, mesh: GuidedMesh) -> None:
     """Refuse a UNet on a mesh with ranks along tensor."""
     # A UNet has no tensor plan, so all ranks along 'tensor' would compute the same rows.
     if mesh.tensor.size > 1:
@@ -176,10 +198,76 @@ def refuse_tensor_ranks_of_unet(module: nn.Module, mesh: GuidedMesh) -> None:
         )
 
 
-def refuse_compiled_unet(module: nn.Module, name: str, called: Any) -> None:
+def check_unet_not_compiled(module: nn.Module, name: str, called: Any) -> None:
     """Refuse a compiled UNet."""
     if called is not module or has_compiled_parts(module):
         raise RuntimeError(
             f"{name} was compiled, and a compiled graph does not know the layout of the rows. Use it uncompiled, or "
             "unparallelize_pipe(pipe)."
         )
+
+
+def check_no_freeu(module: nn.Module, name: str) -> None:
+    """Refuse FreeU, which filters the frequencies of whole images, in a UNet."""
+    blocks = getattr(module, "up_blocks", ())
+    if any(getattr(block, factor, None) for block in blocks for factor in ("s1", "s2", "b1", "b2")):
+        raise refusal(
+            RuntimeError,
+            f"{name} has FreeU, which filters the frequencies of whole images, and each rank has some rows of them.",
+            "Call pipe.disable_freeu(), or unparallelize_pipe(pipe).",
+        )
+
+
+def check_cache_not_on_unet(owner: Any, module: nn.Module) -> None:
+    """Refuse a cache on a UNet."""
+    raise refusal(
+        TypeError,
+        f"{original_class(owner).__name__} cannot be cached: First Block Cache skips blocks whose output has the size "
+        f"of their input. The blocks of {original_class(module).__name__} pass residuals of many sizes to each other.",
+        "Leave the cache out; parallelize_pipe runs it on several ranks.",
+    )
+
+
+def check_parallelize(owner: Any, module: Any, mesh: GuidedMesh | None) -> None:
+    """Run the checks of a UNet before it is parallelized; those that need the mesh if ``mesh`` is given."""
+    require_unet_adapter(owner, module)
+    if mesh is not None:
+        check_no_tensor_ranks_of_unet(module, mesh)
+
+
+def check_parallel_call(module: nn.Module, name: str, called: Any) -> None:
+    """Run the checks of a UNet before a parallel call."""
+    check_unet_not_compiled(module, name, called)
+    check_no_freeu(module, name)
+
+
+def check_cache(owner: Any, module: nn.Module) -> None:
+    """Run the checks of a UNet before a cache is applied to it."""
+    check_cache_not_on_unet(owner, module)
+
+
+def has_unet_class(pipeline: str, components: Mapping[str, Any]) -> bool:
+    """Whether ``components``, classes by name, has a UNet. Raise ``TypeError`` if its class is not supported."""
+    unet = components.get("unet")
+    if unet is None:
+        return False
+    if not any(base.__name__ in UNETS for base in unet.__mro__):
+        raise TypeError(
+            f"{pipeline} is not supported: the rows of images in {unet.__name__} cannot be sharded. Supported are the "
+            f"UNets of {_SUPPORTED}."
+        )
+    return True
+
+
+KIND = DenoiserKind(
+    name="unet",
+    find=unets_of,
+    describes=lambda module: unet_adapter(module) is not None,
+    make_run=UnetRun,
+    why_no_stages="it is a UNet, whose blocks pass residuals to each other",
+    pipelines=_PIPELINES,
+    has_class=has_unet_class,
+    check_parallelize=check_parallelize,
+    check_parallel_call=check_parallel_call,
+    check_cache=check_cache,
+)

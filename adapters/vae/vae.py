@@ -18,10 +18,13 @@ from para_core.adapters.agree.arguments import describe
 from para_core.adapters.agree.failures import Places, places_of_all, reasons_shared
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.agree.rng import random_state_of_first_rank
-from para_core.adapters.models.vaes import REFUSED_VAES, VAES, VaeAdapter, rows_per_latent, vae_adapter
-from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE, refuse_fsdp1, refuse_wrapped_model, require_kind
+from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
+from para_core.adapters.models.vaes import REFUSED_VAES, VAES
+from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE, require_kind
+from para_core.adapters.row_adapter import VaeAdapter
 from para_core.adapters.vae.call import Gather, RowRanks, deliver, holds_distribution, on_rows
 from para_core.adapters.vae.diffusion_decoder import DecoderRows, window_attentions
+from para_core.adapters.vae.vae_adapter import rows_per_latent, vae_adapter
 from para_core.adapters.vae.vae_compile import traceable
 from para_core.distributed.agree import Record, check_consistent, differing_fields, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
@@ -139,8 +142,8 @@ def require_parallel_vae(module: nn.Module, method: Method = "exact") -> VaeAdap
     """Return the adapter of the autoencoder ``module``. Raises the errors of :func:`parallelize_vae`."""
     adapter = vae_adapter(module)
     if adapter is None:
-        refuse_fsdp1(module, "vae")
-        refuse_wrapped_model(module, "vae")
+        check_not_fsdp1(module, "vae")
+        check_not_wrapped(module, "vae")
         name = original_class(module).__name__
         reason = REFUSED_VAES.get(name, "para_core has no adapter for it")
         raise TypeError(f"{name} does not run on several ranks: {reason}. Supported are {', '.join(VAES)}.")

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy
 
 from para_core.adapters.inspect.components import components_of, mesh_of_diffusers
+from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.refusal import refusal
-from para_core.adapters.registry import mesh_of, refuse_fsdp1, refuse_wrapped_model, require_kind, transformers_of
+from para_core.adapters.registry import mesh_of, require_kind, transformers_of
 from para_core.adapters.weights.feature import Method, Ranks
 from para_core.adapters.weights.features import method_of, require_method, shard_methods
 from para_core.adapters.weights.lora import follow_loras
@@ -170,8 +171,8 @@ def prepare_sharding(
         # The default mesh is chosen for the models, so check first that they can be sharded.
         _check_options(pipe, method, offload_policy)
         _choose_components(pipe, method, components)
-    given = _unchanged_mesh(mesh, method)
-    ranks: Ranks = guided_mesh_for(mesh, pipe, method) if given is None else as_ranks(given)
+    foreign_mesh = _foreign_mesh(mesh, method)
+    ranks: Ranks = guided_mesh_for(mesh, pipe, method) if foreign_mesh is None else as_ranks(foreign_mesh)
     # If one rank raised alone, the others would wait for it in the first call.
     with raising_on_all(ranks, "weights cannot be sharded"):
         _check_options(pipe, method, offload_policy)
@@ -187,14 +188,14 @@ def prepare_sharding(
             require_method(method).check_mesh(ranks, of_transformer)
     _check_equal_on_ranks(unsharded, method, offload_policy, ranks, compare_values)
     with raising_on_all(ranks, "weights cannot be sharded"):
-        device_mesh = require_method(method).make_mesh(ranks) if given is None else given
+        device_mesh = require_method(method).make_mesh(ranks) if foreign_mesh is None else foreign_mesh
         for name, module in chosen.items():
             if name not in unsharded:
                 _check_same_settings(pipe, name, module, method, device_mesh, offload_policy)
     return Sharding(pipe, method, unsharded, device_mesh, ranks, offload_policy)
 
 
-def _unchanged_mesh(mesh: Any, method: str) -> DeviceMesh | None:
+def _foreign_mesh(mesh: Any, method: str) -> DeviceMesh | None:
     """Return ``mesh`` if it has none of the dims of this library, and the method takes it as it is; else
     None.
     """
@@ -302,8 +303,8 @@ def _check_same_settings(
 def check_shard(pipe: Any) -> None:
     """Raise ``ValueError`` if weights of ``pipe`` are spread over several devices or moved by accelerate."""
     for name, module in transformers_of(pipe).items():
-        refuse_fsdp1(module, f"pipe.{name}")
-        refuse_wrapped_model(module, f"pipe.{name}")
+        check_not_fsdp1(module, f"pipe.{name}")
+        check_not_wrapped(module, f"pipe.{name}")
         check_one_device(module, "the transformer")
     check_one_device(pipe, "the pipeline")
     check_unmoved_weights(pipe)

@@ -17,8 +17,9 @@ from torch import nn
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.arguments import require_equal as require_equal_values
 from para_core.adapters.agree.loras import described_model, lora_weights
+from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import stack_of, why_no_stages
-from para_core.adapters.registry import adapter_for, transformers_of, unet_adapter
+from para_core.adapters.registry import adapter_for, transformers_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
 from para_core.adapters.weights.lora import ADDS, CHANGES, check_equal_lora, check_own_values, on_all_ranks
 from para_core.adapters.weights.one_way import load_again, one_way
@@ -276,9 +277,8 @@ def check_chained_blocks(module: nn.Module, name: str, mesh: GuidedMesh, adapter
     """Refuse stages for a model whose blocks pass more than tokens to the next block."""
     if mesh.pipe.size == 1:
         return
-    reason = why_no_stages(module, adapter)
-    if unet_adapter(module) is not None:
-        reason = "it is a UNet, whose blocks pass residuals to each other"
+    kind = kind_of(module)
+    reason = why_no_stages(module, adapter) if kind is None else kind.why_no_stages
     if reason is not None:
         raise TypeError(
             f"{original_class(module).__name__} cannot run in stages: {reason}. Use a mesh without 'pipe' "

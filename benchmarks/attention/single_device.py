@@ -2,15 +2,14 @@
 
 Measures TFLOP/s, GB/s, milliseconds and the error relative to float64, four continuing calls next to one, and keys of
 which half are padding. Writes benchmarks/results/attention.json. ``--tiny --device cpu`` shows that it runs, with
-Triton's interpreter. ``--hopper`` measures the Hopper tier instead, next to the portable kernel and PyTorch's, and
-writes attention_hopper.json.
+Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +58,6 @@ REAL = tuple(
     if tokens < 65536 or head_dim == 128
 )
 TINY = (Size(40, 16, False, heads=1, dtype="float16"), Size(40, 16, True, heads=1, dtype="float16"))
-
-
-TINY_HOPPER = (Size(40, 64, False, heads=1, dtype="float16"), Size(48, 64, True, heads=1, dtype="float16"))
-# Ways of the Hopper tier have this name, followed by a note if the warps have roles.
-HOPPER_WAY = "triton, Hopper tier"
 Ways = dict[str, Callable[[], Tensor]]
 WaysOfSize = Callable[[list[Tensor], Size], Ways]
 
@@ -126,7 +120,7 @@ def make(size: Size, device: torch.device) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, device=device).to(dtype).transpose(1, 2) for _ in range(3)]
 
 
-def portable_ways(tensors: list[Tensor], size: Size) -> Ways:
+def ways_of(tensors: list[Tensor], size: Size) -> Ways:
     from para_core.kernels import attention_int8
     from para_core.kernels.attention import attention
 
@@ -140,25 +134,6 @@ def portable_ways(tensors: list[Tensor], size: Size) -> Ways:
     if not causal:
         ranges = torch.tensor([[[0, half]]], dtype=torch.int32, device=query.device)
         ways["triton, half of the keys padded"] = lambda: attention(query, key, value, key_ranges=ranges)[0]
-    return {**ways, **_of_pytorch(tensors, size)}
-
-
-def hopper_ways(tensors: list[Tensor], size: Size) -> Ways:
-    """Return the candidates of the Hopper tier, the portable kernel, and PyTorch's kernels."""
-    from para_core.kernels import tune
-    from para_core.kernels.attention import attention
-    from para_core.kernels.attention_configs import HOPPER, INTERPRETED, Config, ConfigKey
-
-    query, key, value = tensors
-    case = ConfigKey(90, size.head_dim, size.is_causal, "long", "hopper")
-    interpreted = (INTERPRETED, replace(INTERPRETED, specialized=True))
-    ways: Ways = {"triton": lambda: attention(query, key, value, is_causal=size.is_causal)[0]}
-
-    def of_tier(config: Config) -> Callable[[], Tensor]:
-        return lambda: tune.attend(case, config, query, key, value)[0]
-
-    for config in HOPPER[size.head_dim] if query.is_cuda else interpreted:
-        ways[HOPPER_WAY + ", warps with roles" * config.specialized] = of_tier(config)
     return {**ways, **_of_pytorch(tensors, size)}
 
 
@@ -216,10 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="sizes for Triton's interpreter")
-    parser.add_argument("--hopper", action="store_true", help="the tier that only --hopper of tune takes")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(arguments)
-    output = args.output or RESULTS / ("attention_hopper.json" if args.hopper else "attention.json")
+    output = args.output or RESULTS / "attention.json"
     if args.device != "cpu" and not torch.cuda.is_available():
         print(
             "benchmarks.attention.single_device needs a CUDA device, and there is none. --tiny --device cpu shows "
@@ -230,11 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("On a CPU Triton's interpreter is for tiny sizes only: add --tiny, or name a CUDA device.")
         return 2
     rows, sizes = [], TINY if args.tiny else REAL
-    if args.hopper:
-        sizes = TINY_HOPPER if args.tiny else tuple(size for size in REAL if size.head_dim != 96)
     device = torch.device(args.device)
     with interpreted_on_cpu(device):
-        for row in measure(sizes, device, ways=hopper_ways if args.hopper else portable_ways):
+        for row in measure(sizes, device, ways=ways_of):
             rows.append(row)
             print(json.dumps(row))
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.attention.single_device import TINY, Size, WaysOfSize, measure, portable_ways, run_way, triton_ways
+from benchmarks.attention.single_device import TINY, Size, WaysOfSize, measure, run_way, triton_ways, ways_of
 from benchmarks.gpu.exact import OWN_AT_MOST
 from benchmarks.gpu.job import FAILED, OK, WRONG, SectionJob
 from benchmarks.gpu.kernels import INT8_BOUND
@@ -23,9 +23,9 @@ NEEDS = {"compile": COMPILE, "sizes": len(SIZES) * 6 * WAY}
 
 def run(job: SectionJob) -> None:
     sizes = TINY if job.tiny else SIZES
-    compile_ways(job, sizes, portable_ways, COMPILE)
+    compile_ways(job, sizes, ways_of, COMPILE)
     with interpreted_on_cpu(job.device):
-        for row in timings(job, sizes, portable_ways, WAY):
+        for row in timings(job, sizes, ways_of, WAY):
             job.add(**row, **verdict_on(row))
 
 

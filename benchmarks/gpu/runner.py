@@ -93,7 +93,6 @@ SECTIONS = (
     Section("ranks", 75, 75, round=3),
     Section("nccl", 95, 65, round=3),
     Section("nccl_ranks", 175, 55, round=3),
-    Section("attention_hopper", 175, 115, round=3),
     Section("flux_graphs", 265, 60, round=3),
 )
 # All sections together take at most this long.

@@ -19,9 +19,9 @@ from benchmarks.gpu.job import OK, WRONG, SectionJob
 from benchmarks.gpu.timing import milliseconds
 from benchmarks.harness import relative_error
 from para_core.attention.pack_ops import as_numbers
-from para_core.distributed.layout import Segment
 from para_core.kernels import merge_reference, norm_reference, pack_reference, residual_reference
 from para_core.kernels.pack_reference import LARGEST, SCALE_BYTES, CopyRegion
+from para_core.layout.sequence import Segment
 
 RANKS = 8
 # These are tokens of one of 8 ranks, and heads: FLUX.1 at 1024 × 1024, the same with one head more, and HunyuanVideo at

@@ -18,7 +18,8 @@ from benchmarks.harness import largest_over_ranks, markdown_table, read_results,
 from benchmarks.pipelines.latents import TWO_RANKS, device_meshes
 from para_core import ForeignCodeWarning
 from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, remove_cache_from_pipe, unparallelize_pipe
-from para_core.adapters.registry import transformers_of, unets_of
+from para_core.adapters.denoisers import other_denoisers_of
+from para_core.adapters.registry import transformers_of
 from zoo.tiny.pipelines.modular import MODULAR, TinyModular
 
 _LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
@@ -39,7 +40,7 @@ def measure(names: list[str]) -> dict[str, Any]:
 
 
 def denoisers(pipe: Any) -> list[nn.Module]:
-    return list((transformers_of(pipe) or unets_of(pipe)).values())
+    return list((transformers_of(pipe) or other_denoisers_of(pipe)).values())
 
 
 def _measure(tiny: TinyModular, mesh: DeviceMesh) -> dict[str, Any]:

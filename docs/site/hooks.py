@@ -29,7 +29,7 @@ ELSEWHERE = {
 # reader types.
 SEARCH = {"CHANGELOG.md": {"exclude": True}, "questions.md": {"boost": 2}}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)]*)?\)")
-# Of each, the file whose __all__ lists the public names.
+# Of each, the file that imports the public names.
 # "para_core" also has the names of the launcher, which para_core/__init__.py imports without torch.
 PACKAGES = {"para_core": "para_core/api.py", "para_core.adapters": "adapters/api.py"}
 INSTALLED = ROOT / "build/site_source/para_core"
@@ -103,13 +103,9 @@ def output_block(output: dict[str, Any]) -> str:
 
 
 def reference(package: str, file: str) -> str:
-    """Return a page with everything that ``__all__`` of ``file`` lists."""
-    tree = ast.parse((ROOT / file).read_text())
-    names = next(
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__"
-    )
+    """Return a page with every name that ``file`` imports."""
+    imports = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.ImportFrom)]
+    names = sorted(alias.name for node in imports for alias in node.names)
     if package == "para_core":
         names = ["launch", "launcher.handle.Launched", "Cancelled", "RankDied", *names]
     return "\n\n".join([f"# {package}", *(f"::: {package}.{name}" for name in names)]) + "\n"

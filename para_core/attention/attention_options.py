@@ -19,7 +19,6 @@ COMM_DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 class AttnKeywords(TypedDict, total=False):
     """The fields of :class:`AttnOptions` as a type for keyword arguments, ``**options: Unpack[AttnKeywords]``."""
 
-    ulysses_chunks: int
     rotate_method: RotateMethod
     comm_dtype: torch.dtype | None
     block_mask: BlockMask | None
@@ -31,8 +30,8 @@ class AttnKeywords(TypedDict, total=False):
 class AttnOptions:
     """The options of attention over a mesh, as attention modes, plans and functions such as ``unified_attention`` take.
 
-    :class:`~para_core.modes.unified.UnifiedAttnMode` describes ``ulysses_chunks``, ``rotate_method``, ``comm_dtype``
-    and ``backend``. With ``block_mask`` each ring rank sends its keys directly to the ranks that see any of them. With
+    :class:`~para_core.modes.unified.UnifiedAttnMode` describes ``rotate_method``, ``comm_dtype`` and
+    ``backend``. With ``block_mask`` each ring rank sends its keys directly to the ranks that see any of them. With
     ``kept_keys`` (not exact) only kept keys are passed on, except in the cases that
     :func:`~para_core.attention.approximate.snapkv.sparse_attention` names.
 
@@ -41,7 +40,6 @@ class AttnOptions:
         TypeError: ``backend`` is not a string.
     """
 
-    ulysses_chunks: int = 1
     rotate_method: RotateMethod = "alltoall"
     comm_dtype: torch.dtype | None = None
     block_mask: BlockMask | None = None
@@ -49,9 +47,6 @@ class AttnOptions:
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
-        chunks = self.ulysses_chunks
-        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise ValueError(f"ulysses_chunks is {chunks!r}; expected a positive integer.")
         if self.comm_dtype not in (None, *COMM_DTYPES.values()):
             expected = " or ".join(map(str, COMM_DTYPES.values()))
             raise ValueError(f"comm_dtype is {self.comm_dtype}; expected {expected}, or None for exact attention.")
@@ -92,23 +87,21 @@ class AttnOptions:
     def as_text(self) -> str:
         """Return this value as JSON. Equal values give equal text on all ranks.
 
-        >>> AttnOptions.read(AttnOptions(ulysses_chunks=2).as_text())
-        AttnOptions(ulysses_chunks=2, rotate_method='alltoall', comm_dtype=None, block_mask=None, kept_keys=None,
-        backend=None)
+        >>> AttnOptions.read(AttnOptions(rotate_method="2d").as_text())
+        AttnOptions(rotate_method='2d', comm_dtype=None, block_mask=None, kept_keys=None, backend=None)
         """
         comm_dtype = next((name for name, dtype in COMM_DTYPES.items() if dtype == self.comm_dtype), None)
         blocks = None if self.block_mask is None else self.block_mask.fields
         kept = None if self.kept_keys is None else self.kept_keys.fields
         # This is in the order of the fields.
-        text: str = _to_json(self.ulysses_chunks, self.rotate_method, comm_dtype, blocks, kept, self.backend)
+        text: str = _to_json(self.rotate_method, comm_dtype, blocks, kept, self.backend)
         return text
 
     @staticmethod
     def read(text: str) -> AttnOptions:
         """Return the options whose JSON form :meth:`as_text` wrote."""
-        ulysses_chunks, rotate_method, comm_dtype, blocks, kept, backend = json.loads(text).values()
+        rotate_method, comm_dtype, blocks, kept, backend = json.loads(text).values()
         return AttnOptions(
-            ulysses_chunks,
             rotate_method,
             None if comm_dtype is None else COMM_DTYPES[comm_dtype],
             None if blocks is None else BlockMask(*blocks),

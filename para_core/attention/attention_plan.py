@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from para_core.attention.grid_shape import choose_grid
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.tiles import Tiling, join_neighbours, own_runs, sharded_runs
+from para_core.attention.tiles import Tiling
 from para_core.attention.ulysses import Heads, UlyssesPlan
 from para_core.distributed.cached_property import cached_property
-from para_core.distributed.layout import Run
 from para_core.distributed.mesh import MeshDim
+from para_core.layout.runs import join_neighbours
+from para_core.layout.sequence import Run
 
 
 class Hop(NamedTuple):
@@ -46,15 +47,9 @@ class RingPlan:
         return self.spec.mesh.ring
 
     @cached_property
-    def block_sizes(self) -> tuple[int, ...]:
+    def block_sizes(self) -> list[int]:
         """The number of keys that each ring rank sends: the sharded tokens of its Ulysses group."""
-        layout, width = self.spec.key_layout, self.spec.mesh.ulysses.size
-        return tuple(
-            [
-                sum([layout.sharded_size(rank) for rank in range(index * width, (index + 1) * width)])
-                for index in range(self.spec.mesh.ring.size)
-            ]
-        )
+        return self.spec.keys.sizes(replicated=False)
 
     @property
     def rotates(self) -> bool:
@@ -73,8 +68,8 @@ class RingPlan:
         steps = range(1, size if self.rotates else 1)
         if blocks is None:
             return [Hop(step, self.source(step)) for step in steps]
-        queries = [own_runs(spec.query_layout, spec.mesh, rank) for rank in range(size)]
-        keys = [sharded_runs(spec.key_layout, spec.mesh, rank) for rank in range(size)]
+        queries = [spec.queries.runs(rank) for rank in range(size)]
+        keys = [spec.keys.runs(rank, replicated=False) for rank in range(size)]
         sees = [
             [blocks.sees_any(queries[rank], keys[(rank - step) % size]) for rank in range(size)] for step in range(size)
         ]
@@ -92,23 +87,18 @@ class RingPlan:
     @cached_property
     def travels(self) -> list[Run]:
         """The sharded keys of this rank's block, which are sent, as runs ``(offset in the block, length)``."""
-        layout, mesh = self.spec.key_layout, self.spec.mesh
-        if mesh.ulysses.size > 1:
-            return [(0, self.block_sizes[mesh.ring.index])]
-        sizes = [segment.size(mesh.rank, layout.ranks) for segment in layout.segments]
-        runs = [(sum(sizes[:i]), size) for i, size in enumerate(sizes) if not layout.segments[i].replicated]
-        return join_neighbours(runs) or [(0, 0)]
+        return join_neighbours(self.spec.keys.offsets(self.dim.index, replicated=False)) or [(0, 0)]
 
     @cached_property
     def query_runs(self) -> list[Run]:
         """The positions of this rank's queries, as runs ``(start, length)`` in the order of the query tensor."""
-        return own_runs(self.spec.query_layout, self.spec.mesh)
+        return self.spec.queries.runs(self.dim.index)
 
     def key_runs(self, step: int) -> list[Run]:
         """Return the positions of the keys that this rank has at ``step``, as runs ``(start, length)``."""
         if step == 0:
-            return own_runs(self.spec.key_layout, self.spec.mesh)
-        return sharded_runs(self.spec.key_layout, self.spec.mesh, self.source(step))
+            return self.spec.keys.runs(self.dim.index)
+        return self.spec.keys.runs(self.source(step), replicated=False)
 
     @cached_property
     def tiling(self) -> Tiling:
@@ -142,22 +132,22 @@ class GridPlan:
         return [rank for rank in range(index % columns, self.ring.dim.size, columns) if rank != index]
 
     @cached_property
-    def row_runs(self) -> list[list[Run]]:
-        """For each other rank of the row, the positions of its queries, as runs ``(start, length)``."""
-        return [own_runs(self.ring.spec.query_layout, self.ring.spec.mesh, rank) for rank in self.row]
+    def row_runs(self) -> list[Run]:
+        """The positions of the queries of the row's other ranks, rank by rank, as runs ``(start, length)``."""
+        return self.ring.spec.queries.only(*self.row).runs()
 
     @cached_property
-    def column_runs(self) -> list[list[Run]]:
-        """For each other rank of the column, the positions of its sharded keys, as runs ``(start, length)``."""
-        return [sharded_runs(self.ring.spec.key_layout, self.ring.spec.mesh, rank) for rank in self.column]
+    def column_runs(self) -> list[Run]:
+        """The positions of the sharded keys of the column's other ranks, rank by rank, as runs ``(start, length)``."""
+        return self.ring.spec.keys.only(*self.column, replicated=False).runs()
 
     @cached_property
     def row_sizes(self) -> list[int]:
-        return [sum([length for _, length in runs]) for runs in self.row_runs]
+        return [self.ring.spec.queries.size(rank) for rank in self.row]
 
     @cached_property
     def column_sizes(self) -> list[int]:
-        return [sum([length for _, length in runs]) for runs in self.column_runs]
+        return [self.ring.spec.keys.size(rank, replicated=False) for rank in self.column]
 
     @cached_property
     def own_tiling(self) -> Tiling:
@@ -167,12 +157,10 @@ class GridPlan:
     @cached_property
     def row_tiling(self) -> Tiling:
         """The keys that the queries of the row's other ranks see: this rank's, then those of the rest of its column."""
-        own = sharded_runs(self.ring.spec.key_layout, self.ring.spec.mesh, self.ring.dim.index)
-        return self._tiling([run for runs in self.row_runs for run in runs], own)
+        return self._tiling(self.row_runs, self.ring.spec.keys.runs(self.ring.dim.index, replicated=False))
 
     def _tiling(self, queries: Sequence[Run], own_keys: Sequence[Run]) -> Tiling:
-        keys = [own_keys, [run for runs in self.column_runs for run in runs]]
-        return Tiling(queries, keys, is_causal=self.ring.spec.is_causal, visible=None)
+        return Tiling(queries, [own_keys, self.column_runs], is_causal=self.ring.spec.is_causal, visible=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,11 +185,6 @@ class AttentionPlan:
     def ulysses(self) -> UlyssesPlan | None:
         """The plan of the Ulysses exchange; None if there is only one Ulysses rank, so that no exchange is needed."""
         return None if self.spec.mesh.ulysses.size == 1 else UlyssesPlan(self.spec, self.heads)
-
-    @cached_property
-    def chunks(self) -> list[UlyssesPlan]:
-        """One Ulysses plan for each of the ``ulysses_chunks`` parts of the heads, which are exchanged one by one."""
-        return [UlyssesPlan(self.spec, heads) for heads in self.heads.cut(self.spec.options.ulysses_chunks)]
 
     @cached_property
     def ring(self) -> RingPlan:

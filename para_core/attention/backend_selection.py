@@ -1,4 +1,4 @@
-"""Choose the backend of local attention: the named one, else the one measured to be fastest, else PyTorch's choice."""
+"""Choose the backend of local attention: the named one, else PyTorch's choice."""
 
 from __future__ import annotations
 
@@ -24,11 +24,6 @@ from para_core.option_values import Backend
 from para_core.torch_internals import math_sdp_enabled
 from para_core.triton_support import has_triton, is_interpreting
 
-# The fastest backend by (compute capability, head dim, causal) for 16-bit calls without a mask, if PyTorch would choose
-# another one. Entries must come from benchmarks/attention/single_device.py, run on such a device. As long as
-# the table is empty, PyTorch chooses the backend, and the Triton kernel is used only if the user names it.
-FASTEST: Mapping[tuple[int, int, bool], Backend] = {}
-
 OF_PYTORCH: Mapping[Backend, int] = {"flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN, "math": MATH}
 _OF_CUDA = ("efficient", "cudnn")  # PyTorch does not have these backends on a CPU.
 
@@ -39,8 +34,7 @@ def resolve_backend(
     """Return the backend for a call, or None to let PyTorch choose.
 
     Args:
-        backend: The backend that the caller named. If it is None, the table ``FASTEST`` decides, unless the user has
-            disabled any backend of PyTorch (``sdpa_kernel``).
+        backend: The backend that the caller named.
         query, value: Tensors of the call. Only dtype, head dims, device and lengths matter.
         masked: Whether the call has a mask.
         is_causal: Whether the call is causal.
@@ -49,7 +43,7 @@ def resolve_backend(
         RuntimeError: The named backend is disabled, not installed or does not support the call.
     """
     if backend is None:
-        return _fastest(query, masked=masked, is_causal=is_causal) if FASTEST else None
+        return None
     if backend in ("triton", "triton-int8"):
         _require_triton(backend, query, value)
     elif backend in LIBRARIES:
@@ -68,26 +62,6 @@ def resolve_backend(
         # mask (see transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
         refuse_mask_and_causal_oblong(backend, query, value, masked=masked, is_causal=is_causal)
     return backend
-
-
-def _fastest(query: Tensor, *, masked: bool, is_causal: bool) -> Backend | None:
-    arch = _arch(query.device)
-    if arch is None or query.dtype not in (torch.float16, torch.bfloat16):
-        return None
-    fastest = FASTEST.get((arch, query.shape[-1], is_causal))
-    if fastest is None or (masked and fastest != "triton") or not all(is_on() for is_on in SWITCHES.values()):
-        return None
-    return None if fastest == "triton" and not has_triton() else fastest
-
-
-def _arch(device: torch.device) -> int | None:
-    return _capability(device.index) if device.type == "cuda" else None
-
-
-@lru_cache
-def _capability(index: int) -> int:
-    major, minor = torch.cuda.get_device_capability(index)
-    return 10 * major + minor
 
 
 def _require_triton(backend: Backend, query: Tensor, value: Tensor) -> None:

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from para_core.distributed.layout import Run
+from para_core.layout.sequence import Run
 
 
 @dataclass(frozen=True)

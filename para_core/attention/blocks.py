@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from para_core.attention import backend_selection
 from para_core.attention.backends import LocalAttentionCall, bias_dtype
 from para_core.attention.finite_masks import (
     FiniteMaskedRows,
@@ -20,8 +19,9 @@ from para_core.attention.finite_masks import (
 from para_core.attention.local import continued_attention, local_attention_backward, local_attention_with_lse
 from para_core.attention.merge import Merged
 from para_core.attention.spec import AttentionSpec
-from para_core.attention.tiles import Tiling, join_neighbours, put, take
-from para_core.distributed.layout import Run
+from para_core.attention.tiles import Tiling
+from para_core.layout.runs import join_neighbours, put, take
+from para_core.layout.sequence import Run
 
 # A function that replaces the backends of local attention; it returns (out, lse).
 LocalAttention = Callable[[LocalAttentionCall], tuple[Tensor, Tensor]]
@@ -97,7 +97,7 @@ class BlockAttention:
     @property
     def _is_of_pytorch(self) -> bool:
         """Whether PyTorch computes each block. Its backends fail for rows without a key, and the others do not."""
-        return not backend_selection.FASTEST and self._backend not in ("triton", "triton-int8")
+        return self._backend not in ("triton", "triton-int8")
 
     def add(self, block: Block, step: int, *, is_last: bool = False) -> None:
         """Merge attention to the key block with index ``step`` into the result.

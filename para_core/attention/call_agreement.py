@@ -35,8 +35,8 @@ from para_core.attention.mask_checks import (
 from para_core.attention.masks import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
 from para_core.distributed.agree import Record, Signature, check_consistent, exchange, first_difference, signature
-from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import SequenceLayout
 from para_core.torch_internals import innermost_transform
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,6 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             "block_mask": None if blocks is None else f"with checksum {crc32(repr(blocks.fields).encode()):08x}",
             "kept keys": None if options.kept_keys is None else [*options.kept_keys.fields],
             "comm_dtype": str(options.comm_dtype),
-            "ulysses_chunks": options.ulysses_chunks,
             "rotate_method": options.rotate_method,
             # All ranks must need the same gradients, because the backward has collectives that every rank must run.
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, cached_plan, read_plan
 from para_core.attention.local import as_sdpa
-from para_core.attention.tiles import TokenOrder, own_runs, sharded_runs, take
+from para_core.attention.tiles import TokenOrder
 from para_core.attention.ulysses import UlyssesPlan, join_kinds, split_by_kind
 from para_core.distributed.collectives import all_gather, all_to_all, define_collective, done
-from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.runs import take
+from para_core.layout.sequence import Run, SequenceLayout
 
 
 def enter(query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,16 +71,15 @@ def query_rows(layout: SequenceLayout, mesh: SequenceMesh) -> list[Run]:
 
 
 def _query_order(plan: AttentionPlan) -> TokenOrder:
-    return TokenOrder(own_runs(plan.spec.query_layout, plan.spec.mesh), ascending=True)
+    return TokenOrder(plan.ring.query_runs, ascending=True)
 
 
 def _key_order(plan: AttentionPlan) -> TokenOrder:
     """Return the order of gathered keys: the sharded tokens of each ring rank, followed by the replicated tokens."""
-    layout, mesh = plan.spec.key_layout, plan.spec.mesh
-    runs = own_runs(layout, mesh)
+    keys, ring = plan.spec.keys, plan.spec.mesh.ring
+    runs = keys.runs(ring.index)
     if plan.ring.rotates:
-        runs = [run for index in range(mesh.ring.size) for run in sharded_runs(layout, mesh, index)]
-        runs += layout.runs(0, replicated=True)
+        runs = keys.only(*range(ring.size), replicated=False).runs() + keys.runs(0, replicated=True)
     return TokenOrder(runs, ascending=True)
 
 

@@ -46,10 +46,10 @@ from para_core.attention.attention_plan import GridPlan
 from para_core.attention.blocks import BlockAttention, BlockGradients, LocalAttention, Saved
 from para_core.attention.local import add_autograd_dependency, lse_dtype
 from para_core.attention.merge import Merged
-from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_to_all, wait
-from para_core.distributed.layout import Run
 from para_core.distributed.mesh import MeshDim
+from para_core.layout.runs import put, take
+from para_core.layout.sequence import Run
 
 # All tensors are sent with the token dim first, so that the parts of several ranks form one contiguous tensor.
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from para_core.attention import backend_selection
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.backend_selection import OF_PYTORCH, resolve_backend
 from para_core.attention.backends import (
@@ -45,7 +44,7 @@ def local_attention(call: LocalAttentionCall, backend: Backend | None = None) ->
     query, key, value, mask, is_causal, _ = call
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_()
-    if backend is not None or backend_selection.FASTEST:
+    if backend is not None:
         backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend is not None:
         return local_attention_with_lse(call, backend)[0]
@@ -72,8 +71,7 @@ def local_attention_with_lse(
     """Compute attention and the log-sum-exp of its scaled scores, with the best backend that ``sdpa_kernel`` allows.
 
     Autograd does not record this computation; use :func:`local_attention_backward` for the gradient. ``backend`` is the
-    name of the backend. It defaults to SDPA's choice, or to one that was measured to be faster
-    (``para_core.attention.backend_selection``). ``hides_rows`` says whether the mask may hide all keys of a row.
+    name of the backend; it defaults to SDPA's choice. ``hides_rows`` says whether the mask may hide all keys of a row.
 
     Returns:
         ``out``, ``[B, H, S_q, D_v]`` in the dtype of query, and ``lse``, ``[B, H, S_q]``, natural log, in float32
@@ -88,7 +86,7 @@ def local_attention_with_lse(
     query, key, value, mask, is_causal, scale = call
     if 0 in query.shape or 0 in key.shape:
         return empty_output(query, value).zero_(), query.new_full(query.shape[:-1], -inf, dtype=lse_dtype(query))
-    if backend is not None or backend_selection.FASTEST:
+    if backend is not None:
         backend = resolve_backend(backend, query, value, masked=mask is not None, is_causal=is_causal)
     if backend in ("triton", "triton-int8"):
         return _triton(backend, call)
@@ -126,7 +124,7 @@ def continued_attention(
     query, is_empty = call.query, 0 in (*call.query.shape, *call.key.shape)
     if so_far.count and is_empty:
         return
-    if backend is not None or backend_selection.FASTEST:
+    if backend is not None:
         masked = call.mask is not None
         backend = resolve_backend(backend, query, call.value, masked=masked, is_causal=call.is_causal)
     if backend not in ("triton", "triton-int8") or is_empty:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from para_core.attention.masks import MaskExtents
 from para_core.attention.spec import AttentionSpec
-from para_core.distributed.layout import SequenceLayout
+from para_core.layout.sequence import SequenceLayout
 from para_core.torch_internals import innermost_transform, owner_of, version_of
 
 # A rank describes its mask by these bits of one integer. A row of the mask belongs to a query.

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, GridPlan
-from para_core.attention.tiles import own_runs
 from para_core.attention.ulysses import split_by_kind
-from para_core.distributed.collectives import all_to_all, gather_tokens
-from para_core.distributed.layout import SequenceLayout
+from para_core.distributed.collectives import all_to_all
+from para_core.layout.sequence import SequenceLayout
+from para_core.layout.tokens import gather_tokens
 
 # A mask dim is "broadcast" if its size is 1, "global" if it has one entry per token of the whole sequence, and "local"
 # if it has one entry per token of this rank.
@@ -113,9 +113,8 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
             mask = torch.cat([mask, text.narrow(1, *heads[mesh.ulysses.index])], dim=2)
     elif mask.shape[1] > 1:
         mask = mask.narrow(1, *heads[mesh.ulysses.index])
-    of_row = [] if plan.grid is None else plan.grid.row_runs
     if extents.queries == "global":
-        runs = own_runs(plan.spec.query_layout, mesh) + [run for runs in of_row for run in runs]
+        runs = plan.ring.query_runs + ([] if plan.grid is None else plan.grid.row_runs)
         parts = [mask.narrow(2, start, length) for start, length in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
     return mask if extents.queries == "broadcast" or plan.grid is None else _with_rows_of_others(mask, plan.grid)

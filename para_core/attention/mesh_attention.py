@@ -32,8 +32,8 @@ from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.agree import Signature, check_consistent
 from para_core.distributed.collectives import HostGroups
-from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import SequenceLayout
 from para_core.torch_internals import FORWARD_AD_LEVEL, forward_ad_globals, innermost_transform, math_sdp_enabled
 
 # A function (local query length, local key length, whether positions matter) -> (query layout, key layout). Positions

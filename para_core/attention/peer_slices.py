@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 
 from para_core.distributed.cached_property import cached_property
-from para_core.distributed.layout import Run
+from para_core.layout.sequence import Run
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ from para_core.attention.blocks import (
 )
 from para_core.attention.local import add_autograd_dependency
 from para_core.attention.pack_ops import as_numbers
-from para_core.attention.tiles import put, take
 from para_core.distributed.collectives import Travelling, start_all_gather, start_ring_shift, wait
 from para_core.kernels.pack_reference import SCALE_BYTES, CopyRegion
+from para_core.layout.runs import put, take
 
 
 class Packing:

@@ -13,8 +13,9 @@ import torch
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.distributed.cached_property import cached_property
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh, read_mesh
+from para_core.layout.held import Layout
+from para_core.layout.sequence import Segment, SequenceLayout
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,18 @@ class AttentionSpec:
         key_kinds = None if self.key_layout is self.query_layout else _kinds(self.key_layout)
         text: str = _to_json(self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text)
         return text
+
+    @cached_property
+    def queries(self) -> Layout:
+        """The queries that each ring rank holds after the Ulysses exchange."""
+        return Layout.of(self.query_layout).grouped(self.mesh.ulysses.size)
+
+    @cached_property
+    def keys(self) -> Layout:
+        """The keys that each ring rank holds after the Ulysses exchange."""
+        if self.key_layout is self.query_layout:
+            return self.queries
+        return Layout.of(self.key_layout).grouped(self.mesh.ulysses.size)
 
     @property
     def numbers(self) -> list[int]:

@@ -3,8 +3,7 @@
 A *piece* is a run of queries that see the same keys; a *tile* is the keys of one ring rank that a piece sees. Tokens
 are identified by their positions in the whole sequence. In a causal call, tiles above the diagonal are skipped, tiles
 below it are computed without a mask, and tiles on it with SDPA's ``is_causal``. With a block mask, tiles contain only
-the keys that the piece sees. A list of positions is given as runs ``(start, length)``. Except for :func:`take`,
-:func:`put` and :class:`TokenOrder`, everything here is integer arithmetic.
+the keys that the piece sees. A list of positions is given as runs ``(start, length)``.
 """
 
 from __future__ import annotations
@@ -17,26 +16,8 @@ from torch import Tensor
 
 from para_core.attention.block_sparse import BlockMask
 from para_core.distributed.cached_property import cached_property
-from para_core.distributed.layout import Run, SequenceLayout
-from para_core.distributed.mesh import SequenceMesh
-
-
-def own_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int | None = None) -> list[Run]:
-    """Return the positions of a ring rank's tokens after the Ulysses exchange, as runs ``(start, length)``.
-
-    These are the sharded tokens of its Ulysses group, followed by the replicated tokens. With one Ulysses rank, tokens
-    stay in the order of the layout. ``ring_index`` defaults to that of this rank.
-    """
-    ring_index = mesh.ring.index if ring_index is None else ring_index
-    if mesh.ulysses.size == 1:
-        return list(layout.runs(ring_index))
-    return sharded_runs(layout, mesh, ring_index) + list(layout.runs(0, replicated=True))
-
-
-def sharded_runs(layout: SequenceLayout, mesh: SequenceMesh, ring_index: int) -> list[Run]:
-    """Return the positions of the sharded tokens that a ring rank sends to the others, as runs ``(start, length)``."""
-    first = ring_index * mesh.ulysses.size
-    return [run for rank in range(first, first + mesh.ulysses.size) for run in layout.runs(rank, replicated=False)]
+from para_core.layout.runs import coalesce, cut, intersect, join_neighbours, offsets
+from para_core.layout.sequence import Run
 
 
 @dataclass(frozen=True)
@@ -50,49 +31,6 @@ class Tile:
     runs: tuple[Run, ...]
     positions: tuple[Run, ...]
     diagonal: bool
-
-
-def coalesce(runs: Sequence[Run]) -> list[Run]:
-    """Return ``runs`` ``(start, length)`` sorted, without empty ones, and with adjacent ones joined.
-
-    >>> coalesce([(4, 2), (0, 3), (3, 1), (9, 0)])
-    [(0, 6)]
-    """
-    return join_neighbours(sorted(runs))
-
-
-def join_neighbours(runs: Sequence[Run]) -> list[Run]:
-    """Return ``runs`` ``(start, length)`` in their order, without empty ones, and with adjacent ones joined.
-
-    Only a run that begins where the run before it in the list ends is joined.
-
-    >>> join_neighbours([(4, 2), (6, 1), (0, 3), (3, 0)])
-    [(4, 3), (0, 3)]
-    """
-    joined: list[Run] = []
-    for start, length in runs:
-        if length == 0:
-            continue
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        else:
-            joined.append((start, length))
-    return joined
-
-
-def cut(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Split the ascending ``runs`` ``(start, length)`` at the starts and ends of ``others``.
-
-    >>> cut([(0, 10)], [(2, 3), (5, 20)])
-    [(0, 2), (2, 3), (5, 5)]
-    """
-    edges = sorted({edge for start, length in others for edge in (start, start + length)})
-    pieces = []
-    for start, length in runs:
-        inner = [edge for edge in edges if start < edge < start + length]
-        ends = [*inner, start + length]
-        pieces += [(a, b - a) for a, b in zip([start, *inner], ends, strict=True)]
-    return pieces
 
 
 def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, shown: Sequence[Run] | None) -> list[Tile]:
@@ -120,61 +58,6 @@ def visible_tiles(queries: Run, keys: Sequence[Run], *, is_causal: bool, shown: 
         if positions:
             tiles.append(Tile(tuple(offsets(positions, keys)), tuple(positions), diagonal))
     return tiles
-
-
-def intersect(runs: Sequence[Run], others: Sequence[Run]) -> list[Run]:
-    """Return the intersection of two ascending lists of runs, ascending, without empty runs.
-
-    >>> intersect([(0, 4), (6, 4)], [(2, 5), (8, 9)])
-    [(2, 2), (6, 1), (8, 2)]
-    """
-    common, index = [], 0
-    for start, length in runs:
-        while index < len(others) and sum(others[index]) <= start:
-            index += 1
-        for other_start, other_length in others[index:]:
-            if other_start >= start + length:
-                break
-            first, last = max(start, other_start), min(start + length, other_start + other_length)
-            if first < last:
-                common.append((first, last - first))
-    return common
-
-
-def offsets(runs: Sequence[Run], block: Sequence[Run]) -> list[Run]:
-    """Convert ``runs`` of positions to runs of offsets in the concatenation of the runs ``block``, both ascending.
-
-    Adjacent runs are joined.
-
-    >>> offsets([(4, 1), (7, 2)], [(0, 2), (4, 6)])
-    [(2, 1), (5, 2)]
-    """
-    positions, before = [], 0
-    for start, length in block:
-        positions += [(before + first - start, number) for first, number in intersect([(start, length)], runs)]
-        before += length
-    return join_neighbours(positions)
-
-
-def take(x: Tensor, dim: int, runs: Sequence[Run]) -> Tensor:
-    """Return the concatenation of the slices of ``x`` at ``runs`` ``(start, length)`` along ``dim``."""
-    if len(runs) == 1:
-        start, length = runs[0]
-        return x if length == x.size(dim) else x.narrow(dim, start, length)
-    return torch.cat([x.narrow(dim, 0, 0), *[x.narrow(dim, *run) for run in runs]], dim=dim)
-
-
-def put(total: Tensor, dim: int, runs: Sequence[Run], x: Tensor, heads: Tensor | None = None) -> None:
-    """Add ``x``, ``[B, H, …]``, in place to the slices of ``total`` at ``runs``: the transpose of :func:`take`.
-
-    Head i of ``x`` is added to head ``heads[i]``, or ``x`` is first summed over the dims in which ``total`` has size 1.
-    """
-    for run, part in zip(runs, x.split([length for _, length in runs], dim=dim), strict=True):
-        where = total.narrow(dim, *run)
-        if heads is None:
-            where.add_(part.sum_to_size(where.shape))
-        else:
-            where.index_add_(1, heads, part.to(total.dtype))
 
 
 class TokenOrder:

@@ -21,7 +21,7 @@ over ranks), and one for the gradients of query, key and value together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -31,7 +31,7 @@ from para_core.attention.peer_slices import PeerSlices
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.transfer import SlicedAllToAll
 from para_core.distributed.cached_property import cached_property
-from para_core.distributed.layout import Run, Segment, SequenceLayout
+from para_core.layout.sequence import Run, Segment, SequenceLayout
 
 # A Start is a function that begins the exchange of some tensors and returns a Finish: a function that waits for the
 # exchange and returns its results.
@@ -41,26 +41,17 @@ Start = Callable[[Sequence[Tensor]], Finish]
 
 @dataclass(frozen=True)
 class Heads:
-    """The query heads and key heads that each of ``ranks`` Ulysses ranks computes, as runs ``(start, count)``.
-
-    If ``chunks`` is not 1, each rank's heads are split into ``chunks`` parts, and this object describes part ``chunk``.
-    """
+    """The query heads and key heads that each of ``ranks`` Ulysses ranks computes, as runs ``(start, count)``."""
 
     num_heads: int
     num_kv_heads: int
     ranks: int
-    chunk: int = 0
-    chunks: int = 1
 
     @cached_property
     def of_query(self) -> tuple[Run, ...]:
-        """The query heads of each rank, split like ``torch.tensor_split`` over the ranks and then into chunks."""
-        runs = []
-        for rank in range(self.ranks):
-            start, count = Segment("heads", self.num_heads).runs(rank, self.ranks)[0]
-            offset, part = Segment("heads", count).runs(self.chunk, self.chunks)[0]
-            runs.append((start + offset, part))
-        return tuple(runs)
+        """The query heads of each rank, split like ``torch.tensor_split``."""
+        heads = Segment("heads", self.num_heads)
+        return tuple([heads.runs(rank, self.ranks)[0] for rank in range(self.ranks)])
 
     @cached_property
     def of_key(self) -> tuple[Run, ...]:
@@ -75,10 +66,6 @@ class Heads:
             ]
         )
 
-    def cut(self, chunks: int) -> list[Heads]:
-        """Split each rank's heads into ``chunks`` parts, and return one :class:`Heads` per part."""
-        return [replace(self, chunk=chunk, chunks=chunks) for chunk in range(chunks)]
-
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
         """Return the index of the key head of each query head of ``rank``, both counted from 0 there.
 
@@ -92,7 +79,7 @@ class Heads:
 
 
 class UlyssesPlan:
-    """The Ulysses exchanges of one attention call, forward and backward, for all ``heads`` or one chunk of them.
+    """The Ulysses exchanges of one attention call, forward and backward.
 
     A *block* is all tokens of a Ulysses group, with some of the heads: the sharded tokens of the group's ranks,
     followed by the replicated tokens. With ``comm_dtype`` the tensors of the forward are rounded for sending.

@@ -17,7 +17,6 @@ from para_core.attention.blocks import LocalAttention, Saved, columns, expand
 from para_core.attention.grid_2d import attention_2d, attention_2d_backward
 from para_core.attention.local import as_sdpa, local_attention
 from para_core.attention.ring import ring_attention, ring_attention_backward
-from para_core.attention.ulysses import Heads
 from para_core.torch_internals import is_any_autocast_enabled
 
 
@@ -49,12 +48,10 @@ def usp_forward(
     plan = plan.with_gradients if save else plan
     ulysses = plan.ulysses
     if ulysses is None:
-        out, lse = attend_block(plan, query, key, value, mask, plan.heads, attn_func, save)
+        out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
         return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
-    if plan.spec.options.ulysses_chunks > 1 and not save:
-        return _in_chunks(plan, query, key, value, mask, attn_func), None
     query, key, value = ulysses.start_enter((query, key, value))()
-    out, lse = attend_block(plan, query, key, value, mask, plan.heads, attn_func, save)
+    out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
     return ulysses.start_leave((out,))()[0], None if lse is None else Saved(query, key, value, out, lse)
 
 
@@ -71,7 +68,6 @@ def attend_block(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    heads: Heads,
     attn_func: LocalAttention | None,
     save: bool,
 ) -> tuple[Tensor, Tensor | None]:
@@ -79,7 +75,6 @@ def attend_block(
 
     Args:
         query, key, value: ``[B, H_local, S_block, D]``: all tokens of this rank's Ulysses group, and its own heads.
-        heads: The heads that each Ulysses rank computes in this call.
         plan, mask, attn_func, save: As in :func:`usp_forward`.
 
     Returns:
@@ -87,7 +82,7 @@ def attend_block(
     """
     key_heads = None
     if plan.spec.num_kv_heads != plan.spec.num_heads:
-        key_heads = heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
+        key_heads = plan.heads.key_of_each_query(plan.spec.mesh.ulysses.index, query.device)
     if attn_func is not None and key.shape[1] != query.shape[1] and key_heads is None:
         # Expand the key heads, because a user's attn_func needs as many key heads as query heads.
         key_heads = torch.arange(query.shape[1], device=query.device) // (query.shape[1] // max(1, key.shape[1]))
@@ -112,37 +107,6 @@ def attend_block(
 def _load_snapkv() -> ModuleType:
     """Return the module that the option ``kept_keys`` needs. Exact attention does not load it."""
     return import_module("para_core.attention.approximate.snapkv")
-
-
-def _in_chunks(
-    plan: AttentionPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    attn_func: LocalAttention | None,
-) -> Tensor:
-    """Compute attention in chunks of heads: while one is computed, the next arrives and the previous output is sent."""
-    rank = plan.spec.mesh.ulysses.index
-    first_head = plan.heads.of_query[rank][0]
-    chunks = plan.chunks
-    entering = chunks[0].start_enter((query, key, value))
-    leaving = []
-    for index, chunk in enumerate(chunks):
-        block = entering()
-        if index + 1 < len(chunks):
-            entering = chunks[index + 1].start_enter((query, key, value))
-        start, count = chunk.heads.of_query[rank]
-        rows = mask if mask is None or mask.shape[1] == 1 else mask.narrow(1, start - first_head, count)
-        out, _ = attend_block(plan, block[0], block[1], block[2], rows, chunk.heads, attn_func, save=False)
-        leaving.append(chunk.start_leave((out,)))
-    whole = query.new_empty(query.shape[0], query.shape[2], plan.spec.num_heads, value.shape[3]).transpose(1, 2)
-    for chunk, finish in zip(chunks, leaving, strict=True):
-        (part,) = finish()
-        for start, count in chunk.heads.of_query:
-            if count:
-                whole.narrow(1, start, count).copy_(part.narrow(1, start, count))
-    return whole
 
 
 def usp_backward(

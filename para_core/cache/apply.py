@@ -16,8 +16,9 @@ from para_core.cache.attachment import ModelCallHook, host_of
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
-from para_core.cache.options import CacheOptions, options_of, shows_options
+from para_core.cache.options import CacheOptions, options_of
 from para_core.cache.report import CacheReport, rows_of
+from para_core.declared_options import shows_options
 from para_core.distributed.mesh import sequence_mesh
 from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
 from para_core.plans.module_matching import parameters_of
@@ -27,7 +28,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _KEY = "cache of the model"
 
 
-@shows_options()
+@shows_options(CacheOptions)
 def apply_cache(
     model: Model, blocks: CachedBlocks, *, mesh: DeviceMesh | ProcessGroup | None = None, **options: Any
 ) -> Model:
@@ -45,8 +46,8 @@ def apply_cache(
         mesh (`DeviceMesh` or `ProcessGroup`, *optional*): The ranks that hold parts of one sequence, which decide
             together. Defaults to the mesh of the plan that is applied to the model, or of the mode around the call.
             Required if you compile the model inside your own mode.
-        **options: The options of :class:`CacheOptions`. ``residual_diff_threshold`` is required. Options that need a
-            pipeline's schedule, such as ``start``, are refused.
+        **options: The options of :class:`CacheOptions`. The threshold is required. Options that need a pipeline's
+            schedule, such as ``start``, are refused.
 
     Returns:
         ``model`` itself.

@@ -118,7 +118,7 @@ class BlockCache:
 
     def as_text(self) -> dict[str, str]:
         """Return all options, with the current threshold, as ``{name: text}``, which ranks can compare."""
-        return {**self.options.as_text(), "residual_diff_threshold": str(self.threshold)}
+        return self.options.as_text(self.threshold)
 
     def run(
         self,

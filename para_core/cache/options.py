@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from torch import Tensor
 
 from para_core.cache.forecasts import FORECASTS, Forecast, change, taylor
+from para_core.declared_options import Option, check_options, describe_options
 
 Number = float | Tensor
 
@@ -118,6 +117,7 @@ SCHEDULED = ("always_compute_last", "start", "end", "forecast_order", "forecast"
 _VOID = ("warmup_steps", "max_consecutive_hits", "max_hits", "always_compute_last", "start", "end", "policy")
 
 
+@describe_options
 @dataclass(frozen=True)
 class CacheOptions:
     """The options of First Block Cache.
@@ -125,65 +125,121 @@ class CacheOptions:
     They are keyword arguments of :func:`~para_core.adapters.apply_cache_on_pipe` and :func:`apply_cache`.
 
     Args:
-        residual_diff_threshold (`float`): Skip a step if mean|r - r₀| / mean|r₀| is below this value, where r is the
-            first-block residual of the step and r₀ that of the last computed step. Larger values are faster and deviate
-            more from the original result; 0 computes every step.
-        warmup_steps (`int`, defaults to `0`): Number of steps at the start of each CFG branch that are computed. The
-            first step is always computed.
-        max_consecutive_hits (`int`, *optional*): Number of steps skipped in a row after which a step is computed.
-        max_hits (`int`, *optional*): Maximum number of skipped steps of each branch in a generation.
-        compute_steps (`Collection[int]` or `Sequence[bool]`, *optional*): The steps to compute, as indices in the
-            schedule (-1 is the last step) or as one bool per step. Indices that a shorter schedule does not have are
-            left out. All other steps are skipped, except the first step of a branch. The threshold and the rule then
-            have no effect.
-        always_compute_last (`bool`, defaults to `False`): Whether to compute the last step of the schedule.
-        start, end (`float`, default to `0.0` and `1.0`): Skip steps only between these fractions of the schedule.
-        first_blocks (`int`, defaults to `1`): Number of blocks at the start of the stack that always run. The residual
-            of all of them together is compared.
-        last_blocks (`int`, defaults to `0`): Number of blocks at the end of the stack that always run.
-        forecast_order (`0`, `1` or `2`, *optional*): 0 adds the residual of the last computed step, as plain First
-            Block Cache does. 1 and 2 extrapolate the last two or three residuals by a polynomial in the timestep.
-            Defaults to 1 for a pipeline with a schedule, otherwise to 0.
-        forecast (`"foca"` or `Forecast`, *optional*): Another rule to forecast residuals, in place of
-            ``forecast_order``. ``"foca"`` extrapolates the last three residuals.
-        downsample (`int`, defaults to `1`): Compare only every n-th channel.
-        rule (`"first_block"`, `"modulated_input"` or `Rule`, defaults to `"first_block"`): How steps are compared.
-            ``"modulated_input"`` compares the input of the first block, so a skipped step runs no block.
-        policy (`Callable`, *optional*): A function that takes an :class:`Observation` and returns whether to skip the
-            step, in place of the threshold. It must return the same on all ranks that share a sequence, or they wait
-            for each other. Ranks get equal observations, so use nothing but the observation.
+        {options}
 
     Raises:
         TypeError, ValueError: A value has a wrong type or is out of range, or two options exclude each other.
     """
 
-    residual_diff_threshold: float
-    warmup_steps: int = 0
-    max_consecutive_hits: int | None = None
-    max_hits: int | None = None
-    compute_steps: Collection[int] | Sequence[bool] | None = None
-    always_compute_last: bool = False
-    start: float = 0.0
-    end: float = 1.0
-    first_blocks: int = 1
-    last_blocks: int = 0
-    forecast_order: int | None = None
-    forecast: str | Forecast | None = None
-    downsample: int = 1
-    rule: str | Rule = "first_block"
-    policy: Policy | None = None
+    residual_diff_threshold: Annotated[
+        float,
+        Option(
+            10,
+            "Skip a step if mean|r - r₀| / mean|r₀| is below this value, where r is the first-block residual of the "
+            "step and r₀ that of the last computed step. Larger values are faster and deviate more from the original "
+            "result; 0 computes every step.",
+            default="of the model family",
+            at_least=0.0,
+        ),
+    ]
+    warmup_steps: Annotated[
+        int,
+        Option(
+            20,
+            "Number of steps at the start of each CFG branch that are computed. The first step is always computed.",
+            at_least=0,
+        ),
+    ] = 0
+    max_consecutive_hits: Annotated[
+        int | None,
+        Option(30, "Number of steps skipped in a row after which a step is computed.", at_least=0),
+    ] = None
+    max_hits: Annotated[
+        int | None,
+        Option(40, "Maximum number of skipped steps of each branch in a generation.", at_least=0),
+    ] = None
+    compute_steps: Annotated[
+        Collection[int] | Sequence[bool] | None,
+        Option(
+            50,
+            "The steps to compute, as indices in the schedule (-1 is the last step) or as one bool per step. Indices "
+            "that a shorter schedule does not have are left out. All other steps are skipped, except the first step of "
+            "a branch. The threshold and the rule then have no effect.",
+            form="`Collection[int]` or `Sequence[bool]`",
+            is_checked=False,
+        ),
+    ] = None
+    always_compute_last: Annotated[bool, Option(60, "Whether to compute the last step of the schedule.")] = False
+    start: Annotated[
+        float,
+        Option(70, "The fraction of the schedule after which steps may be skipped.", at_least=0.0, at_most=1.0),
+    ] = 0.0
+    end: Annotated[
+        float,
+        Option(80, "The fraction of the schedule until which steps may be skipped.", at_least=0.0, at_most=1.0),
+    ] = 1.0
+    first_blocks: Annotated[
+        int,
+        Option(
+            90,
+            "Number of blocks at the start of the stack that always run. The residual of all of them together is "
+            "compared.",
+            at_least=1,
+        ),
+    ] = 1
+    last_blocks: Annotated[
+        int,
+        Option(100, "Number of blocks at the end of the stack that always run.", at_least=0),
+    ] = 0
+    forecast_order: Annotated[
+        int | None,
+        Option(
+            110,
+            "0 adds the residual of the last computed step, as plain First Block Cache does. 1 and 2 extrapolate the "
+            "last two or three residuals by a polynomial in the timestep, as TaylorSeer (arXiv:2503.06923) does. "
+            "Defaults to 1 for a pipeline with a schedule, otherwise to 0.",
+            default="1 with a schedule, else 0",
+            form="`0`, `1` or `2`",
+            at_least=0,
+            at_most=2,
+        ),
+    ] = None
+    forecast: Annotated[
+        str | Forecast | None,
+        Option(
+            120,
+            'Another rule to forecast residuals, in place of `forecast_order`. `"foca"` extrapolates the last three '
+            "residuals, as FoCa (arXiv:2508.16211) does.",
+            form='`"foca"` or `Forecast`',
+            is_checked=False,
+        ),
+    ] = None
+    downsample: Annotated[int, Option(130, "Compare only every n-th channel.", at_least=1)] = 1
+    rule: Annotated[
+        str | Rule,
+        Option(
+            140,
+            'How steps are compared. `"modulated_input"` compares the input of the first block, so a skipped step runs '
+            "no block; for FLUX.1 only, and without a default threshold.",
+            form='`"first_block"`, `"modulated_input"` or `Rule`',
+            is_checked=False,
+        ),
+    ] = "first_block"
+    policy: Annotated[
+        Policy | None,
+        Option(
+            150,
+            "A function that takes an `Observation` and returns whether to skip the step, in place of the threshold. "
+            "It must return the same on all ranks that share a sequence, or they wait for each other. Ranks get equal "
+            "observations, so use nothing but the observation: no clock, rank or random number. In a graph its numbers "
+            "are 0-dim tensors.",
+            expected="a function of an Observation",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", rule_of(self.rule))
-        self._require("residual_diff_threshold", float, at_least=0.0)
-        self._require("warmup_steps", int, at_least=0)
-        for name in ("max_consecutive_hits", "max_hits"):
-            if getattr(self, name) is not None:
-                self._require(name, int, at_least=0)
-        self._require("first_blocks", int, at_least=1)
-        self._require("last_blocks", int, at_least=0)
-        if self.forecast_order is not None:
-            self._require("forecast_order", int, at_least=0, at_most=2)
+        check_options(self)
         if self.forecast is not None:
             chosen = _named("forecast", self.forecast, Forecast, FORECASTS, ", or None: forecast_order=1")
             object.__setattr__(self, "forecast", chosen)
@@ -194,24 +250,8 @@ class CacheOptions:
                 )
         if self.compute_steps is not None:
             object.__setattr__(self, "compute_steps", self._require_steps())
-        self._require("downsample", int, at_least=1)
-        if not isinstance(self.always_compute_last, bool):
-            raise TypeError(f"always_compute_last is {self.always_compute_last!r}; expected True or False.")
-        self._require("start", float, at_least=0.0, at_most=1.0)
-        self._require("end", float, at_least=0.0, at_most=1.0)
         if self.start > self.end:
             raise ValueError(f"start={self.start} is after end={self.end}; expected start <= end.")
-        if self.policy is not None and not callable(self.policy):
-            raise TypeError(f"policy is {self.policy!r}; expected a function of an Observation, or None.")
-
-    def _require(self, name: str, kind: type, at_least: float, at_most: float = math.inf) -> None:
-        value = getattr(self, name)
-        is_number = isinstance(value, kind) or (kind is float and isinstance(value, int))
-        if not is_number or isinstance(value, bool) or math.isnan(value):
-            raise TypeError(f"{name} is {value!r}; expected {'an integer' if kind is int else 'a number'}.")
-        if not at_least <= value <= at_most:
-            upper = "" if at_most == math.inf else f" and at most {at_most}"
-            raise ValueError(f"{name} is {value}; expected at least {at_least}{upper}.")
 
     def _require_steps(self) -> tuple[int | bool, ...]:
         value: Any = self.compute_steps
@@ -262,9 +302,14 @@ class CacheOptions:
             )
         return skip
 
-    def as_text(self) -> dict[str, str]:
-        """Return all options as ``{name: text}``, which ranks can compare."""
+    def as_text(self, threshold: float | None = None) -> dict[str, str]:
+        """Return all options as ``{name: text}``, which ranks can compare.
+
+        ``threshold`` is the one to show, if it was changed after these options were chosen.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if threshold is not None:
+            values["residual_diff_threshold"] = threshold
         policy = getattr(self.policy, "__qualname__", type(self.policy).__name__)
         names = {"policy": policy, "rule": self.rule_name, "forecast": self.chosen_forecast.name}
         return {name: str(value) for name, value in {**values, **names}.items()}
@@ -304,29 +349,6 @@ class CacheOptions:
     def _changed(self, names: Sequence[str]) -> list[str]:
         defaults = {field.name: field.default for field in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def shows_options(**defaults: Any) -> Callable[[Function], Function]:
-    """Return a decorator that replaces ``**options`` in a function's signature by the fields of :class:`CacheOptions`.
-
-    ``defaults`` are default values that differ from those of :class:`CacheOptions`.
-    """
-
-    def show(function: Function) -> Function:
-        signature = inspect.signature(function)
-        own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-        options = []
-        for field in fields(CacheOptions):
-            default = defaults.get(field.name, inspect.Parameter.empty if field.default is MISSING else field.default)
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            options.append(inspect.Parameter(field.name, keyword, default=default, annotation=field.type))
-        function.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        return function
-
-    return show
 
 
 def options_of(function: str, kwargs: Mapping[str, Any]) -> CacheOptions:

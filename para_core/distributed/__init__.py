@@ -1,1 +1,1 @@
-"""Meshes, process groups, collectives, token layouts, sharding, and checks that ranks agree."""
+"""Meshes, process groups, collectives, and checks that ranks agree."""

@@ -1,4 +1,4 @@
-"""All-to-all and all-gather with uneven sizes, in eager code and as operators in graphs; sharding along a token dim.
+"""All-to-all and all-gather with uneven sizes, in eager code and as operators in graphs.
 
 Attention, plans and sharded rows of images use no other kinds of collectives, because every backend has these two for
 every device (gloo has no point-to-point for CUDA tensors).
@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from para_core.distributed.late_ranks import PATIENCE, wait_for_late_ranks
-from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import GuidedMesh, MeshDim, SequenceMesh, host_group
 from para_core.torch_internals import WAIT_TENSOR, backend_of, group_named, schema_of
 
@@ -287,40 +286,6 @@ def all_gather(x: Tensor, sizes: Sequence[int], tensor_dim: int, dim: MeshDim) -
         return all_gather(with_bytes, sizes, tensor_dim % x.ndim, dim).view(x.dtype).squeeze(-1)
     gathered, _ = torch.ops.para_core.all_gather(x.movedim(tensor_dim, 0), list(sizes), dim.group_name)
     return gathered.movedim(0, tensor_dim)  # type: ignore[no-any-return]
-
-
-def shard_tokens(x: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
-    """Return a copy of this rank's tokens of ``x``, which contains the whole sequence of ``layout`` along ``dim``."""
-    parts = [x.narrow(dim, start, length) for start, length in layout.runs(mesh.rank)]
-    # Copy the tokens, because a view would keep the whole sequence in memory, and a graph would be specialized for the
-    # shape of the whole sequence, too.
-    return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, dim=dim)
-
-
-def gather_tokens(y: Tensor, dim: int, layout: SequenceLayout, mesh: SequenceMesh) -> Tensor:
-    """Gather ``y``, this rank's tokens of ``layout`` along ``dim``, from all sequence ranks.
-
-    The result is contiguous, with all tokens in the order of the sequence. Tokens are gathered first over the Ulysses
-    ranks, whose parts of the sequence are neighbours, then over the ring.
-    """
-    parts = y.split([segment.size(mesh.rank, layout.ranks) for segment in layout.segments], dim=dim)
-    gathered = []
-    for segment, part in zip(layout.segments, parts, strict=True):
-        if segment.replicated:
-            gathered.append(part)
-            continue
-        sizes, width = segment.sizes(layout.ranks), mesh.ulysses.size
-        blocks = [sizes[first : first + width] for first in range(0, layout.ranks, width)]
-        ring_block = all_gather(part, blocks[mesh.ring.index], dim, mesh.ulysses)
-        rank_by_rank = all_gather(ring_block, [sum(block) for block in blocks], dim, mesh.ring)
-        if segment.balanced:
-            # The result has the front part and the back part of each rank, rank by rank.
-            runs = [run for rank in range(layout.ranks) for run in segment.runs(rank, layout.ranks)]
-            halves = rank_by_rank.split([length for _, length in runs], dim=dim)
-            rank_by_rank = torch.cat([*halves[0::2], *reversed(halves[1::2])], dim=dim)
-        gathered.append(rank_by_rank)
-    # Return a contiguous tensor, as models do, because a loss may call view(-1, C) on the output.
-    return (gathered[0] if len(gathered) == 1 else torch.cat(gathered, dim=dim)).contiguous()
 
 
 class HostGroups:

@@ -14,10 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.attention.sdpa_call import SdpaCall, refuse_dropout
-from para_core.distributed.collectives import shard_tokens
 from para_core.distributed.create_mesh import require_own_gpus
-from para_core.distributed.layout import SequenceLayout, even_layout
 from para_core.distributed.mesh import batch_mesh
+from para_core.layout.sequence import SequenceLayout, even_layout
+from para_core.layout.tokens import shard_tokens
 from para_core.modes.interceptor import RUN_FUNCTIONS, SDPA, SDPA_OPERATOR, run_functions
 from para_core.modes.sharding_mode import ShardingMode, segments_of
 from para_core.torch_internals import no_frame_of_its_own

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.attention.flex_exchange import query_rows
-from para_core.distributed.layout import Run, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import Run, SequenceLayout
 
 MaskMod = Callable[..., Tensor]
 

@@ -1,4 +1,4 @@
-"""Handle attention operators of other packages inside a mode: run FlashAttention over the mesh, refuse all others.
+"""Run FlashAttention's operators over the mesh.
 
 ``flash_attn_func`` and its variants are ``torch.autograd.Function`` classes around operators of torch.library. Modes
 intercept these operators. Written for flash_attn 2.8.4 (``flash_attn/flash_attn_interface.py``; versions before 2.7
@@ -7,39 +7,23 @@ have no such operators) and FlashAttention-3 (``hopper/flash_attn_interface.py``
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.attention.sdpa_call import Fail, LengthCheck, SdpaCall, SdpaHandler
-from para_core.torch_internals import (
-    CustomOpDef,
-    DisableTorchFunctionSubclass,
-    OpOverload,
-    OpOverloadPacket,
-    schema_of,
-    version_of,
-)
+from para_core.modes.foreign_operators import OPERATOR_TYPES, Operator, overload_of
+from para_core.modes.registry import AttentionOwner, register_operator
+from para_core.torch_internals import DisableTorchFunctionSubclass, schema_of, version_of
 
-# An operator is an OpOverload or an OpOverloadPacket.
-Operator = Any
-
-OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
-# The names of FlashAttention's forward operators, which can run over a mesh. They are the same in all namespaces:
-# flash_attn, flash_attn_3, and the namespaces of builds from the Hugging Face Hub, which end in a hash.
-_ROUTED = ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd")
-_COMPUTES_ATTENTION = re.compile(r"attention|attn|fmha")
-_FORWARD_OF_A_LIBRARY = re.compile(r"(mha_|flash_)?(varlen_)?fwd(_kvcache\w*)?")
-_COMPUTES_SOMETHING_ELSE = re.compile(
-    r"backward|bwd|grad|mask|bias|combine|merge|metadata|rotary|rope|norm|quant|entropy|cache_(update|append)"
-)
+# The names of FlashAttention's forward operators. They are the same in all namespaces: flash_attn, flash_attn_3, and
+# the namespaces of builds from the Hugging Face Hub, which end in a hash.
+_FORWARDS = ("_flash_attn_forward", "_flash_attn_varlen_forward", "fwd", "varlen_fwd")
 
 # Arguments of FlashAttention that are converted to arguments of SDPA (_READ), or that may be ignored, because they do
 # not change the result of a supported call (_WITHOUT_EFFECT). Any other argument that is set raises an error.
@@ -51,95 +35,15 @@ _WITHOUT_EFFECT = {"num_splits", "pack_gqa", "sm_margin", "scheduler_metadata", 
     "is_rotary_interleaved",
 }
 
-# Operators of other packages that interceptor.py intercepts at the dispatcher, as (namespace, name). Eager inference
-# under a plan enters no mode, and the dispatcher intercepts only operators that are registered by name.
-FLASH_OPERATORS = (
-    ("flash_attn", "_flash_attn_forward"),
-    ("flash_attn", "_flash_attn_varlen_forward"),
-    ("flash_attn_3", "_flash_attn_forward"),
-    ("flash_attn_3", "fwd"),
-    # diffusers defines this operator on import, whether or not FlashAttention is installed.
-    ("_diffusers_flash_attn_3", "_flash_attn_forward"),
-)
-OTHER_OPERATORS = (
-    ("xformers", "efficient_attention_forward_cutlass"),
-    ("xformers_flash", "flash_fwd"),
-    ("xformers_flash3", "flash_fwd"),
-)
 
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def attention_kind(operator: Operator) -> str | None:
-    """Return how a mode must handle an operator: ``"flash"`` if :func:`flash_attention` can run it over the mesh,
-    ``"other"`` if it computes attention otherwise, None if a mode need not intercept it.
-    """
-    return _attention_kind(operator)
-
-
-@lru_cache(maxsize=4096)
-def _attention_kind(operator: Operator) -> str | None:
+def is_flash_attention(operator: Operator) -> bool:
+    """Whether an operator is a forward of FlashAttention, with query, key and value as its first arguments."""
     namespace, name = str(operator).lower().split(".")[:2]
-    if namespace == "para_core":
-        return None
-    if namespace == "aten":
-        # Let overloads pass: users call packets, while overloads are called by compiled graphs and by this package
-        # (by Disabled(), for example, to bypass outer modes). Let the packet of scaled_dot_product_attention pass, too,
-        # because modes handle it like F.scaled_dot_product_attention.
-        if isinstance(operator, OpOverload) or name == "scaled_dot_product_attention":
-            return None
-    elif "flash_attn" in namespace and name in _ROUTED:
-        schema = schema_of(_overload(operator))
-        tensors = all(str(result.type) == "Tensor" for result in schema.returns)
-        if tensors and [argument.name for argument in schema.arguments[:3]] == ["q", "k", "v"]:
-            return "flash"
-    if _COMPUTES_SOMETHING_ELSE.search(name):
-        return None
-    of_library = re.search("flash|attn|fa2|fa3", namespace) and _FORWARD_OF_A_LIBRARY.fullmatch(name)
-    return "other" if of_library or _COMPUTES_ATTENTION.search(name) else None
-
-
-def _overload(operator: Operator) -> OpOverload:
-    if isinstance(operator, OpOverload):
-        return operator
-    overload: OpOverload = getattr(operator, operator.overloads()[0])
-    return overload
-
-
-def has_other_builds() -> bool:
-    """Whether a build of FlashAttention is loaded that only a mode can intercept, because its namespace is not in
-    ``FLASH_OPERATORS``, such as one from the Hugging Face Hub.
-    """
-    intercepted = [namespace for namespace, _ in FLASH_OPERATORS]
-    return any("flash_attn" in namespace and namespace not in intercepted for namespace in vars(torch.ops))
-
-
-def is_called_by_a_graph(operator: Operator) -> bool:
-    """Whether a compiled graph is calling ``operator``. Such a call was already handled when the graph was traced.
-
-    Graphs call overloads. The Python function of a ``torch.library.custom_op`` (FlashAttention-3 has one) also calls an
-    overload, but the stack then shows this function as the caller.
-    """
-    if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
+    if "flash_attn" not in namespace or name not in _FORWARDS:
         return False
-    frame, depth = sys._getframe(1), 0
-    while frame.f_back is not None and depth < 6:
-        frame, depth = frame.f_back, depth + 1
-        if frame.f_code is CustomOpDef.__call__.__code__:
-            return False
-    return True
-
-
-def refuse_operator(operator: Operator, fail: Fail) -> NoReturn:
-    """Call ``fail`` with a RuntimeError that says that ``operator`` computes attention that cannot run over a mesh."""
-    fail(
-        RuntimeError(
-            f"{operator} computes attention without scaled_dot_product_attention, so it cannot run on several ranks: "
-            "each would attend to its own tokens only. Use F.scaled_dot_product_attention or flash_attn_func, which "
-            "run over all ranks (in diffusers set_attention_backend('native'), in transformers "
-            "attn_implementation='sdpa'); for attention to whole tensors, run this call under "
-            "UnifiedAttnMode.disable()."
-        )
-    )
+    schema = schema_of(overload_of(operator))
+    returns_tensors = all(str(result.type) == "Tensor" for result in schema.returns)
+    return returns_tensors and [argument.name for argument in schema.arguments[:3]] == ["q", "k", "v"]
 
 
 class _FlashCall(NamedTuple):
@@ -213,7 +117,7 @@ def _signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
 
 @lru_cache(maxsize=64)
 def _cached_signature(operator: Operator) -> tuple[tuple[tuple[str, Any], ...], int]:
-    schema = schema_of(_overload(operator))
+    schema = schema_of(overload_of(operator))
     return tuple([(argument.name, argument.default_value) for argument in schema.arguments]), len(schema.returns)
 
 
@@ -360,3 +264,10 @@ def _backward(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]
             grad.copy_(next(computed))
     dout: Tensor = arguments["dout"]
     return dout.new_empty(0, dtype=torch.float32)
+
+
+def _route(owner: AttentionOwner, operator: Operator, args: Sequence[Any], kwargs: Any) -> tuple[Tensor, ...]:
+    return flash_attention(owner.attend, owner.fail, operator, args, kwargs)
+
+
+register_operator(is_flash_attention, _route)

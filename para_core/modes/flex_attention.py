@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
@@ -31,12 +31,19 @@ from para_core.attention.mesh_attention import ChooseLayouts
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.distributed.agree import check_consistent, signature
 from para_core.distributed.collectives import LIBRARY, define_operator
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import mask_length_mismatch
 from para_core.instance_patching import original_class
-from para_core.modes.block_masks import ShardedMaskMod, layout_id, position_of_row
-from para_core.torch_internals import DisableTorchFunction
+from para_core.layout.sequence import Segment, SequenceLayout
+from para_core.modes.block_masks import ShardedMaskMod, layout_id, position_of_row, shard_block_mask
+from para_core.modes.registry import (
+    AttentionOwner,
+    register_explanation,
+    register_function,
+    register_mask,
+    register_needs_mode,
+)
+from para_core.torch_internals import DisableTorchFunction, flex_attention_operator
 
 # If a call has no mask, flex_attention creates a mask with a single block of at least this size. Such a mask hides
 # nothing, so its lengths are not compared with those of the sequence.
@@ -360,3 +367,19 @@ def uses_flex_attention(module: nn.Module) -> bool:
         if any(not _NAMES.isdisjoint(used) for used in (values, *[getattr(code, "co_names", ()) for code in codes])):
             return True
     return False
+
+
+def _route(owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    # While Dynamo traces the graph of a call in eager code, the call is only prepared: it comes again when that runs.
+    is_prepared = torch.compiler.is_compiling() and called_in_eager_code()
+    access = owner.begin_other_call(counts=not is_prepared)
+    if access is None:
+        return operator(*args, **kwargs)
+    flex = FlexOverMesh(access.mesh, access.layouts, access.options, assume_equal=access.assume_equal)
+    return flex(operator, args, kwargs)
+
+
+register_function(flex_attention_operator, _route)
+register_mask(BlockMask, shard_block_mask)
+register_needs_mode(uses_flex_attention)
+register_explanation(explain_unsharded_mask)

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from para_core.attention.attention_options import AttnKeywords
 from para_core.attention.local import AttnFunc
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import sequence_mesh
+from para_core.layout.sequence import SequenceLayout
 from para_core.modes.unified import RingAttnMode, UlyssesAttnMode, UnifiedAttnMode
 
 _P = ParamSpec("_P")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, islice
 
-from para_core.distributed.layout import Segment, SequenceLayout, even_layout
+from para_core.layout.sequence import Segment, SequenceLayout, even_layout
 
 # Maximum number of candidates that are compared with the fitting one, all of which have its length on some rank. If
 # there are more, ValueError is raised.

@@ -1,6 +1,6 @@
 """Intercept attention calls, in torch function modes or at the dispatcher.
 
-Callers pass a function, ``handler``, that computes an intercepted SDPA call.
+Callers pass an owner, which computes an intercepted call; features of :mod:`para_core.modes.registry` add functions.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from para_core.attention.multi_head import multi_head_attention
-from para_core.attention.sdpa_call import Fail, SdpaCall, SdpaHandler, raise_here
-from para_core.modes.flash_attention import (
-    FLASH_OPERATORS,
+from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
+from para_core.modes.foreign_operators import (
+    DISPATCHED_OPERATORS,
     OPERATOR_TYPES,
-    OTHER_OPERATORS,
-    attention_kind,
-    flash_attention,
+    computes_attention,
     is_called_by_a_graph,
     refuse_operator,
 )
 from para_core.modes.handwritten import may_be_scores
+from para_core.modes.registry import AttentionOwner, SdpaOwner, route_of_function, route_of_operator
 from para_core.torch_internals import (
     FUSED_ATTENTION_FUNCTIONS,
     DisableTorchFunction,
@@ -45,69 +43,58 @@ SDPA = scaled_dot_product_attention
 # The same function when a model calls the operator by its name in torch.ops.
 SDPA_OPERATOR = torch.ops.aten.scaled_dot_product_attention
 _UNFLATTEN = Tensor.unflatten
-_MULTI_HEAD = F.multi_head_attention_forward
+# Functions that compute attention in one piece. A feature may compute them; otherwise they are refused.
+_REFUSED_FUNCTIONS = (F.multi_head_attention_forward, flex_attention_operator, *FUSED_ATTENTION_FUNCTIONS)
 # Operators whose arguments include functions: torch.cond, and the operator to which Dynamo lowers
 # torch.utils.checkpoint.
 RUN_FUNCTIONS = (torch.ops.higher_order.cond, torch.ops.higher_order.tag_activation_checkpoint)
 
 
 def intercept(
-    mode: TorchFunctionMode,
-    handler: SdpaHandler,
-    ranks: int,
-    func: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Any,
-    *,
-    flex: Callable[..., Any] | None = None,
-    fail: Fail = raise_here,
+    mode: TorchFunctionMode, owner: AttentionOwner, func: Callable[..., Any], args: Sequence[Any], kwargs: Any
 ) -> Any:
-    """Return the result of ``func(*args, **kwargs)``, called inside ``mode``, with attention computed by ``handler``.
-
-    Args:
-        ranks: Number of ranks, for error messages.
-        flex: A function ``(operator, args, kwargs)`` that computes a call of the operator of ``flex_attention``. If
-            None, such a call raises RuntimeError.
-        fail: A function that raises the exception it gets, for calls of ``F.multi_head_attention_forward`` and of
-            attention operators of other packages that cannot be computed.
+    """Return the result of ``func(*args, **kwargs)``, called inside ``mode``, with attention computed by ``owner``.
 
     Raises:
         RuntimeError: ``func`` computes attention in a form that cannot be intercepted.
-        ValueError: A FlashAttention call has an unsupported argument.
+        ValueError: A call that a feature computes has an unsupported argument.
     """
     if func is SDPA or func is SDPA_OPERATOR:
         call = SdpaCall(*args, **kwargs)
         if torch.compiler.is_compiling() or not THREAD_STATE.handlers:
-            return handler(call)
+            return owner.attend(call)
         with _DISPATCH_KEY.excluded():  # This mode handles the call, so the dispatcher must not intercept it again.
-            return handler(call)
+            return owner.attend(call)
     if func is _UNFLATTEN and torch.compiler.is_compiling():
         # Dynamo cannot trace Tensor.unflatten under a mode, because this Python method calls super().
         return torch.unflatten(*args, **kwargs)
     if func in RUN_FUNCTIONS:
         return run_functions(mode, func, args, kwargs)
-    if func is _MULTI_HEAD:
-        return multi_head_attention(handler, *args, fail=fail, **kwargs)
-    if func is flex_attention_operator and flex is not None:
-        return flex(func, args, kwargs)
-    if func in FUSED_ATTENTION_FUNCTIONS or func is flex_attention_operator:
+    route = route_of_function(func)
+    if route is not None:
+        return route(owner, func, args, kwargs)
+    if func in _REFUSED_FUNCTIONS:
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} computes attention without scaled_dot_product_attention, so it "
-            f"cannot run on {ranks} ranks: each would attend to its own tokens only. Use "
+            f"cannot run on {owner.ranks} ranks: each would attend to its own tokens only. Use "
             "F.scaled_dot_product_attention, or run this call under UnifiedAttnMode.disable()."
         )
     if type(func) is InvokeSubgraphHOP:
         raise RuntimeError(
-            f"torch.compiler.nested_compile_region on {ranks} ranks: no mode can be entered in it, so attention inside "
-            "would see this rank's tokens only. Leave nested_compile_region out."
+            f"torch.compiler.nested_compile_region on {owner.ranks} ranks: no mode can be entered in it, so attention "
+            "inside would see this rank's tokens only. Leave nested_compile_region out."
         )
-    if type(func) in OPERATOR_TYPES:
-        kind = attention_kind(func)
-        if kind is not None and not is_called_by_a_graph(func):
-            if kind == "flash":
-                return flash_attention(handler, fail, func, args, kwargs)
-            refuse_operator(func, fail)
+    if type(func) in OPERATOR_TYPES and computes_attention(func) and not is_called_by_a_graph(func):
+        return _run_operator(owner, func, args, kwargs)
     return func(*args, **kwargs)
+
+
+def _run_operator(owner: AttentionOwner, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """Return the result of an attention operator of another package. Raise ``RuntimeError`` if no feature has it."""
+    route = route_of_operator(operator)
+    if route is None:
+        refuse_operator(operator, owner.fail)
+    return route(owner, operator, args, kwargs)
 
 
 def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
@@ -158,10 +145,10 @@ class Disabled(TorchFunctionMode):
             return torch.ops.aten.scaled_dot_product_attention.default(*args, **kwargs)
         # Hide these calls too. At set_grad_enabled an outer mode would bind the function of a surrounding checkpoint to
         # itself, and it would report a softmax as attention that was computed by hand.
-        hidden = func is _MULTI_HEAD or func in FUSED_ATTENTION_FUNCTIONS or isinstance(func, HigherOrderOperator)
+        hidden = func in _REFUSED_FUNCTIONS or isinstance(func, HigherOrderOperator)
         if not torch.compiler.is_compiling():
             hidden = hidden or func is set_grad_enabled or may_be_scores(func)
-        if hidden or (type(func) in OPERATOR_TYPES and attention_kind(func) is not None):
+        if hidden or (type(func) in OPERATOR_TYPES and computes_attention(func)):
             with DisableTorchFunction():
                 return func(*args, **kwargs)
         return call_original(func, args, kwargs)
@@ -256,9 +243,19 @@ def _handle_dispatched(call: SdpaCall) -> Tensor:
         return THREAD_STATE.handlers[-1](call)
 
 
+class _DispatchedCalls(SdpaOwner):
+    """The owner of calls that the dispatcher intercepts: the handler of the innermost :func:`at_the_dispatcher`."""
+
+    def attend(self, call: SdpaCall) -> Tensor:
+        return _handle_dispatched(call)
+
+
+_DISPATCHED_CALLS = _DispatchedCalls()
+
+
 def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
-    """Return a dispatcher kernel for an attention operator of another package. It runs FlashAttention over the mesh,
-    refuses any other, and runs the original operator if ``is_active()`` of the innermost context is False.
+    """Return a dispatcher kernel for an attention operator of another package. It computes the operator over the mesh,
+    or refuses it, and runs the original operator if ``is_active()`` of the innermost context is False.
     """
 
     def dispatched(*args: Any, **kwargs: Any) -> Any:
@@ -266,9 +263,7 @@ def _kernel_of(namespace: str, name: str) -> Callable[..., Any]:
         if not THREAD_STATE.is_active[-1]():
             with _DISPATCH_KEY.excluded():
                 return operator(*args, **kwargs)
-        if attention_kind(operator) == "flash":
-            return flash_attention(_handle_dispatched, raise_here, operator, args, kwargs)
-        refuse_operator(operator, raise_here)
+        return _run_operator(_DISPATCHED_CALLS, operator, args, kwargs)
 
     return dispatched
 
@@ -278,7 +273,7 @@ _DISPATCH_KEY = SpareDispatchKey(
     "TESTING_ONLY_GenericMode",
     {
         ("aten", "scaled_dot_product_attention"): lambda *args, **kwargs: _handle_dispatched(SdpaCall(*args, **kwargs)),
-        **{operator: _kernel_of(*operator) for operator in (*FLASH_OPERATORS, *OTHER_OPERATORS)},
+        **{operator: _kernel_of(*operator) for operator in DISPATCHED_OPERATORS},
     },
 )
 

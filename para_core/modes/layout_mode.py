@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.distributed.agree import check_consistent, signature
-from para_core.distributed.collectives import gather_tokens
-from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import SequenceMesh
-from para_core.modes.block_masks import shard_block_mask
+from para_core.layout.sequence import Segment, SequenceLayout, even_layout
+from para_core.layout.tokens import gather_tokens
 from para_core.modes.inference import layout_of_total, sequence_of_length, sequence_of_symbolic_length
+from para_core.modes.registry import ShardMask, mask_sharder
 from para_core.modes.sharding_mode import ShardingMode, TraceSafeLayout, segments_of
 
 # The layouts of queries and of keys that the user passed. None for the keys means the layout of the queries.
@@ -83,19 +83,24 @@ class LayoutMode(ShardingMode):
             TypeError: If an argument is missing or not allowed for the type of ``x``.
             RuntimeError: If ``sequence`` is missing for a tensor inside a compiled function.
         """
-        if isinstance(x, BlockMask):
+        shard_mask = mask_sharder(x)
+        if shard_mask is not None:
             if dim is not None or balance is not None:
                 raise TypeError(
                     "cp.shard of a BlockMask takes no dim= and no balance=; say it with sequence=cp.sequence(...)."
                 )
-            return self._shard_block_mask(x, sequence, key_sequence)
+            return self._shard_block_mask(cast(BlockMask, x), shard_mask, sequence, key_sequence)
         if key_sequence is not None:
             raise TypeError("cp.shard of a tensor takes no key_sequence=.")
         # A missing dim is refused there, on every rank.
-        return super().shard(x, cast(int, dim), sequence=sequence, balance=balance)
+        return super().shard(cast(Tensor, x), cast(int, dim), sequence=sequence, balance=balance)
 
     def _shard_block_mask(
-        self, mask: BlockMask, sequence: SequenceLayout | None, key_sequence: SequenceLayout | None
+        self,
+        mask: BlockMask,
+        shard_mask: ShardMask,
+        sequence: SequenceLayout | None,
+        key_sequence: SequenceLayout | None,
     ) -> BlockMask:
         if self._mesh.ranks == 1:
             return mask
@@ -108,7 +113,7 @@ class LayoutMode(ShardingMode):
                 key_sequence = sequence
             query_layout = self._whole_layout(num_queries, sequence, "query")
             key_layout = self._whole_layout(num_keys, key_sequence, "key")
-            sharded = shard_block_mask(mask, query_layout, key_layout, self._mesh)
+            sharded: BlockMask = shard_mask(mask, query_layout, key_layout, self._mesh)
         except (TypeError, ValueError) as error:
             if talk:
                 check_consistent(error, self._mesh)

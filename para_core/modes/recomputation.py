@@ -28,10 +28,10 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointFunction
 
+from para_core.modes.registry import RECOMPUTATION, Bind, Recomputation
 from para_core.torch_internals import (
     CheckpointFrame,
     all_saved_tensors_hooks,
-    current_graph_task_id,
     top_saved_tensors_hooks,
 )
 
@@ -39,14 +39,6 @@ from para_core.torch_internals import (
 # handler there are two frames of torch.no_grad, and the frames of other modes.
 _MOST_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
-
-# The type of ``UnifiedAttnMode.bound``, which returns a wrapper that runs the given function under the mode.
-Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def is_in_backward() -> bool:
-    """Whether this thread is running a backward pass."""
-    return current_graph_task_id() != -1
 
 
 def bind_reentrant_checkpoint(bind: Bind) -> None:
@@ -104,13 +96,13 @@ def _frame_of(hooks: Any) -> Any:
 
 
 @contextmanager
-def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
+def recomputed_under(bind: Bind, module: nn.Module) -> Iterator[None]:
     """Bind each function that the activation checkpointing of a diffusers model recomputes in the backward.
 
-    Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing if ``bind`` is
-    None, without gradients, or while tracing, because a graph contains its own recomputation.
+    Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing without gradients,
+    or while tracing, because a graph contains its own recomputation.
     """
-    checkpointing = _checkpointing(module) if bind is not None else []
+    checkpointing = _checkpointing(module)
     for submodule, checkpoint in checkpointing:
         submodule._gradient_checkpointing_func = partial(_checkpoint_bound, bind, checkpoint)
     try:
@@ -120,7 +112,7 @@ def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
             submodule._gradient_checkpointing_func = checkpoint
 
 
-def refuse_checkpointing(module: nn.Module) -> None:
+def check_checkpointing(module: nn.Module) -> None:
     """Raise ``RuntimeError`` if activation checkpointing of a diffusers model is on and gradients are enabled. Its
     recomputation intercepts attention only, and would miss the sums over ranks and halos of a plan.
     """
@@ -147,3 +139,13 @@ def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
 
 def _checkpoint_bound(bind: Any, checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(bind(function), *args, **kwargs)
+
+
+RECOMPUTATION.append(
+    Recomputation(
+        gradients_disabled=bind_reentrant_checkpoint,
+        attention_called=bind_checkpoint,
+        during_call=recomputed_under,
+        check_exchanges=check_checkpointing,
+    )
+)

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.attention.call_agreement import EQUAL_PARTS
 from para_core.distributed.agree import Record, Signature, check_consistent, signature
-from para_core.distributed.collectives import gather_tokens, shard_tokens
-from para_core.distributed.layout import Segment, SequenceLayout, even_layout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import Segment, SequenceLayout, even_layout
+from para_core.layout.tokens import gather_tokens, shard_tokens
 
 # The type of a length that is stored on a mode: an int while tracing, otherwise a tensor ``[length, 0]``. Dynamo treats
 # an int attribute of a mode as a constant and would recompile for every length, but it makes tensor sizes symbolic.

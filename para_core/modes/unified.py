@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import Tensor
@@ -21,10 +21,9 @@ from para_core.attention.schedule import KeptKeys
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.create_mesh import require_own_gpus
-from para_core.distributed.layout import SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
+from para_core.layout.sequence import SequenceLayout
 from para_core.modes import fused_encoder
-from para_core.modes.flex_attention import FlexOverMesh, explain_unsharded_mask
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import (
     SDPA,
@@ -36,9 +35,9 @@ from para_core.modes.interceptor import (
     unintercepted,
 )
 from para_core.modes.layout_mode import LayoutMode
-from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint, is_in_backward
+from para_core.modes.registry import RECOMPUTATION, MeshAccess, explain
 from para_core.modes.sharding_mode import segments_of
-from para_core.torch_internals import OpOverload, no_frame_of_its_own, set_grad_enabled
+from para_core.torch_internals import OpOverload, is_in_backward, no_frame_of_its_own, set_grad_enabled
 from para_core.user_warnings import ParallelWarning, warn_user
 
 
@@ -65,8 +64,6 @@ class UnifiedAttnMode(LayoutMode):
             with a float32 lse ``[B, H, S_q]``; a ring needs the lse.
         options (*optional*): Options of :class:`AttnOptions`:
 
-            - ``ulysses_chunks`` (`int`, *optional*, defaults to `1`): Number of parts into which each rank's heads are
-              split, so that one part is sent while another is computed. Has no effect on calls that require a gradient.
             - ``comm_dtype`` (`torch.dtype`, *optional*): ``torch.int8`` or ``torch.float8_e4m3fn`` halves the bytes
               sent for 16-bit tensors: query, key, value and output are rounded to 8 bits, with one scale per token and
               head. Not exact, and only applied to calls that require no gradient.
@@ -115,6 +112,8 @@ class UnifiedAttnMode(LayoutMode):
                 require_own_gpus(mesh, guided)
             mesh, self._batch = guided.sequence, guided.batch
         super().__init__(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
+        # Not a property, because Dynamo cannot read one of a mode while it traces an operator under it.
+        self.ranks = self._mesh.ranks
         self._options = AttnOptions(**options)
         require_library(self._options.backend)
         if self._single_dim is not None and (size := getattr(self._mesh, self._single_dim).size) > 1:
@@ -163,7 +162,7 @@ class UnifiedAttnMode(LayoutMode):
             if exc_type is None and not torch.compiler.is_compiling():
                 self._check_use()
             if self._mesh.ranks > 1:
-                explain_unsharded_mask(exc_val)
+                explain(exc_val)
 
     def _check_use(self) -> None:
         """Raise or warn if attention was computed by hand inside the mode. Warn if no attention was intercepted."""
@@ -242,15 +241,14 @@ class UnifiedAttnMode(LayoutMode):
         if func is SDPA and (torch.compiler.is_compiling() or not THREAD_STATE.handlers):
             return self.attend(SdpaCall(*args, **(kwargs or {})))
         if func is set_grad_enabled and not torch.compiler.is_compiling() and args == (False,):
-            bind_reentrant_checkpoint(self.bound)
+            for recomputation in RECOMPUTATION:
+                recomputation.gradients_disabled(self.bound)
         if not torch.compiler.is_compiling() and type(func) is OpOverload and func.namespace == "para_core":
             # A compiled graph is running. It contains an operator of this package in place of the SDPA call, so only
             # here can the mode notice attention inside a checkpoint.
-            bind_checkpoint(self, self.bound)
-        fail = self._attention.raise_everywhere
-        output = intercept(
-            self, self.attend, self._mesh.ranks, func, args, kwargs or {}, flex=self._flex_attention, fail=fail
-        )
+            for recomputation in RECOMPUTATION:
+                recomputation.attention_called(self, self.bound)
+        output = intercept(self, self, func, args, kwargs or {})
         if not torch.compiler.is_compiling() and may_be_scores(func):
             self._by_hand.note(func, args, kwargs or {}, output, self._numbers_of_tokens())
         return output
@@ -262,10 +260,14 @@ class UnifiedAttnMode(LayoutMode):
         sharded = {size for segment, size in zip(segments, sizes, strict=True) if not segment.replicated}
         return sharded | {sum(sizes)} if sharded else set()
 
-    def _flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise ``error`` on every rank."""
+        self._attention.raise_everywhere(error)
+
+    def begin_other_call(self, *, counts: bool) -> MeshAccess:
+        """Return the mesh and the layouts for an attention call that is no SDPA."""
         self.intercepted = True
-        flex = FlexOverMesh(self._mesh, self._layouts, self._options, assume_equal=self._assume_equal)
-        return flex(operator, args, kwargs)
+        return MeshAccess(self._mesh, self._layouts, self._options, self._assume_equal)
 
     def attend(self, call: SdpaCall) -> Tensor:
         """Return the output of an intercepted SDPA call for this rank's queries, computed over the mesh."""
@@ -273,7 +275,8 @@ class UnifiedAttnMode(LayoutMode):
         if self._is_sdpa:
             return call.on_one_device()
         if not torch.compiler.is_compiling():
-            bind_checkpoint(self, self.bound)
+            for recomputation in RECOMPUTATION:
+                recomputation.attention_called(self, self.bound)
         return self._attention(call)
 
     def split_branches(self, x: Tensor, dim: int = 0) -> Tensor:

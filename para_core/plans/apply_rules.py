@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.dataclass_fields import change_field, fields_of, has_fields, leaves_of, like_sequence, with_fields
-from para_core.distributed.collectives import gather_tokens, shard_tokens
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
-from para_core.modes.block_masks import shard_block_mask
+from para_core.layout.sequence import Segment, SequenceLayout
+from para_core.layout.tokens import gather_tokens, shard_tokens
+from para_core.modes.registry import mask_sharder
 from para_core.plans.plan import (
     Count,
     CumulativeLengths,
@@ -124,8 +124,9 @@ class RuleExecutor:
         # A ControlNet has residuals for some blocks only.
         return None if entry is None else self.cut(entry, cut, name)
 
-    def _split_mask(self, value: Any, cut: SplitMask, name: str) -> BlockMask:
-        if not isinstance(value, BlockMask):
+    def _split_mask(self, value: Any, cut: SplitMask, name: str) -> Any:
+        shard_mask = mask_sharder(value)
+        if shard_mask is None:
             raise TypeError(f"{name} is a {type(value).__name__}; the plan shards it as a BlockMask of flex attention.")
         query_layout = self._layout_of(cut.queries, value.seq_lengths[0])
         key_layout = self._layout_of(cut.keys or cut.queries, value.seq_lengths[1])
@@ -134,7 +135,7 @@ class RuleExecutor:
         traced = torch.compiler.is_compiling()
         sharded = None if traced else self._masks.get(value)
         if sharded is None or sharded[:2] != (query_layout, key_layout):
-            sharded = query_layout, key_layout, shard_block_mask(value, query_layout, key_layout, self.mesh)
+            sharded = query_layout, key_layout, shard_mask(value, query_layout, key_layout, self.mesh)
             if not traced:
                 self._masks[value] = sharded
         return sharded[2]

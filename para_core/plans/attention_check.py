@@ -260,7 +260,7 @@ class AttentionCheck:
             raise RuntimeError(
                 f"{name} ran on {self._ranks} ranks and none of its attention modules did: the blocks were skipped, as "
                 "by a step cache in the model's forward (TeaCache). Ranks would decide apart about the next step, and "
-                "wait for each other. apply_cache_on_pipe(pipe, residual_diff_threshold=...) decides for all ranks; "
+                "wait for each other. apply_cache_on_pipe(pipe, ...) decides for all ranks; "
                 "remove the other cache."
             )
         raise RuntimeError(

@@ -26,8 +26,6 @@ class ContextParallelConfig:
         ring_degree (`int`, *optional*): Number of ranks along ``ring``. Defaults to 1, or the size in ``mesh``.
         ulysses_degree (`int`, *optional*): Number of ranks along ``ulysses``. Defaults to 1, or the size in ``mesh``.
             Without ``mesh``, the product of both degrees must be the world size.
-        convert_to_fp32 (`bool`, defaults to `True`): Ignored; accepted because diffusers has it. Partial results of a
-            ring are always merged in float32.
         rotate_method (`"alltoall"`, `"allgather"` or `"2d"`, defaults to `"alltoall"`): ``"alltoall"`` passes keys and
             values from rank to rank around the ring, ``"allgather"`` gathers them at once, and ``"2d"`` arranges ranks
             in a grid, and gathers queries along its rows and keys along its columns.
@@ -37,7 +35,6 @@ class ContextParallelConfig:
 
     ring_degree: int | None = None
     ulysses_degree: int | None = None
-    convert_to_fp32: bool = True
     rotate_method: RotateMethod = "alltoall"
     mesh: DeviceMesh | None = None
 

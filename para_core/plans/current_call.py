@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance_patching import wrapper
+from para_core.layout.sequence import Segment
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.planned_attention import Interception
 from para_core.plans.region import region_of

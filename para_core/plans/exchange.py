@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from para_core.distributed.collectives import all_gather, all_to_all, start_all_to_all, wait
-from para_core.distributed.layout import Run, Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
+from para_core.layout.sequence import Run, Segment
 from para_core.modes.interceptor import SDPA, SDPA_OPERATOR, call_original
 from para_core.plans.plan import AttentionByHeads, Halo, LinearAttention
 from para_core.torch_internals import no_frame_of_its_own, pytree

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,13 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
-from para_core.distributed.collectives import gather_tokens
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
 from para_core.instance_patching import original_class
-from para_core.modes.flex_attention import FlexOverMesh, called_in_eager_code
+from para_core.layout.sequence import Segment, SequenceLayout
+from para_core.layout.tokens import gather_tokens
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import at_the_dispatcher, call_original, intercept, not_at_the_dispatcher
-from para_core.modes.recomputation import bind_checkpoint, bind_reentrant_checkpoint
+from para_core.modes.registry import RECOMPUTATION, MeshAccess
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of, to_trace_safe
 from para_core.plans.exchange import PAST
 from para_core.plans.plan import Attention
@@ -68,6 +67,7 @@ class PlannedAttention:
     def __init__(self, prepared: PreparedAttention, attending: tuple[Attention, ...], bind: BindRecomputation) -> None:
         self.prepared, self.attending, self.bind = prepared, attending, bind
         self.mesh = prepared.mesh
+        self.ranks = prepared.mesh.ranks
         self.segments: TraceSafeLayout = ()
         # These are one-element lists, because Dynamo 2.13 loses an attribute that is set before torch.cond (which a
         # cache uses) and again after it.
@@ -108,7 +108,8 @@ class PlannedAttention:
         Does nothing outside of a checkpoint, and inside a compiled function.
         """
         if not torch.compiler.is_compiling():
-            bind_checkpoint(self.prepared, partial(self.bind, self))
+            for recomputation in RECOMPUTATION:
+                recomputation.attention_called(self.prepared, partial(self.bind, self))
 
     def __call__(self, call: SdpaCall) -> Tensor:
         """Return the attention output for this rank's queries, over all keys of the mesh, or by SDPA on one device if
@@ -138,16 +139,22 @@ class PlannedAttention:
         # The mask forbids an invalid token, such as padding, to attend to anything, so its output is zero.
         return out.masked_fill(~valid[..., None], 0.0)
 
-    def flex_attention(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
-        """Return the output of a ``flex_attention`` operator, computed over the mesh if its keys are sharded."""
+    attend = __call__
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise ``error``. Ranks that run one plan make the same calls, so it is raised on all of them."""
+        raise error
+
+    def begin_other_call(self, *, counts: bool) -> MeshAccess | None:
+        """Return the mesh and the layouts for an attention call that is no SDPA; None if no key is sharded."""
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
-        if len(self.attending) > 1 and not (torch.compiler.is_compiling() and called_in_eager_code()):
+        if len(self.attending) > 1 and counts:
             self._calls += 1
         self.intercepted[0] = True
         if self._over_mesh(attention) is None:
-            return operator(*args, **kwargs)
+            return None
         layouts = partial(planned_layouts, attention, segments_of(self.segments), self.mesh)
-        return FlexOverMesh(self.mesh, layouts, self.prepared.options, assume_equal=True)(operator, args, kwargs)
+        return MeshAccess(self.mesh, layouts, self.prepared.options, assume_equal=True)
 
     def _over_mesh(self, attention: Attention) -> MeshAttention | None:
         """Return the :class:`MeshAttention` for a plan entry, or None if SDPA on one device computes it."""
@@ -269,16 +276,16 @@ class PlannedAttnMode(TorchFunctionMode):
     ) -> Any:
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         if not torch.compiler.is_compiling() and func is set_grad_enabled and args == (False,):
-            bind_reentrant_checkpoint(partial(self.planned.bind, self.planned))
+            for recomputation in RECOMPUTATION:
+                recomputation.gradients_disabled(partial(self.planned.bind, self.planned))
         if not self.planned.active[0]:
             return call_original(func, args, kwargs or {})
         planned, by_hand = self.planned, self.by_hand
-        run = partial(intercept, self, planned, planned.mesh.ranks, func, args, kwargs or {})
         if by_hand is None or torch.compiler.is_compiling():
-            return run(flex=planned.flex_attention)
+            return intercept(self, planned, func, args, kwargs or {})
         # Another mode of this plan may be around this one. It must not take our own attention for the model's.
         with by_hand.paused():
-            output = run(flex=planned.flex_attention)
+            output = intercept(self, planned, func, args, kwargs or {})
         if may_be_scores(func):
             by_hand.note(func, args, kwargs or {}, output, planned.numbers_of_tokens())
         return output

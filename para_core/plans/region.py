@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
 from para_core.distributed.agree import RequireEqual
-from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import MeshDim, SequenceMesh
 from para_core.instance_patching import (
     Around,
@@ -32,12 +31,12 @@ from para_core.instance_patching import (
     wrap_method,
     wrapper,
 )
+from para_core.layout.sequence import Segment
 from para_core.modes import fused_encoder
-from para_core.modes.flash_attention import has_other_builds
-from para_core.modes.flex_attention import explain_unsharded_mask, uses_flex_attention
+from para_core.modes.foreign_operators import has_other_builds
 from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import dispatcher_is_available, unintercepted
-from para_core.modes.recomputation import is_in_backward, recomputed_under, refuse_checkpointing
+from para_core.modes.registry import check_exchanges, explain, needs_mode, recomputed_under
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.attention_check import CHECK, AttentionCheck
@@ -59,7 +58,13 @@ from para_core.plans.plan import (
 from para_core.plans.planned_attention import Interception, PlannedAttention, PreparedAttention
 from para_core.plans.samples import all_samples, own_arguments
 from para_core.plans.whole_arguments import explain_whole_tensor
-from para_core.torch_internals import CALL_WITH_HOOKS, COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
+from para_core.torch_internals import (
+    CALL_WITH_HOOKS,
+    COMPILED_CALL,
+    ORIGINAL_CALLABLE,
+    function_mode_stack,
+    is_in_backward,
+)
 from para_core.user_warnings import WarningLog
 
 _KEY = "parallel"
@@ -100,7 +105,7 @@ class Region:
         encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
         self._has_encoders = any(isinstance(submodule, encoders) for submodule in module.modules())
         # Only a mode intercepts attention in fused encoder layers, and in operators that run functions: flex_attention.
-        self._must_use_mode = self._has_encoders or uses_flex_attention(module)
+        self._must_use_mode = self._has_encoders or needs_mode(module)
         attending = self.plan.attention.values()
         # Parameters that ranks do not compare, because each rank fills in the cached keys of its own heads.
         self._caches_by_heads = {
@@ -204,7 +209,7 @@ class Region:
         if torch.compiler.is_compiling():
             self._refuse_arguments(module, args, kwargs)
         if self._mixes_over_ranks:
-            refuse_checkpointing(module)
+            check_exchanges(module)
         planned = PlannedAttention(self._prepared, (Attention(self.plan.joint_order),), self._bound)
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         is_checked = not torch.compiler.is_compiling() and self.check.due
@@ -239,7 +244,7 @@ class Region:
             return output if samples is None or self.batch is None else all_samples(output, samples, self.batch)
         # flex_attention raises a ValueError for a wrong mask size, and a RuntimeError since torch 2.15.
         except (ValueError, RuntimeError, IndexError) as error:
-            explain_unsharded_mask(error)
+            explain(error)
             name = type(module).__name__
             explain_whole_tensor(error, name, self.parameters, args, kwargs, self.segments, self.mesh)
             raise

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import sizes_that_differ
+from para_core.layout.sequence import Segment
 
 
 def explain_whole_tensor(

@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from para_core.attention.multi_head import multi_head_attention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.dataclass_fields import leaves_of
-from para_core.distributed.layout import Segment
 from para_core.instance_patching import original_class
+from para_core.layout.sequence import Segment
+from para_core.modes.multi_head import multi_head_attention
 from para_core.torch_internals import DisableTorchFunction
 from para_core.verify.parts import relative_error, sharded_dim
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.layout.sequence import Segment, SequenceLayout
 
 # Maximum number of segments in a joint sequence. More would give too many orders to try.
 _MOST_SEGMENTS = 3

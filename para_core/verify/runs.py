@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.dataclass_fields import by_path, leaves_of, map_leaves
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes.sharding_mode import TraceSafeLayout
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.current_call import segments_under_way

@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import define_collective, done
-from para_core.distributed.layout import Run, Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
 from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_method
+from para_core.layout.sequence import Run, Segment, SequenceLayout
 from para_core.modes.interceptor import intercept
+from para_core.modes.registry import SdpaOwner
 from para_core.plans.apply_rules import RuleExecutor
 from para_core.plans.module_matching import ModuleRules, match_modules, parameters_of
 from para_core.plans.plan import Attention, Plan, ShardRule, Split
@@ -229,12 +230,11 @@ def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
         _THREAD.handlers.pop()
 
 
-class PatchAttnMode(TorchFunctionMode):
-    """Mode that replaces attention calls by ``para_core::patch_attention``, in compiled graphs and in eager
-    code.
+class PatchAttnMode(SdpaOwner, TorchFunctionMode):
+    """Mode that replaces attention calls by ``para_core::patch_attention``, in compiled graphs and in eager code.
 
-    For the first, second, … attention call, ``indices`` are those of the plan entries in
-    :attr:`PatchHooks.attentions`. The last index also applies to further calls.
+    For the first, second, … attention call, ``indices`` are those of the plan entries in :attr:`PatchHooks.attentions`.
+    The last index also applies to further calls.
     """
 
     def __init__(self, indices: tuple[int, ...]) -> None:
@@ -245,9 +245,10 @@ class PatchAttnMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        return intercept(self, self._call_operator, 1, func, args, kwargs or {})
+        return intercept(self, self, func, args, kwargs or {})
 
-    def _call_operator(self, call: SdpaCall) -> Tensor:
+    def attend(self, call: SdpaCall) -> Tensor:
+        """Return the output of the operator for this call and the index of its plan entry."""
         index = self._indices[min(self._calls, len(self._indices) - 1)]
         if len(self._indices) > 1:
             self._calls += 1

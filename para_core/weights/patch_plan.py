@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from para_core.distributed.layout import Run, Segment
+from para_core.layout.sequence import Run, Segment
 from para_core.plans.module_matching import as_tuple, parameters_of
 from para_core.plans.plan import AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cfg.deferred import Deferred, Expected, LiveDeferred, materialize, run_without_data
-from para_core.distributed.layout import Run
+from para_core.layout.sequence import Run
 from para_core.torch_internals import make_wrapper_subclass, pytree, schema_of, to_copy
 
 _aten = torch.ops.aten

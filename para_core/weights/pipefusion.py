@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cfg.deferred import Expected, LiveDeferred, materialize
-from para_core.distributed.layout import Run
 from para_core.instance_patching import (
     WrapperPriority,
     has_compiled_parts,
@@ -31,6 +30,7 @@ from para_core.instance_patching import (
     wrap_method,
     wrapper,
 )
+from para_core.layout.sequence import Run
 from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
 from para_core.plans.current_call import interception_of
 from para_core.plans.module_matching import parameters_of

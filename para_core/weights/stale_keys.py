@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from para_core.attention.sdpa_call import SdpaCall, SdpaHandler
-from para_core.distributed.collectives import gather_tokens
-from para_core.distributed.layout import Run
+from para_core.layout.sequence import Run
+from para_core.layout.tokens import gather_tokens
 from para_core.modes.interceptor import outer_attention
 from para_core.plans.current_call import attention_is_skipped, interception_of, segments_under_way
 from para_core.plans.plan import Attention

@@ -156,33 +156,6 @@ def test_cuda_backends_raise_on_cpu(backend, with_gradient):
         F.scaled_dot_product_attention(query, key, value)
 
 
-# -- The table.
-
-
-def test_without_a_measurement_pytorch_chooses():
-    assert not backend_selection.FASTEST
-    query, _, value = make(5, 7)
-    assert resolve_backend(None, query.bfloat16(), value.bfloat16(), masked=False) is None
-
-
-def test_fastest_backend_respects_user_switches(monkeypatch):
-    monkeypatch.setattr(backend_selection, "FASTEST", {(90, 16, False): "cudnn", (90, 16, True): "triton"})
-    monkeypatch.setattr(backend_selection, "_arch", lambda device: 90)
-    query, _, value = (x.bfloat16() for x in make(5, 7))
-    with sdpa_kernel(ALL_ON):
-        assert resolve_backend(None, query, value, masked=False) == "cudnn"
-        assert resolve_backend(None, query, value, masked=False, is_causal=True) == "triton"
-        assert resolve_backend("math", query, value, masked=False) == "math"
-        # The fastest backend may not accept the mask, but the Triton kernel does.
-        assert resolve_backend(None, query, value, masked=True) is None
-        assert resolve_backend(None, query, value, masked=True, is_causal=True) == "triton"
-        assert resolve_backend(None, query.float(), value.float(), masked=False) is None
-    with sdpa_kernel(ALL_ON[1:]):
-        assert resolve_backend(None, query, value, masked=False) is None
-    monkeypatch.setattr(backend_selection, "_arch", lambda device: 80)
-    assert resolve_backend(None, query, value, masked=False) is None
-
-
 # -- The Triton kernel behind the functions of this package.
 
 

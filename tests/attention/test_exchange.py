@@ -56,21 +56,6 @@ def test_exchange_of_any_tokens_and_heads_equals_one_device(rank_pool, ring, uly
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2)])
-def test_chunked_heads_unpack_with_one_launch_each(rank_pool, ring, ulysses):
-    cases = [
-        Case(16, 8),
-        Case(13, 5),
-        Case(13, 6, H_kv=2, options={"enable_gqa": True}),
-        Case(H=7, segments=TEXT_FIRST),
-    ]
-    results = rank_pool.run(as_on_gpu, ring * ulysses, attend, cases, ring, ulysses, None, {"ulysses_chunks": 2})
-    for rank, (outs, _, unpacks) in enumerate(results):
-        assert unpacks >= 2 * len(cases)
-        for case, out in zip(cases, outs, strict=True):
-            check(case, out, f"ring {ring} × ulysses {ulysses}, rank {rank}")
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 2)])
 def test_its_gradients_equal_those_of_one_device(rank_pool, ring, ulysses):
     sizes = [Case(13, 3), Case(16, 4), Case(13, 5, D_v=3), Case(H=3, segments=TEXT_FIRST)]
     cases = [

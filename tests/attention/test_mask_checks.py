@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from para_core.attention.mask_checks import MaskReviews, Review, num_common_rows, require_own_rows
-from para_core.distributed.layout import Segment, SequenceLayout
+from para_core.layout.sequence import Segment, SequenceLayout
 
 
 def causal(rows, total, first=0, window=None, left=0, valid=None):

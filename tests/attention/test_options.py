@@ -1,4 +1,4 @@
-"""Further options of a call: a user's own attention, chunks of heads, replicated keys, torch.func."""
+"""Further options of a call: a user's own attention, transports, replicated keys, torch.func."""
 
 import re
 
@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import Segment, SequenceLayout, UnifiedAttnMode, unified_attention
 from para_core.attention.masks import MaskExtents, mask_extents
-from para_core.distributed.layout import even_layout
+from para_core.layout.sequence import even_layout
 from tests.attention.cases import CAUSAL, MESHES, ON_MOST_MESHES, TEXT_FIRST, Case, Mask, attend, on_most_meshes
 from tests.attention.one_device import make_qkv, relative_error
 from tests.attention.test_exactness import check
@@ -44,15 +44,13 @@ CASES = [
 
 OPTIONS = {
     "of the user": {"attn_func": by_hand},
-    "two chunks": {"ulysses_chunks": 2},
-    "three chunks": {"ulysses_chunks": 3},
     "gathered": {"rotate_method": "allgather"},
     "of the user, gathered": {"rotate_method": "allgather", "attn_func": by_hand},
 }
 
 
 # The default run compiles these.
-COMPILED = {("two chunks", 1, 2), ("gathered", 2, 1)}
+COMPILED = {("of the user", 1, 2), ("gathered", 2, 1)}
 
 
 @pytest.mark.sample(2)

@@ -19,7 +19,7 @@ from para_core.distributed.mesh import _sequence_mesh as mesh_of_dims
 
 OPTIONS = [
     {},
-    {"ulysses_chunks": 3, "rotate_method": "2d", "backend": "triton-int8"},
+    {"rotate_method": "2d", "backend": "triton-int8"},
     {"comm_dtype": torch.float8_e4m3fn, "kept_keys": KeptKeys(1 / 3, 7)},
     {"block_mask": read_block_mask(torch.tensor([[True, False, True], [False, True, True]]), (4, 3))},
 ]

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from para_core.attention.tiles import coalesce, cut, visible_tiles
+from para_core.attention.tiles import visible_tiles
+from para_core.layout.runs import coalesce, cut
 
 # The runs are disjoint: lengths and gaps alternate.
 RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), max_size=4).map(

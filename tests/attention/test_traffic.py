@@ -184,22 +184,6 @@ def test_gradient_of_ring_sends_blocks_and_sums(rank_pool, ranks, options):
         assert others == []
 
 
-def count_in_chunks(chunks):
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
-    q, k, v = make_qkv(6, 4, D, B=B)
-    mode = UnifiedAttnMode(mesh, assume_equal=True, ulysses_chunks=chunks)
-    with torch.no_grad(), mode, Traffic() as traffic:
-        F.scaled_dot_product_attention(q, k, v)
-    return traffic.sent
-
-
-def test_chunks_of_heads_send_same_bytes(rank_pool):
-    for whole, chunks in zip(rank_pool.run(count_in_chunks, 2, 1), rank_pool.run(count_in_chunks, 2, 2), strict=True):
-        assert len(whole) == 2
-        assert len(chunks) == 4
-        assert sum(chunks) == sum(whole)
-
-
 def test_ulysses_moves_each_element_once_into_each_buffer(rank_pool):
     for elements, numel in rank_pool.run(count_copies, 2, 1, 2):
         assert elements == {"cat": 3 * numel, "clone": numel}

@@ -43,30 +43,6 @@ def test_attention_by_step_is_that_of_python(tmp_path):
 
 
 @pytest.mark.long
-def test_calibration_follows_the_schedule():
-    command = [
-        "calibrate",
-        "--prompt",
-        "a",
-        "--size",
-        "48x32",
-        "--steps",
-        "4",
-        "--tries",
-        "1",
-        "--metric",
-        "computed_steps",
-        "--target",
-        "4",
-    ]
-    with libraries_installed() as calls:
-        assert run([*command, "--attention-schedule", "sage:1:2"]) == 0
-        in_middle = calls.pop("sage")
-        assert run([*command, "--backend", "sage"]) == 0
-    assert 0 < in_middle < calls["sage"]
-
-
-@pytest.mark.long
 def test_attention_to_the_text_is_that_of_python(tmp_path):
     wan = str(TINY_WAN)
     with libraries_installed() as calls:
@@ -114,9 +90,8 @@ def test_attention_is_part_of_the_digest():
         (["--cross-backend", "disk"], ["--cross-backend", "'disk'", "flash"]),
     ],
 )
-@pytest.mark.parametrize("command", ["generate", "calibrate"])
-def test_bad_attention_exits_with_2(tmp_path, capsys, command, options, named):
-    assert run([command, "--prompt", "a", *options, "--out", str(tmp_path / "out")]) == 2
+def test_bad_attention_exits_with_2(tmp_path, capsys, options, named):
+    assert run(["generate", "--prompt", "a", *options, "--out", str(tmp_path / "out")]) == 2
     stderr = capsys.readouterr().err
     assert [text for text in named if text not in stderr] == []
     assert not (tmp_path / "out").exists()

@@ -60,13 +60,6 @@ def test_dry_run_shows_mesh_of_guider(folder, tmp_path, capsys):
     assert re.search(r"batch 2 × ring 1 × ulysses 1", stdout)
 
 
-def test_calibrate_sets_the_guider(folder, tmp_path):
-    options = ["--prompt", "a", "--size", "64x48", "--steps", "4", "--set", "guidance_scale=1.0", "--tries", "1"]
-    out = tmp_path / "calibration.json"
-    assert run(["calibrate", "--model", folder, *options, "--out", str(out)]) == 0
-    assert json.loads(out.read_text())["rows"][0]["steps"] == 4  # There is no second branch.
-
-
 @pytest.mark.long
 def test_bench_compares_with_modular_pipeline_alone(folder, tmp_path):
     out = tmp_path / "figures.json"

@@ -26,7 +26,6 @@ CASES = [
     (["generate"], 2, "no prompt"),
     (["generate", "--steps", "3", "--set", "true_cfg_scale=2"], 2, "no prompt"),
     (["generate", "--model", "zoo/video/pipeline"], 2, "no prompt"),
-    (["calibrate"], 2, "no prompt"),
     ([*PROMPT, "--compile", "foo"], 2, "--compile is 'foo'"),
     ([*PROMPT, "--weights", "foo"], 2, "--weights is 'foo'"),
     ([*PROMPT, "--dtype", "foo"], 2, "--dtype is 'foo'"),
@@ -73,8 +72,6 @@ CASES = [
     (["serve", "--warmup", "big"], 2, "--warmup big"),
     (["bench", "--quantize", "foo"], 2, "--quantize is 'foo'"),
     (["bench", "--model", "/absent"], 1, "'/absent'"),
-    (["calibrate", "--prompt", "a", "--metric", "foo"], 2, "--metric foo"),
-    (["calibrate", "--prompt", "a", "--mesh", "foo=2"], 2, "--mesh has 'foo=2'"),
     (["bench", "--out", "README.md"], 1, "README.md exists"),
     (["bench", "--out", "absent/figures.json"], 1, "absent/figures.json cannot be written"),
     (["bench", "--profile", "README.md"], 1, "--profile README.md"),
@@ -130,7 +127,7 @@ def test_existing_traces_are_found_before_torch_is_imported(tmp_path):
 
 def test_ranks_of_torchrun_are_checked_before_torch_is_imported():
     mesh = ["--mesh", "ring=2,ulysses=1"]
-    commands = [[*PROMPT, *mesh], ["calibrate", "--prompt", "a", *mesh], ["bench", *mesh], [*PROMPT, "--ranks", "3"]]
+    commands = [[*PROMPT, *mesh], ["bench", *mesh], [*PROMPT, "--ranks", "3"]]
     answers = answers_to(commands, RANK="1", WORLD_SIZE="4")
     for _, code, said, imported in answers:
         assert code == 2

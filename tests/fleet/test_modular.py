@@ -23,7 +23,7 @@ from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
 from para_core.fleet.modular import call_modular, load_modular, open_modular
 from para_core.fleet.prompt_file import Line
-from para_core.fleet.recipe import Recipe, refuse_options
+from para_core.fleet.recipe import Recipe, check_options_of_model
 from para_core.fleet.request import Delivery, Request, make_request
 from para_core.fleet.work import Watch, call_pipe, generate, generate_batch
 from tests.modular_folders import plain_modular, save_modular
@@ -106,11 +106,11 @@ def test_input_image_is_required_where_blocks_need_it(tmp_path):
 def test_options_without_a_method_are_refused(folders, tmp_path):
     flux = find_model(folders("flux"))
     with pytest.raises(ValueError, match=r"offload.*FluxModularPipeline"):
-        refuse_options(flux, Recipe(flux.name, offload="model"))
+        check_options_of_model(flux, Recipe(flux.name, offload="model"))
     index = {"_class_name": "Cosmos3DistilledModularPipeline", "_blocks_class_name": "Cosmos3DistilledBlocks"}
     (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"lora is 'a\.safetensors'.*Cosmos3DistilledModularPipeline"):
-        refuse_options(find_model(str(tmp_path)), Recipe(str(tmp_path), lora=("a.safetensors",)))
+        check_options_of_model(find_model(str(tmp_path)), Recipe(str(tmp_path), lora=("a.safetensors",)))
     (tmp_path / "modular_model_index.json").write_text(json.dumps({"_class_name": "NoModularPipeline"}))
     with pytest.raises(ValueError, match="NoModularPipeline"):
         find_model(str(tmp_path))
@@ -239,7 +239,7 @@ def test_lora_equals_pipeline_alone(folders, tmp_path):
     expected = pixels(plain(output="images", generator=torch.Generator().manual_seed(3), **SIZE))
     assert np.abs(expected - expected_pixels(folder, SIZE)).max() > 2
     recipe = Recipe(folder, lora=(str(style),))
-    refuse_options(find_model(folder), recipe)
+    check_options_of_model(find_model(folder), recipe)
     assert np.array_equal(pixels(call_pipe(build(recipe), [Request(SIZE, seed=3)]).images), expected)
 
 

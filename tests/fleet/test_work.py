@@ -22,7 +22,7 @@ from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.foresee import foresee_mesh, predict_memory, without_weights
 from para_core.fleet.loras import LoadedLoras
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, find_tiny_flux
-from para_core.fleet.recipe import Recipe, read_lora, refuse_options
+from para_core.fleet.recipe import Recipe, check_options_of_model, read_lora
 from para_core.fleet.request import Delivery, Lora, Request
 from para_core.fleet.work import Watch, generate, generate_batch
 from para_core.plans.region import region_of
@@ -153,10 +153,10 @@ def test_memory_is_weights_plus_share_of_pixels():
 
 def test_missing_lora_file_raises(tmp_path):
     (tmp_path / "style.safetensors").touch()
-    refuse_options(find_model(None), Recipe("", lora=(f"{tmp_path}/style.safetensors:0.5", "owner/name")))
+    check_options_of_model(find_model(None), Recipe("", lora=(f"{tmp_path}/style.safetensors:0.5", "owner/name")))
     for name in (f"{tmp_path}/absent", "absent.safetensors:0.5", "owner/name.safetensors"):
         with pytest.raises(FileNotFoundError, match="owner/name"):
-            refuse_options(find_model(None), Recipe("", lora=(name,)))
+            check_options_of_model(find_model(None), Recipe("", lora=(name,)))
 
 
 def test_a_lora_that_is_no_lora_is_named(tmp_path):

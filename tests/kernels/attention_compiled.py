@@ -13,8 +13,7 @@ from torch import Tensor
 
 from para_core.kernels import attention
 from para_core.kernels.attention import RoundedKeys
-from para_core.kernels.attention_configs import Config, KernelCall
-from para_core.kernels.attention_hopper import attention_hopper_kernel
+from para_core.kernels.attention_configs import Config, KernelCall, MaskKind
 from para_core.kernels.attention_kernel import attention_kernel
 from tests.kernels.compiled import Compiled, compile_kernel
 
@@ -107,43 +106,27 @@ def _arguments_of_launch(config: Config, *call: Any, **more: Any) -> dict[str, A
     }
 
 
-def compile_hopper(
-    config: Config,
-    *,
-    head_dim: int,
-    arch: int = 90,
-    is_causal: bool = False,
-    continues: bool = False,
-    has_range: bool = False,
-) -> Compiled:
-    """Compile a call of the Hopper tier with tensors of ``[B, S, 24, head_dim]`` in bfloat16, with all keys seen, or
-    with comparisons.
+def allowed_spills(
+    arch: int, head_dim: int, *, mask: MaskKind = "none", ranges: int = 0, eight_bits: bool = False
+) -> int:
+    """Return the bytes of a thread that a call of :func:`fit_inputs` may spill: as measured when its row was chosen.
+
+    ``arch`` is a row of the table, and ``head_dim`` one of its head dims.
     """
-    steps = {name: 24 * head_dim * 16 for name in attention_hopper_kernel.arg_names if name.startswith("step_")}
-    arguments: dict[str, Any] = {
-        **dict.fromkeys(("query", "key", "value"), "*bf16"),
-        "ranges": "*i32" if has_range else None,
-        "out_so_far": "*fp32" if continues else None,
-        "lse_so_far": "*fp32" if continues else None,
-        "out": "*fp32" if continues else "*bf16",
-        "lse": "*fp32",
-        **steps,
-        **dict.fromkeys(("num_queries", "num_keys", "shift"), "i32"),
-        "score_scale": "fp32",
-        "HEADS": 24,
-        "GROUP": 1,
-        "D": head_dim,
-        "CAUSAL": is_causal,
-        "HAS_RANGE": has_range,
-        "ALL_SEEN": not (is_causal or has_range),
-        "CONTINUES": continues,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "SPECIALIZED": config.specialized,
-    }
-    return compile_kernel(
-        attention_hopper_kernel, arguments, arch=arch, num_warps=config.num_warps, num_stages=config.num_stages
-    )
+    is_wide = head_dim > 128
+    spills = {(80, 256): 128, (86, 64): 40, (86, 256): 192, (90, 256): 448, (100, 256): 368}.get((arch, head_dim), 0)
+    if ranges > 1:
+        spills = max(spills, 1280 if is_wide else 224)
+    if mask == "bits":
+        spills = max(spills, 288 if is_wide else 8)
+    elif mask == "bytes":
+        # Tiles are then smaller than in the row.
+        spills = {64: 0, 96: 96, 128: 384, 256: 768}[head_dim]
+        if ranges > 1:
+            spills += 512
+    if eight_bits:
+        spills = max(spills, 608 if is_wide else 64)
+    return spills
 
 
 # -- What its instructions do.
@@ -155,7 +138,7 @@ class Counts:
 
     Args:
         flops: operations of the matrix instructions, 2 per multiplication.
-        bytes: bytes loaded from global memory, by threads or by Hopper's copy engine.
+        bytes: bytes loaded from global memory.
         exponentials: operations of the special function units.
     """
 
@@ -171,7 +154,6 @@ _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)")
 _TCGEN05 = re.compile(r"tcgen05\.mma\.cta_group::1\.kind::(f16|i8) [^;]*, (%r\d+), %p\d+;")
 _DEEP = {"f16": 16, "i8": 32}
 _COPIED = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)")
-_EXPECTED = re.compile(r"mbarrier\.arrive\.expect_tx[^;]*?\], (\d+);")
 _LABEL = re.compile(r"^\$L__BB\d+_\d+:", re.MULTILINE)
 
 
@@ -182,15 +164,7 @@ def loop_counts(compiled: Compiled, num_warps: int) -> Counts:
     Instructions in PTX belong to a thread, but ``mma.sync`` to a warp, ``wgmma`` to four warps, and ``tcgen05`` to a
     block.
     """
-    return _counts(_loops(compiled.ptx, "mma")[0], num_warps, compiled.ptx)
-
-
-def loop_counts_of_roles(compiled: Compiled) -> Counts:
-    """Return the counts of a kernel whose warps have roles. A role is four warps with their own loop, and the loop of
-    one role loads.
-    """
-    loops = [_counts(body, 4, compiled.ptx) for body in _loops(compiled.ptx, "mma", "bulk.tensor")]
-    return Counts(*(sum(getattr(counts, name) for counts in loops) for name in ("flops", "bytes", "exponentials")))
+    return _counts(_loops(compiled.ptx)[0], num_warps, compiled.ptx)
 
 
 def _counts(body: str, num_warps: int, ptx: str) -> Counts:
@@ -204,8 +178,6 @@ def _counts(body: str, num_warps: int, ptx: str) -> Counts:
         n, m = (int(shape[1]) >> 17 & 63) * 8, (int(shape[1]) >> 24 & 31) * 16
         flops += 2 * m * n * _DEEP[kind]
     copied = threads * sum(int(size, 0) for size in _COPIED.findall(body))
-    # One thread tells a barrier how many bytes the copy engine will bring.
-    copied += sum(int(size) for size in _EXPECTED.findall(body))
     return Counts(flops, copied, len(re.findall(r"ex2\.approx", body)) * threads)
 
 
@@ -213,9 +185,9 @@ def _sizes(pattern: re.Pattern[str], text: str) -> list[tuple[int, int, int]]:
     return [(int(m), int(n), int(k)) for m, n, k in pattern.findall(text)]
 
 
-def _loops(ptx: str, *instructions: str) -> list[str]:
-    """Return the bodies of the innermost loops that contain one of ``instructions``, in order. A body extends from a
-    label to the last jump back to it.
+def _loops(ptx: str) -> list[str]:
+    """Return the bodies of the innermost loops with matrix instructions, in order. A body extends from a label to the
+    last jump back to it.
     """
     spans = []
     for label in _LABEL.finditer(ptx):
@@ -223,13 +195,12 @@ def _loops(ptx: str, *instructions: str) -> list[str]:
         back = [jump.end() for jump in jumps]
         if back:
             spans.append((label.end(), label.end() + back[-1]))
-    # Warps that wait for a role do so in a loop around the role's own loop.
     inner = [
         span
         for span in spans
         if not any(span != other and span[0] <= other[0] and other[1] <= span[1] for other in spans)
     ]
-    bodies = [ptx[start:end] for start, end in inner if any(name in ptx[start:end] for name in instructions)]
+    bodies = [ptx[start:end] for start, end in inner if "mma" in ptx[start:end]]
     if not bodies:
-        raise RuntimeError(f"no loop with any of {', '.join(instructions)} was found in the PTX.")
+        raise RuntimeError("no loop with matrix instructions was found in the PTX.")
     return bodies

@@ -22,19 +22,6 @@ def test_it_writes_a_json(tmp_path, capsys, monkeypatch):
     assert len(capsys.readouterr().out.splitlines()) == len(results["rows"]) == 5
 
 
-def test_hopper_tier_is_measured_on_request(tmp_path, monkeypatch):
-    monkeypatch.setattr(attention, "TINY_HOPPER", (Size(18, 64, False, heads=1, dtype="float16"),))
-    file = tmp_path / "attention_hopper.json"
-    assert attention.main(["--tiny", "--hopper", "--device", "cpu", "--output", str(file)]) == 0
-    ways = {row["way"]: row["error"] for row in json.loads(file.read_text())["rows"]}
-    assert set(ways) == {
-        "triton",
-        "PyTorch",
-        *[f"{attention.HOPPER_WAY}{roles}" for roles in ("", ", warps with roles")],
-    }
-    assert max(ways.values()) < 1e-3
-
-
 def test_work_and_bytes_are_those_of_the_formula():
     assert Size(4096, 128, False, heads=24).flops == 4 * 24 * 4096**2 * 128
     assert Size(4096, 128, True, heads=24).flops == 2 * 24 * 4096**2 * 128

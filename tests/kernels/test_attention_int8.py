@@ -23,10 +23,10 @@ from para_core.attention.local import continued_attention
 from para_core.attention.merge import Merged
 from para_core.attention.spec import AttentionSpec
 from para_core.attention.usp import usp_forward
-from para_core.distributed.layout import even_layout
 from para_core.distributed.mesh import sequence_mesh
 from para_core.kernels import attention_int8_reference as reference
 from para_core.kernels.attention_int8 import attention, round_keys_kernel
+from para_core.layout.sequence import even_layout
 from tests.kernels.attention_cases import OPTIONS, by_formula, check_lse, error, make
 from tests.kernels.compiled import ARCHS
 from tests.kernels.interpreted import interpreted

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import SequenceLayout, UnifiedAttnMode
-from para_core.distributed.layout import Segment
 from para_core.distributed.mesh import sequence_mesh
-from para_core.modes.flash_attention import has_other_builds
+from para_core.layout.sequence import Segment
+from para_core.modes.foreign_operators import has_other_builds
 from para_core.plans.plan import Attention, Gather, Plan, Split
 from para_core.plans.region import apply_plan, remove_plan
 from tests.attention.one_device import relative_error

@@ -27,7 +27,7 @@ def diffusers_config(**options):
 CONFIGS = {
     "Ulysses": lambda: ContextParallelConfig(ulysses_degree=2),
     "ring": lambda: ContextParallelConfig(ring_degree=2),
-    "ring, gathered": lambda: ContextParallelConfig(ring_degree=2, rotate_method="allgather", convert_to_fp32=False),
+    "ring, gathered": lambda: ContextParallelConfig(ring_degree=2, rotate_method="allgather"),
     "ring, in two dims": lambda: ContextParallelConfig(ring_degree=2, rotate_method="2d"),
     "inside a ParallelConfig": lambda: ParallelConfig(context_parallel_config=ContextParallelConfig(ring_degree=2)),
     "a mesh": lambda: ContextParallelConfig(mesh=cpu_mesh(2, 1)),

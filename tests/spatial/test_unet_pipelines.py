@@ -20,9 +20,10 @@ from para_core.adapters import (
     unparallelize_pipe,
     unparallelize_unet,
 )
+from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.models import ADAPTERS
 from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
-from para_core.adapters.registry import component_of, unets_of
+from para_core.adapters.registry import component_of
 from tests.adapters.test_pipelines import meshes_of
 from tests.tiny import cpu_mesh, relative_error
 from zoo.tiny.base import fill
@@ -56,7 +57,7 @@ def of_size(**size):
 def generate_on(name, shapes, **size):
     """Generate on each mesh, and again after the pipeline was restored."""
     images, pipe, options = {}, UNET_PIPELINES[name].build(), of_size(**size)
-    before = {path: (type(module), dict(vars(module))) for path, module in unets_of(pipe).items()}
+    before = {path: (type(module), dict(vars(module))) for path, module in other_denoisers_of(pipe).items()}
     for shape, mesh in meshes_of(shapes).items():
         images[shape] = generate(parallelize_pipe(pipe, mesh=mesh), name, **options)
     unparallelize_pipe(pipe)

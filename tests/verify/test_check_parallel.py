@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from para_core import Attention, Gather, Plan, Split, check_parallel
-from para_core.adapters.models.flux import FLUX_PLAN
+from para_core.adapters.models.shared.flux import FLUX_PLAN
 from para_core.instance_patching import WrapperPriority, wrap_method
 from zoo.tiny.transformers.registry import MODELS
 

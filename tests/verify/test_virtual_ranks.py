@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from para_core import Gather, Plan, Split
-from para_core.adapters.models.flux import FLUX_PLAN
+from para_core.adapters.models.shared.flux import FLUX_PLAN
 from para_core.distributed.collectives import all_gather
 from para_core.instance_patching import is_wrapped
 from para_core.verify.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks, run_on_virtual_ranks

@@ -30,9 +30,8 @@ from para_core.attention.local import add_autograd_dependency, local_attention_w
 from para_core.attention.merge import Merged
 from para_core.attention.ring import Packing, ring_attention, ring_pass
 from para_core.attention.schedule import KeptKeys
-from para_core.attention.tiles import sharded_runs
 from para_core.distributed.collectives import all_gather
-from para_core.distributed.layout import Run
+from para_core.layout.sequence import Run
 
 
 @torch.no_grad()
@@ -112,11 +111,11 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
     """Return the rows of ``x``, ``[B, H, S_block, …]``, at n positions of the whole sequence, gathered from all ring
     ranks: ``[B, H, n, …]``.
     """
-    dim, layout = plan.dim, plan.spec.query_layout
-    runs = sharded_runs(layout, plan.spec.mesh, dim.index)
+    dim, queries = plan.dim, plan.spec.queries
+    runs = queries.runs(dim.index, replicated=False)
     # All ranks hold the replicated tokens, so only the first rank contributes them to the sum below.
     if dim.index == 0:
-        runs = [*runs, *layout.runs(0, replicated=True)]
+        runs = [*runs, *queries.runs(0, replicated=True)]
     numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
     own_indices = [index for index, offset in enumerate(_offsets(positions, runs)) if offset is not None]
@@ -132,8 +131,9 @@ def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
     """Return the positions of the keys whose votes ring rank ``index`` counts: its sharded keys; on the first rank also
     the replicated ones, which all ranks hold.
     """
-    runs = sharded_runs(plan.spec.key_layout, plan.spec.mesh, index)
-    return [*runs, *plan.spec.key_layout.runs(0, replicated=True)] if index == 0 else runs
+    keys = plan.spec.keys
+    runs = keys.runs(index, replicated=False)
+    return [*runs, *keys.runs(0, replicated=True)] if index == 0 else runs
 
 
 def sparse_attention(
@@ -186,10 +186,7 @@ def _kept_blocks(
     held, dim = _positions(plan.key_runs(0), key.device), plan.dim
     travels: list[Tensor] = []
     if plan.hops:
-        travels = [
-            _positions(sharded_runs(plan.spec.key_layout, plan.spec.mesh, index), key.device)
-            for index in range(dim.size)
-        ]
+        travels = [_positions(plan.spec.keys.runs(index, replicated=False), key.device) for index in range(dim.size)]
     chosen, *of_blocks = _chosen(is_kept, [held, *travels])
     own = _take(key, chosen), _take(value, chosen)
     if not plan.hops:

@@ -15,7 +15,7 @@ from torch import nn
 from torchao.quantization import Int8Tensor, PerRow
 
 from benchmarks.harness import fake_group
-from benchmarks.pages import checks_of, errors_of
+from benchmarks.pages import PHASES, checks_of, errors_of
 from para_core import PipeFusion
 from para_core.adapters import (
     apply_cache_on_pipe,
@@ -24,18 +24,19 @@ from para_core.adapters import (
     parallelize_transformer,
     shard_weights,
 )
+from para_core.adapters.cache.checks import check_cache, check_cached_call
+from para_core.adapters.closest_names import closest_supported
 from para_core.adapters.compatibility.checks import (
-    PHASES,
     CheckedModel,
-    check_cache,
-    check_cached_call,
     check_parallel_call,
     check_parallelize,
-    check_shard,
     models_to_check,
 )
+from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import blocks_of
-from para_core.adapters.registry import closest_supported, require_plan, tensor_plan_for
+from para_core.adapters.model_checks import require_plan
+from para_core.adapters.registry import tensor_plan_for
+from para_core.adapters.weights.shard import check_shard
 from para_core.adapters.weights.staged_transformer import StageChange
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.options import CacheOptions
@@ -266,7 +267,7 @@ def changed(thing, **attributes):
 
 
 def case(owner, module, component="", *, mesh=None, options=None, **of_model):
-    return CheckedModel(owner, module, component, **of_model), mesh, options
+    return CheckedModel(owner, module, component, kind=kind_of(module), **of_model), mesh, options
 
 
 def run(phase, model, mesh, options):
@@ -406,12 +407,12 @@ def with_freeu(pipe):
 
 
 CASES = {
-    "refuse_missing_transformer": (
+    "check_has_transformer": (
         check_parallelize,
         lambda _: case(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer .*transformer.*" + SUPPORTED,
     ),
-    "refuse_cache_without_transformer": (
+    "check_cache_has_transformer": (
         check_cache,
         lambda _: case(NoTransformer(nn.Linear(1, 1)), None),
         "^NoTransformer .*cached.* transformer",
@@ -421,12 +422,12 @@ CASES = {
         lambda _: case(OtherUnet(nn.Linear(1, 1)), nn.Linear(1, 1), "unet"),
         "^OtherUnet .* Linear ",
     ),
-    "refuse_fsdp1": (
+    "check_not_fsdp1": (
         check_parallelize,
         lambda _: case(*[by_fsdp1(flux_transformer())] * 2),
         r"^transformer .*FSDP1.*FluxTransformer2DModel.*weights='fsdp'",
     ),
-    "refuse_wrapped_model": (
+    "check_not_wrapped": (
         check_parallelize,
         lambda _: case(*[nn.DataParallel(flux_transformer())] * 2),
         r"^transformer .*DataParallel .*FluxTransformer2DModel.*transformer = transformer\.module",
@@ -436,24 +437,24 @@ CASES = {
         lambda mesh: case(flux_pipe(), flux_transformer(), mesh=mesh),
         r"replaced by tests\.adapters\.compatibility\.test_checks\.other_attention.* 2 ranks.*attn_func=",
     ),
-    "refuse_tensor_ranks_of_unet": (
+    "check_no_tensor_ranks_of_unet": (
         check_parallelize,
         lambda mesh: case(
             *[UNET_PIPELINES["sd"].build().unet] * 2, "unet", mesh=replace(mesh, tensor=mesh.sequence.ulysses)
         ),
         r"^.* 2 ranks .*'tensor'.*UNet2DConditionModel .*'ulysses'",
     ),
-    "refuse_cache_on_unet": (
+    "check_cache_not_on_unet": (
         check_cache,
         lambda _: case(*[UNET_PIPELINES["sd"].build().unet] * 2),
         "^UNet2DConditionModel .*First Block Cache",
     ),
-    "refuse_other_type_of_adapter": (
+    "check_adapter_type": (
         check_parallelize,
         lambda _: case(flux_pipe(), flux_transformer(), adapter={}),
         r"^adapter .*\{\}; .*Adapter, .*transformer='FluxTransformer2DModel'",
     ),
-    "refuse_class_without_plan": (
+    "check_class_has_plan": (
         check_parallelize,
         lambda _: case(lumina_next(), lumina_next()),
         "^LuminaNextDiT2DModel .*processor ",
@@ -463,17 +464,17 @@ CASES = {
         lambda _: case(OtherModel(), OtherModel()),
         r"OtherModel\. .*adapter=Adapter\(transformer='OtherModel', ",
     ),
-    "refuse_uncached_blocks": (
+    "check_blocks_can_be_skipped": (
         check_cache,
         lambda _: case(far := MODELS["anyflow far"].build(), far),
         "^AnyFlowFARTransformer3DModel .*cached.* keys",
     ),
-    "refuse_unknown_blocks": (
+    "check_blocks_are_described": (
         check_cache,
         lambda _: case(OtherModel(), OtherModel()),
         r"^OtherModel .*cached.* blocks .*adapter=Adapter\(",
     ),
-    "refuse_missing_scheduler": (
+    "check_has_scheduler": (
         check_cached_call,
         without_scheduler,
         "^always_compute_last .*scheduler, .*FluxPipeline ",
@@ -543,7 +544,7 @@ CASES = {
         fsdp_without_breaks,
         r"^pipe\.transformer .*fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
     ),
-    "refuse_compiled_weights_of_diffusers": (
+    "check_compiled_weights_of_diffusers": (
         check_parallel_call,
         compiled_gguf,
         r"^pipe\.transformer .*GGUF .*compiled.*pipe\.transformer\.dequantize\(\)",
@@ -560,42 +561,42 @@ CASES = {
         ),
         r"^pipe\.transformer .*heads .*no ranks, .*'tensor' .*\[0, 1\]",
     ),
-    "refuse_parallelism_of_diffusers": (
+    "check_no_parallelism_of_diffusers": (
         check_parallelize,
         lambda mesh: on_flux(lambda model: changed(model, _parallel_config=object()), mesh),
         "diffusers.* enable_parallelism",
     ),
-    "refuse_perturbed_joint_attention": (
+    "check_pipeline_of_model": (
         check_parallelize,
         perturbed,
         "perturbed attention",
     ),
-    "refuse_replaced_model": (
+    "check_model_not_replaced": (
         check_parallel_call,
         replaced,
         r"^pipe\.transformer .*another .*parallelized",
     ),
-    "refuse_replaced_cached_model": (
+    "check_cached_model_not_replaced": (
         check_cached_call,
         replaced,
         r"^pipe\.transformer .*another .*cache",
     ),
-    "refuse_other_mesh": (
+    "check_mesh_not_replaced": (
         check_parallel_call,
         lambda mesh: on_flux(lambda _: None, mesh, applied=mesh.sequence),
         r"^pipe\.transformer .*mesh, .*unparallelized",
     ),
-    "refuse_compiled_unet": (
+    "check_unet_not_compiled": (
         check_parallel_call,
         lambda mesh: case(*[compiled_in_place(UNET_PIPELINES["sd"].build().unet)] * 2, mesh=mesh),
         "^unet .*compiled",
     ),
-    "refuse_freeu": (
+    "check_no_freeu": (
         check_parallel_call,
         lambda mesh: case(*[with_freeu(UNET_PIPELINES["sd"].build()).unet] * 2, mesh=mesh),
         r"^unet .*FreeU.* pipe\.disable_freeu\(\)",
     ),
-    "refuse_unseen_attention": (
+    "check_attention_is_seen": (
         check_parallel_call,
         lambda mesh: on_flux(
             lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash_hub") and None,
@@ -603,34 +604,34 @@ CASES = {
         ),
         r"'flash_hub' .*'transformer_blocks\.1\.attn', .*2 ranks .*: pipe\.transformer\.set_attention_backend",
     ),
-    "refuse_mixed_attention": (
+    "check_one_attention_backend": (
         check_parallel_call,
         lambda mesh: on_flux(
             lambda model: changed(model.transformer_blocks[1].attn.processor, _attention_backend="flash") and None, mesh
         ),
         r"'flash' .*'transformer_blocks\.1\.attn' .*'native' .*pipe\.transformer\.set_attention_backend",
     ),
-    "refuse_attention_named_twice": (
+    "check_attention_named_once": (
         check_parallel_call,
         lambda mesh: on_flux(lambda model: named_twice(model, mesh), mesh, applied=mesh.sequence),
         r"'flash' .*backend='math'.*pipe\.transformer\.set_attention_backend",
     ),
-    "refuse_cache_of_diffusers": (
+    "check_no_cache_of_diffusers": (
         check_parallel_call,
         lambda mesh: on_flux(lambda model: model.enable_cache(FirstBlockCacheConfig(0.1)), mesh),
         r"\(FirstBlockCacheConfig\), .* pipe\.transformer\.disable_cache\(\)",
     ),
-    "refuse_cache_of_transformer": (
+    "check_no_second_cache": (
         check_cache,
         lambda mesh: on_flux(lambda model: apply_cache_on_transformer(model, residual_diff_threshold=0.1), mesh),
         r"pipe\.transformer .*remove_cache\(pipe\.transformer\)",
     ),
-    "refuse_hooks_of_diffusers": (
+    "check_hooks_of_diffusers": (
         check_parallel_call,
         lambda mesh: on_flux(lambda model: apply_layer_skip(model, LayerSkipConfig([1], dropout=0.5)), mesh),
         r"^pipe\.transformer .*diffusers.* \w+ at '.*': .*drops",
     ),
-    "refuse_guider": (
+    "check_guider": (
         check_parallel_call,
         guided_by_blur,
         r"^pipe\.guider .*SmoothedEnergyGuidance: .*blurs",

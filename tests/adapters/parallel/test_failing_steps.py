@@ -37,7 +37,7 @@ RESOLVE = (
     "models_to_parallelize",
     "check_parallelize",
     "transformers_of",
-    "unets_of",
+    "denoisers_by_kind",
     "_parallel_vaes_of",
     "require_method",
     "text_encoders_of",
@@ -83,7 +83,7 @@ LOAD = (
     f"{PARALLEL}.load_sharded._files_in",
     f"{PARALLEL}.load_sharded._dtypes_of",
     f"{PARALLEL}.load_sharded._map_each_weight",
-    f"{PARALLEL}.options.apply_plan",
+    f"{PARALLEL}.transformer.apply_plan",
     f"{WEIGHTS}.shard.components_of",
     f"{WEIGHTS}.fsdp_weights.shard_blocks",
     f"{WEIGHTS}.sharded_component.wrap_method",
@@ -135,7 +135,7 @@ def test_cache_stays_after_a_failed_removal(step, after):
 
 
 UNPARALLELIZE = (
-    f"{PARALLEL}.options.remove_plan",
+    f"{PARALLEL}.transformer.remove_plan",
     "para_core.adapters.vae.vae.unwrap",
     f"{WEIGHTS}.offloaded_modules._remove_offload",
     f"{WEIGHTS}.block_offload.unwrap",

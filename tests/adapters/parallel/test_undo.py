@@ -23,8 +23,8 @@ from para_core.adapters import (
     unparallelize_pipe,
 )
 from para_core.adapters.parallel.call import parallel_call
-from para_core.adapters.parallel.options import TransformerPart
 from para_core.adapters.parallel.session import ParallelSession
+from para_core.adapters.parallel.transformer import TransformerPart
 from para_core.adapters.registry import adapter_for
 from para_core.instance_patching import _wrappers, uncompiled
 from para_core.weights.stack import stages_of
@@ -161,7 +161,7 @@ PARALLEL = "para_core.adapters.parallel"
 WEIGHTS = "para_core.adapters.weights"
 # Each module has the functions that a step calls and looks up there. All of these steps come before weights change.
 STEPS_OF_PIPE = {
-    "plan": f"{PARALLEL}.options.apply_plan",
+    "plan": f"{PARALLEL}.transformer.apply_plan",
     "submodules": "para_core.plans.region.wrap_method",
     "time-out": f"{PARALLEL}.parts.override_timeouts",
     "one group": "para_core.distributed.timeouts.set_group_timeout",
@@ -336,7 +336,7 @@ def fail_in_models(rank):
                 parallelize_vae(vae, mesh=mesh)
         image = image_of(pipe)
         for target, step in [
-            (mesh, f"{PARALLEL}.options.apply_plan"),
+            (mesh, f"{PARALLEL}.transformer.apply_plan"),
             (stages, f"{WEIGHTS}.staged_transformer.stack_of"),
             (stages, f"{WEIGHTS}.staged_transformer.wrap_method"),
         ]:
@@ -375,7 +375,7 @@ def fail_in_unet(rank):
         before = state_of(pipe)
         for step in (
             "para_core.adapters.vae.unet.wrap_method",
-            "para_core.adapters.parallel.options.resolve_unet",
+            "para_core.adapters.parallel.unet.make_denoiser_run",
         ):
             with pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_unet(pipe.unet, mesh=mesh, batched=False)

@@ -19,8 +19,8 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.attention_plan import AttentionPlan
 from para_core.attention.schedule import KeptKeys
 from para_core.attention.spec import AttentionSpec
-from para_core.distributed.layout import Segment, SequenceLayout
 from para_core.distributed.mesh import MeshDim, SequenceMesh, one_rank
+from para_core.layout.sequence import Segment, SequenceLayout
 from tests.attention.approximate.sparse_cases import SparseCase, check_all
 from tests.attention.cases import BALANCED, CAUSAL, IMAGE_FIRST, TEXT_FIRST, Case, Mask, on_few_meshes
 from tests.attention.one_device import make_qkv, relative_error

@@ -1,0 +1,116 @@
+"""Kinds of denoisers that are no transformers. A kind is a file that nobody imports, and a line of ``KINDS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol
+
+from torch import nn
+
+from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+from para_core.instance_patching import wrapper
+
+# Each module has a constant KIND, a DenoiserKind.
+KINDS = (
+    "para_core.adapters.vae.unet",
+)  # fmt: skip
+
+# Key of the wrapper of ``__call__`` on a parallel denoiser of these kinds. Its handler is a DenoiserRun.
+PARALLEL_DENOISER = "parallel_denoiser"
+
+
+class DenoiserRun(Protocol):
+    """The handler of the calls of one denoiser on several ranks."""
+
+    mesh: GuidedMesh
+    # True while the caller guarantees that all ranks have equal inputs. The inputs are not compared again then.
+    inputs_verified: bool
+
+    def apply(self) -> None:
+        """Wrap the denoiser, and replace an earlier wrapper. On one rank, only remove it."""
+
+    def remove(self) -> None:
+        """Undo :meth:`apply`."""
+
+
+class MakeRun(Protocol):
+    """Return the handler that will run ``module`` over ``mesh``. Changes nothing yet.
+
+    ``require_equal`` is called with the named arguments of each call, and raises if ranks differ. ``batched`` says
+    whether samples are sharded over ``batch``.
+    """
+
+    def __call__(
+        self,
+        module: nn.Module,
+        mesh: GuidedMesh,
+        *,
+        batched: bool,
+        require_equal: Callable[[Mapping[str, Any]], None],
+    ) -> DenoiserRun: ...
+
+
+@dataclass(frozen=True)
+class DenoiserKind:
+    """One kind of denoiser that is no transformer.
+
+    Args:
+        name: The kind in messages.
+        find: Returns the denoisers of this kind in a pipeline by path; empty if it has none.
+        describes: Whether a module is a supported denoiser of this kind.
+        make_run: Returns the handler of its calls.
+        why_no_stages: Why its blocks cannot be distributed over stages.
+        pipelines: Names of the pipelines with such a denoiser, for messages, by the name of its class.
+        has_class: Whether the components of a pipeline that is not loaded yet, classes by name, contain a denoiser of
+            this kind. Raises ``TypeError``, which names the pipeline, if its class is not supported.
+        check_parallelize, check_parallel_call, check_cache: The checks of the kind in these phases. The arguments are
+            the pipeline or module and the module, and the mesh if it is known; the module, its name in messages and
+            the object that is called; the pipeline or module and the module.
+    """
+
+    name: str
+    find: Callable[[Any], dict[str, nn.Module]]
+    describes: Callable[[Any], bool]
+    make_run: MakeRun
+    why_no_stages: str
+    pipelines: Mapping[str, str]
+    has_class: Callable[[str, Mapping[str, Any]], bool]
+    check_parallelize: Callable[[Any, Any, GuidedMesh | None], None]
+    check_parallel_call: Callable[[nn.Module, str, Any], None]
+    check_cache: Callable[[Any, nn.Module], None]
+
+
+@cache
+def denoiser_kinds() -> tuple[DenoiserKind, ...]:
+    """Return the kinds of ``KINDS``, in that order."""
+    return tuple(import_module(name).KIND for name in KINDS)
+
+
+def kind_of(module: Any) -> DenoiserKind | None:
+    """Return the kind of a supported denoiser; None for transformers and what is not supported."""
+    return next((kind for kind in denoiser_kinds() if kind.describes(module)), None)
+
+
+def denoisers_by_kind(pipe: Any) -> list[tuple[DenoiserKind, str, nn.Module]]:
+    """Return the kind, path and module of each denoiser of ``pipe`` that is no transformer."""
+    return [(kind, path, module) for kind in denoiser_kinds() for path, module in kind.find(pipe).items()]
+
+
+def other_denoisers_of(pipe: Any) -> dict[str, nn.Module]:
+    """Return the denoisers of ``pipe`` that are no transformers by path; empty for a pipeline with a transformer."""
+    return {path: module for _, path, module in denoisers_by_kind(pipe)}
+
+
+def denoiser_run_of(module: Any) -> DenoiserRun | None:
+    """Return the handler that runs ``module`` on several ranks; None if there is none."""
+    run: DenoiserRun | None = getattr(wrapper(module, "__call__", PARALLEL_DENOISER), "__self__", None)
+    return run
+
+
+def mesh_of_denoiser(module: Any) -> SequenceMesh | None:
+    """Return the ranks over which the rows of a denoiser are sharded; None if they are not."""
+    run = denoiser_run_of(module)
+    return None if run is None else run.mesh.sequence

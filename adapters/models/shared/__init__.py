@@ -1,0 +1,1 @@
+"""Rules and plans that several model families share. A family imports these files, and no other family."""

@@ -1,0 +1,55 @@
+"""Adapters of Wan Animate 1 and 2. Written for diffusers 0.42."""
+
+from dataclasses import replace
+
+from para_core.adapters.adapter import Adapter
+from para_core.adapters.models.shared.tokens import VIDEO_TO_TEXT
+from para_core.adapters.models.shared.wan import BY_HEADS, WITH_VIDEO, WRITES_KEYS, wan_plan, wan_tensor_plan
+from para_core.cache.blocks import BlockGroup, CachedBlocks
+from para_core.plans.plan import Attention, Gather
+from para_core.weights.tensor_plan import COLUMNS, ROWS
+
+TENSOR = wan_tensor_plan("blocks")
+# Each block of the face adapter has its own heads, which attend to face tokens. It normalizes each head separately, so
+# the weights of its norms are not sharded.
+_ADAPTER = "face_adapter.*"
+TENSOR_WITH_FACES = replace(
+    TENSOR,
+    linears={
+        **TENSOR.linears,
+        **dict.fromkeys((f"{_ADAPTER}.{name}" for name in ("to_q", "to_k", "to_v")), COLUMNS),
+        f"{_ADAPTER}.to_out": ROWS,
+    },
+    heads=(*TENSOR.heads, _ADAPTER),
+)
+
+WAN_ANIMATE = Adapter(
+    transformer="WanAnimateTransformer3DModel",
+    pipelines="Wan Animate",
+    plan=wan_plan(
+        inner={
+            "rope": {0: WITH_VIDEO, 1: WITH_VIDEO},
+            # The video tokens of a frame, perhaps on two ranks, attend to the face in that frame, so gather them.
+            "face_adapter.*": {"hidden_states": Gather(dim=1, segment="video"), 0: WITH_VIDEO},
+        },
+        gathered="proj_out",
+        attention={"**.attn2": VIDEO_TO_TEXT, "face_adapter.*": (Attention(("frame",), ("face",)),)},
+    ),
+    # The face adapter runs between some blocks. chained=True would require that nothing runs between blocks.
+    blocks=CachedBlocks((BlockGroup(("blocks",)),)),
+    tensor=TENSOR_WITH_FACES,
+)
+
+WAN_ANIMATE_2 = Adapter(
+    transformer="WanAnimate2Transformer3DModel",
+    pipelines="Wan Animate 2",
+    uncached=WRITES_KEYS,
+    fills=("kv_cache_mode", "extract"),
+    plan=wan_plan(
+        inner={},
+        # Gather after the head: a model of ten blocks skips its last block in unconditional calls.
+        gathered="head",
+        # The module caches the keys of the reference image. Each rank caches only its heads.
+        attention={"**.self_attn": BY_HEADS, "**.cross_attn": VIDEO_TO_TEXT},
+    ),
+)

@@ -1,0 +1,188 @@
+"""Run one transformer on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from para_core.adapters.agree.options import equal_options
+from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, require_same_call_of_model
+from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
+from para_core.adapters.model_checks import require_plan
+from para_core.adapters.parallel.options import TransformerOptions
+from para_core.adapters.parallel.parts import FeaturePart
+from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
+from para_core.adapters.planner.default_mesh import guided_mesh_for
+from para_core.adapters.registry import planned_class, require_kind
+from para_core.adapters.weights.feature import ChangeRequest
+from para_core.adapters.weights.features import changes_for
+from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
+from para_core.attention.attention_options import AttnOptions
+from para_core.cache.apply import cache_options
+from para_core.declared_options import takes_options
+from para_core.distributed.agree import RequireEqual, raising_on_all
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance_patching import (
+    WrapperPriority,
+    uncompiled,
+    unwrap,
+    wrap_method,
+)
+from para_core.plans.module_matching import match_modules
+from para_core.plans.plan import Plan
+from para_core.plans.region import apply_plan, remove_plan
+from para_core.verify.verification import VERIFIED, Verification
+
+Transformer = TypeVar("Transformer", bound=nn.Module)
+
+
+@takes_options(TransformerOptions)
+def parallelize_transformer(transformer: nn.Module, options: TransformerOptions) -> nn.Module:
+    """Run one transformer on all ranks of a mesh: each rank passes the same inputs and gets the full output.
+
+    Use it in a denoising loop of your own; :func:`parallelize_pipe` also keeps random numbers and arguments equal on
+    all ranks. In eager code, and if the transformer was compiled in place, each call first compares a fingerprint of
+    its inputs over the ranks. If anything is invalid or fails on any rank, every rank raises and the transformer stays
+    as it was.
+
+    Args:
+        transformer (`nn.Module`): A supported diffusers transformer, compiled or not.
+        {options}
+
+    Returns:
+        ``transformer`` itself.
+
+    Raises:
+        TypeError: If the transformer is not supported.
+        ValueError: If the mesh or an option does not fit the transformer.
+        RuntimeError: As for :func:`parallelize_pipe`.
+    """
+    module, mesh = uncompiled(transformer), options.mesh
+    model = CheckedModel(module, module, adapter=options.adapter)
+    with equal_options("parallelize_transformer", mesh, options.compared):
+        require_kind("model", transformer, "parallelize_pipe takes a pipeline.")
+        options.check()
+        if options.schedule is not None:
+            raise ValueError(
+                "backend= is an AttentionSchedule, and a transformer alone does not know the step of a generation. "
+                "Pass it to parallelize_pipe, or name one backend."
+            )
+        if mesh is None:
+            # The default mesh is chosen for the model, so check first that the model is supported.
+            check_parallelize([model])
+    guided = guided_mesh_for(mesh, module)
+    with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
+        check_usable(module)
+        check_parallelize([model], guided)
+        part = resolve_transformer(module, guided, options, options.attention(None), called=transformer)
+        compare = partial(require_equal_call, mesh=guided, assume_equal=options.assume_equal)
+        changes = changes_for(ChangeRequest(module, {"": module}, guided, vars(options), compare))
+    replace_session(module, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
+    return transformer
+
+
+def unparallelize_transformer(transformer: Transformer) -> Transformer:
+    """Undo :func:`parallelize_transformer` and return ``transformer``.
+
+    Raises:
+        RuntimeError: If weights of the transformer are sharded, or other ranks hold some of its blocks (a mesh with
+            ``pipe``). Load it again.
+    """
+    require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
+    check_can_be_undone(uncompiled(transformer))
+    remove_from_transformer(transformer)
+    return transformer
+
+
+def remove_from_transformer(transformer: nn.Module) -> None:
+    """Remove the plan and the verification of ``transformer``, whatever its weights are."""
+    for module in (transformer, uncompiled(transformer)):
+        unwrap(module, VERIFIED)
+    remove_plan(uncompiled(transformer))
+
+
+def resolve_transformer(
+    module: nn.Module,
+    mesh: GuidedMesh,
+    options: TransformerOptions,
+    attention: AttnOptions,
+    *,
+    batched: bool = True,
+    called: nn.Module | None = None,
+) -> TransformerPart:
+    """Return the session part that runs ``module``, which is not compiled, on ``mesh``. Changes nothing.
+
+    ``batched`` says whether samples may be sharded over the ``batch`` dim of the mesh. ``called`` is ``module`` or the
+    compiled module around it, to verify its calls; None if the caller verifies them.
+    """
+    if options.verify and mesh.pipe.size > 1:
+        raise ValueError(
+            f"verify=True on a mesh with {mesh.pipe.size} stages: no rank has the blocks of the unmodified model. "
+            "Verify on a mesh without 'pipe', then leave verify= out."
+        )
+    plan = require_plan(module, module, options.adapter, options.text)
+    if not batched:
+        plan = replace(plan, batched={})
+    if mesh.ranks > 1:
+        match_modules(module, plan)
+    return TransformerPart(module, plan, mesh, options, attention, called if options.verify else None)
+
+
+@dataclass(frozen=True)
+class TransformerPart(Part):
+    """The change that applies a plan to one transformer."""
+
+    module: nn.Module
+    plan: Plan
+    mesh: GuidedMesh
+    options: TransformerOptions
+    attention: AttnOptions
+    verified: nn.Module | None = None
+    name = "the transformer"
+
+    def apply(self) -> Undo:
+        require_equal = None
+        if self.mesh.ranks > 1:
+            require_equal = require_equal_call(self.module, mesh=self.mesh, assume_equal=self.options.assume_equal)
+        apply_plan(
+            self.module,
+            self.plan,
+            self.mesh.sequence,
+            batch=self.mesh.batch,
+            require_equal=require_equal,
+            options=self.attention,
+            attn_func=self.options.attn_func,
+            cross_backend=self.options.cross_backend,
+            on_one_rank=self.options.schedule is not None,
+            around=partial(translated_attention, self.module),
+            written_for=planned_class(self.module, self.options.adapter),
+        )
+        if self.verified is not None:
+            wrap_method(self.verified, "__call__", VERIFIED, Verification().run, order=WrapperPriority.VERIFIED)
+        return partial(remove_from_transformer, self.module if self.verified is None else self.verified)
+
+    def clear(self) -> Undo:
+        return remove_plan(self.module)
+
+    def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
+        return self.clear()
+
+
+def require_equal_call(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -> RequireEqual:
+    """Return a function of the arguments of a call of the transformer ``module``, by name.
+
+    It raises on every rank if the arguments or the transformer's settings differ between ranks.
+    """
+
+    def require_equal(kwargs: Mapping[str, Any]) -> None:
+        options = cache_options(module)
+        texts = {} if options is None else options.as_text()
+        cached = {f"{option} of its cache": text for option, text in texts.items()}
+        inputs = {**kwargs, **cached, **attention_by_name(module)}
+        require_same_call_of_model(module, mesh, inputs, assume_equal=assume_equal)
+
+    return require_equal

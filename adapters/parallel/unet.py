@@ -1,0 +1,65 @@
+"""Run one UNet or ControlNet of a denoising loop of your own on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import nn
+
+from para_core.adapters.agree.options import equal_options
+from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize
+from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
+from para_core.adapters.planner.default_mesh import Mesh, guided_mesh_for
+from para_core.adapters.registry import require_kind
+from para_core.adapters.vae.unet import KIND
+from para_core.distributed.agree import raising_on_all
+from para_core.distributed.mesh import GuidedMesh
+from para_core.instance_patching import original_class, restored_on_failure, uncompiled
+
+Unet = TypeVar("Unet", bound=nn.Module)
+
+
+def parallelize_unet(
+    unet: Unet, *, mesh: Mesh | GuidedMesh | None = None, assume_equal: bool = False, batched: bool = True
+) -> Unet:
+    """Run one UNet or ControlNet on all ranks of a mesh: each rank passes the same inputs and gets the full output.
+
+    Use it in a denoising loop of your own, as :func:`parallelize_transformer`. Ranks along ``ring`` and ``ulysses``
+    shard the rows of the image (columns, if it is wider than high), and ranks along ``batch`` shard the samples. No
+    gradients are computed. Calling it again replaces the previous settings.
+
+    Args:
+        unet (`nn.Module`): A supported UNet or ControlNet of diffusers (docs/vae.md lists them).
+        mesh, assume_equal: As in :func:`parallelize_transformer`.
+        batched (`bool`, defaults to `True`): Whether samples are sharded over ``batch``. Pass `False` if the model's
+            output for a sample depends on its position in the batch.
+
+    Returns:
+        ``unet`` itself.
+
+    Raises:
+        TypeError: If the class is not supported.
+        ValueError: If the mesh does not fit.
+    """
+    module: nn.Module = uncompiled(unet)
+    model = CheckedModel(module, module, kind=KIND)
+    options = {"assume_equal": assume_equal, "batched": batched}
+    with equal_options("parallelize_unet", mesh, options):
+        require_kind("model", unet, "parallelize_pipe takes a pipeline.")
+        _check_bools(options)
+        check_parallelize([model])
+    guided = guided_mesh_for(mesh, module)
+    with (
+        restored_on_failure([module]),
+        raising_on_all(guided, f"this {original_class(module).__name__} cannot run in rows"),
+    ):
+        check_parallelize([model], guided)
+        make_denoiser_run(KIND, module, guided, assume_equal=assume_equal, batched=batched).apply()
+    return unet
+
+
+def _check_bools(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; expected True or False.")

@@ -1,0 +1,350 @@
+"""Options that are declared once, as annotated fields of a frozen dataclass.
+
+A field has a type, a default and an :class:`Option`, which says in words what the type cannot say::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        placement: Annotated[Literal["replicate", "first"] | None, Option(10, "Where the weights are.")] = None
+
+:func:`check_options` validates values by these types, :func:`takes_options` makes the fields the keyword arguments of a
+function, and :func:`declarations` lists them for the command line and for the tables of pages. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import textwrap
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Keywords = ParamSpec("Keywords")
+Options = TypeVar("Options")
+Subject = TypeVar("Subject")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Stands in the docstring of a function for the options of its dataclass.
+_PLACE_OF_OPTIONS = "{options}"
+_DOCSTRING_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Command:
+    """An option as ``para_core`` takes it on the command line.
+
+    Args:
+        help: A few words for ``--help``.
+        metavar: The word that stands for the value, in capitals. Empty for a flag.
+        panel: The panel of ``--help`` that lists the option.
+        opposite: Whether a flag has a second form that turns it off, such as ``--no-vae``.
+        loads: Whether commands that only load a pipeline have the option as well.
+        plans: Whether ``para_core plan`` has the option as well.
+    """
+
+    help: str
+    metavar: str
+    panel: str
+    opposite: bool = False
+    loads: bool = False
+    plans: bool = False
+
+
+@dataclass(frozen=True)
+class Option:
+    """The words of an option, and limits of its value.
+
+    Args:
+        order: Where lists have the option: signatures, ``--help`` and tables are sorted by this number.
+        help: What the option does, in Markdown. The table of a page shows the first sentence, docstrings show all.
+        default: The default in words for the table of a page. Empty to show the value itself.
+        form: The values in words for docstrings and tables, in Markdown. Empty to derive it from the type.
+        page: The section of a page in ``docs/`` that explains the option, relative to that folder.
+        expected: What a valid value is, for error messages. Empty to derive it from the type.
+        none: What None does, for error messages, such as ``"to leave them as they are"``.
+        at_least, at_most: Limits of a number.
+        is_checked: Whether :func:`check_options` checks the type. If not, the function that takes the option does.
+        needs_ranks: Whether the option does something on several ranks only.
+        command: The option of ``para_core``. None if the command has none.
+    """
+
+    order: int
+    help: str = ""
+    default: str = ""
+    form: str = ""
+    page: str = ""
+    expected: str = ""
+    none: str = ""
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    is_checked: bool = True
+    needs_ranks: bool = False
+    command: Command | None = None
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A declared option: its name, the members of its type without None, and its words."""
+
+    name: str
+    members: tuple[Any, ...]
+    is_optional: bool
+    default: Any
+    option: Option
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The names that the option accepts. Empty if it accepts other values only."""
+        literals = [member for member in self.members if get_origin(member) is Literal]
+        return tuple(choice for literal in literals for choice in get_args(literal))
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """The classes whose instances the option accepts."""
+        return tuple(member for member in self.members if isinstance(member, type))
+
+    @property
+    def takes_functions(self) -> bool:
+        return any(get_origin(member) is Callable for member in self.members)
+
+    @property
+    def expected(self) -> str:
+        """A description of valid values for an error message."""
+        words = [self.option.expected] if self.option.expected else self._expected_by_type()
+        if not self.is_optional:
+            return join_words(words)
+        none = f"None {self.option.none}".strip()
+        return f"{', '.join(words)}, or {none}"
+
+    def _expected_by_type(self) -> list[str]:
+        nouns = {bool: "True or False", int: "an integer", float: "a number"}
+        names = [repr(choice) for choice in self.choices]
+        return [*names, *[nouns.get(kind, f"a {kind.__name__}") for kind in self.classes]]
+
+    def accepts(self, value: Any) -> bool:
+        """Whether the type of the option has ``value``. Limits of numbers are not considered."""
+        if value is None and self.is_optional:
+            return True
+        if isinstance(value, bool):
+            return bool in self.classes
+        if isinstance(value, int) and float in self.classes:
+            return True
+        if callable(value) and self.takes_functions:
+            return True
+        if isinstance(value, self.classes):
+            return not (isinstance(value, float) and math.isnan(value))
+        return value in self.choices
+
+    def check(self, value: Any) -> None:
+        """Validate a value of the option.
+
+        Raises:
+            TypeError: ``value`` is of another type than the option.
+            ValueError: ``value`` is an unknown name, or a number beyond the limits.
+        """
+        option = self.option
+        if not self.accepts(value):
+            is_unknown_name = bool(self.choices) and (isinstance(value, str) or not self.classes)
+            error = ValueError if is_unknown_name else TypeError
+            raise error(f"{self.name} is {value!r}; expected {self.expected}.")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_number and not option.at_least <= value <= option.at_most:
+            limits = f"at least {option.at_least}"
+            if option.at_most != math.inf:
+                limits += f" and at most {option.at_most}"
+            raise ValueError(f"{self.name} is {value}; expected {limits}.")
+
+
+def declarations(options: type[Any]) -> tuple[Declaration, ...]:
+    """Return the options that the dataclass ``options`` declares, sorted by :attr:`Option.order`.
+
+    Fields without an :class:`Option` are left out.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    declared: list[Declaration] = []
+    for field in fields(options):
+        hint = hints[field.name]
+        if get_origin(hint) is not Annotated:
+            continue
+        kind, *notes = get_args(hint)
+        is_union = get_origin(kind) in (Union, types.UnionType)
+        members = get_args(kind) if is_union else (kind,)
+        for option in notes:
+            if isinstance(option, Option):
+                others = tuple(member for member in members if member is not types.NoneType)
+                declared.append(Declaration(field.name, others, len(others) < len(members), field.default, option))
+    return tuple(sorted(declared, key=lambda declaration: declaration.option.order))
+
+
+def check_options(options: Any) -> None:
+    """Validate the values of ``options``, an instance of a dataclass, by its annotations.
+
+    Raises:
+        TypeError: A value has another type than its field.
+        ValueError: A value is an unknown name, or a number beyond its limits.
+    """
+    for declaration in declarations(type(options)):
+        if declaration.option.is_checked:
+            declaration.check(getattr(options, declaration.name))
+
+
+def check_names(options: Any) -> None:
+    """Raise ValueError if a text among the values of ``options`` is none of its field's names.
+
+    For options that come from a command, whose user writes no quotes.
+    """
+    for declaration in declarations(type(options)):
+        value = getattr(options, declaration.name)
+        if declaration.choices and isinstance(value, str) and value not in declaration.choices:
+            raise ValueError(f"{declaration.name} is {value!r}; expected one of {', '.join(declaration.choices)}.")
+
+
+def values_of(options: Any, declared_by: type[Any]) -> dict[str, Any]:
+    """Return the values in ``options`` of the options that ``declared_by``, a base class of its class, declares."""
+    return {declaration.name: getattr(options, declaration.name) for declaration in declarations(declared_by)}
+
+
+class OptionsFunction(Protocol[Keywords]):
+    """A function of one subject, which it returns, and of options as keyword arguments."""
+
+    def __call__(self, subject: Subject, /, *args: Keywords.args, **kwargs: Keywords.kwargs) -> Subject: ...
+
+
+def takes_options(
+    options: Callable[Keywords, Options],
+) -> Callable[[Callable[[Any, Options], Any]], OptionsFunction[Keywords]]:
+    """Return a decorator that makes the fields of the dataclass ``options`` the keyword arguments of a function.
+
+    The decorated function takes a subject, such as a pipeline, and an instance of ``options``; it returns the subject.
+    Type checkers see the keyword arguments, because they are those of the dataclass. So do :func:`help` and editors:
+    the signature is built from the fields, and ``{options}`` in the docstring is replaced by their descriptions.
+
+    >>> @dataclass(frozen=True, kw_only=True)
+    ... class Options:
+    ...     vae: Annotated[bool, Option(10, "Whether the VAE runs on all ranks.")] = False
+    >>> @takes_options(Options)
+    ... def parallelize(pipe, options):
+    ...     return options.vae
+    >>> inspect.signature(parallelize)
+    <Signature (pipe, *, vae: 'bool' = False)>
+    """
+
+    def decorate(function: Callable[[Any, Options], Any]) -> OptionsFunction[Keywords]:
+        subject, _ = inspect.signature(function).parameters.values()
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            return function(bound.arguments.pop(subject.name), options(**bound.arguments))  # type: ignore[call-arg]
+
+        declared = declarations(options)  # type: ignore[arg-type]
+        signature = inspect.Signature([subject, *map(_parameter, declared)], return_annotation=subject.annotation)
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__doc__ = _describe(function.__doc__ or "", declared)
+        return call
+
+    return decorate
+
+
+def shows_options(options: type[Any], **defaults: Any) -> Callable[[Function], Function]:
+    """Return a decorator that shows the fields of ``options`` in a signature, in place of its ``**options``.
+
+    ``defaults`` are default values that differ from those of the fields.
+    """
+    shown = [
+        replace(declaration, default=defaults.get(declaration.name, declaration.default))
+        for declaration in declarations(options)
+    ]
+
+    def show(function: Function) -> Function:
+        signature = inspect.signature(function)
+        others = [
+            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        parameters = [*others, *map(_parameter, shown)]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return show
+
+
+def describe_options(options: type[Subject]) -> type[Subject]:
+    """Replace ``{options}`` in the docstring of the dataclass ``options`` by the descriptions of its fields.
+
+    The signature that :func:`help` shows gets the types alone.
+    """
+    declared = declarations(options)
+    options.__doc__ = _describe(options.__doc__ or "", declared)
+    shown = {declaration.name: _parameter(declaration) for declaration in declared}
+    parameters = [
+        parameter.replace(annotation=shown[name].annotation) if name in shown else parameter
+        for name, parameter in inspect.signature(options).parameters.items()
+    ]
+    options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return options
+
+
+def _parameter(declaration: Declaration) -> inspect.Parameter:
+    default = inspect.Parameter.empty if declaration.default is MISSING else declaration.default
+    annotation = " | ".join(_type_name(member) for member in declaration.members)
+    if declaration.is_optional:
+        annotation += " | None"
+    return inspect.Parameter(declaration.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _type_name(member: Any) -> str:
+    if get_origin(member) is Literal:
+        return f"Literal[{', '.join(map(repr, get_args(member)))}]"
+    return getattr(member, "__name__", str(member))
+
+
+def _describe(docstring: str, declared: Iterable[Declaration]) -> str:
+    """Return ``docstring`` with the line ``{options}`` replaced by a paragraph for each option."""
+    lines: list[str] = []
+    for line in docstring.splitlines():
+        if line.strip() != _PLACE_OF_OPTIONS:
+            lines.append(line)
+            continue
+        indent = line[: -len(line.lstrip())]
+        for declaration in declared:
+            text = f"{declaration.name} ({describe_form(declaration)}): {declaration.option.help}"
+            lines += textwrap.wrap(
+                text,
+                _DOCSTRING_WIDTH,
+                initial_indent=indent,
+                subsequent_indent=f"{indent}    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)
+
+
+def describe_form(declaration: Declaration) -> str:
+    """Return the values of an option and whether it may be omitted, as docstrings state them."""
+    values = describe_values(declaration)
+    if declaration.is_optional:
+        return f"{values}, *optional*"
+    if declaration.default is MISSING:
+        return values
+    return f"{values}, defaults to `{declaration.default!r}`"
+
+
+def describe_values(declaration: Declaration) -> str:
+    """Return the values of an option in Markdown: its names and types."""
+    names = [f"`{choice!r}`".replace("'", '"') for choice in declaration.choices]
+    forms = [*names, *[f"`{kind.__name__}`" for kind in declaration.classes]]
+    if declaration.takes_functions:
+        forms.append("`Callable`")
+    return declaration.option.form or join_words(forms)
+
+
+def join_words(words: Iterable[str]) -> str:
+    """Return words joined by commas, and the last one by "or".
+
+    >>> join_words(["a", "b", "c"])
+    'a, b or c'
+    """
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last

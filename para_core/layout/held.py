@@ -1,0 +1,98 @@
+"""The pieces of a sequence that each rank holds, or each group of ranks after it has exchanged tokens for heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from para_core.layout.sequence import Run, SequenceLayout
+
+
+class Piece(NamedTuple):
+    """Consecutive positions of a sequence. A replicated piece is held by all ranks, so that it is never sent."""
+
+    start: int
+    length: int
+    replicated: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The pieces that each of some ranks holds, in the order in which it holds them.
+
+    Lengths may be symbolic: this class only adds them.
+
+    >>> from para_core.layout.sequence import Segment
+    >>> layout = Layout.of(SequenceLayout((Segment("text", 3, replicated=True), Segment("image", 5)), ranks=2))
+    >>> layout.runs(1), layout.runs(1, replicated=False), layout.offsets(1, replicated=False)
+    ([(0, 3), (6, 2)], [(6, 2)], [(3, 2)])
+    """
+
+    held: tuple[tuple[Piece, ...], ...]
+
+    @staticmethod
+    def of(sequence: SequenceLayout) -> Layout:
+        """Return the pieces of each rank of ``sequence``."""
+        held: list[list[Piece]] = [[] for _ in range(sequence.ranks)]
+        before = 0
+        for segment in sequence.segments:
+            for rank, pieces in enumerate(held):
+                runs = segment.runs(rank, sequence.ranks)
+                pieces += [Piece(before + start, length, segment.replicated) for start, length in runs]
+            before = before + segment.total
+        return Layout(tuple([tuple(pieces) for pieces in held]))
+
+    def grouped(self, width: int) -> Layout:
+        """Return the layout of groups of ``width`` neighbouring ranks, each of which holds the pieces of all its ranks:
+        the sharded ones, rank by rank, followed by the replicated ones.
+
+        >>> layout = Layout(((Piece(0, 3, True), Piece(3, 3)), (Piece(0, 3, True), Piece(6, 2))))
+        >>> layout.grouped(2).runs(0)
+        [(3, 3), (6, 2), (0, 3)]
+        """
+        if width == 1:
+            return self
+        return Layout(
+            tuple(
+                [
+                    (*self._pieces(range(first, first + width), False), *self._pieces([first], True))
+                    for first in range(0, len(self.held), width)
+                ]
+            )
+        )
+
+    def only(self, *ranks: int, replicated: bool | None = None) -> Layout:
+        """Return the layout of one rank that holds the pieces of ``ranks``, rank by rank; see :meth:`runs`."""
+        return Layout((tuple(self._pieces(ranks, replicated)),))
+
+    def runs(self, rank: int = 0, *, replicated: bool | None = None) -> list[Run]:
+        """Return the positions that ``rank`` holds, as runs ``(start, length)`` in its order.
+
+        ``replicated`` selects the replicated pieces (True), the sharded ones (False), or both (None).
+        """
+        return [(piece.start, piece.length) for piece in self._pieces([rank], replicated)]
+
+    def size(self, rank: int = 0, *, replicated: bool | None = None) -> int:
+        """Return the number of tokens that ``rank`` holds; see :meth:`runs`."""
+        return sum([piece.length for piece in self._pieces([rank], replicated)])
+
+    def sizes(self, *, replicated: bool | None = None) -> list[int]:
+        """Return the number of tokens that each rank holds; see :meth:`runs`."""
+        return [self.size(rank, replicated=replicated) for rank in range(len(self.held))]
+
+    def offsets(self, rank: int = 0, *, replicated: bool) -> list[Run]:
+        """Return where the replicated (or the sharded) pieces of ``rank`` lie in its tensor, one run per piece."""
+        pieces = self.held[rank]
+        starts = accumulate([piece.length for piece in pieces], initial=0)
+        return [
+            (start, piece.length)
+            for start, piece in zip(starts, pieces, strict=False)
+            if piece.replicated == replicated
+        ]
+
+    def _pieces(self, ranks: Iterable[int], replicated: bool | None) -> list[Piece]:
+        return [
+            piece for rank in ranks for piece in self.held[rank] if replicated is None or piece.replicated == replicated
+        ]

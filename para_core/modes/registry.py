@@ -1,0 +1,203 @@
+"""Optional features of interception: what each adds to every mode and plan.
+
+A feature is a file of this folder that calls the functions below when it is imported. ``__init__`` imports it, in one
+line. Without that line the feature's functions and operators are refused like any other that cannot be intercepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from para_core.attention.attention_options import AttnOptions
+from para_core.attention.mesh_attention import ChooseLayouts
+from para_core.attention.sdpa_call import SdpaCall
+from para_core.distributed.mesh import SequenceMesh
+from para_core.layout.sequence import SequenceLayout
+
+
+@dataclass(frozen=True)
+class MeshAccess:
+    """The mesh, the layouts and the options of one attention call, for a feature that computes the call itself."""
+
+    mesh: SequenceMesh
+    layouts: ChooseLayouts
+    options: AttnOptions
+    assume_equal: bool
+
+
+class AttentionOwner(Protocol):
+    """A mode or plan that intercepts attention, as a feature sees it. ``ranks`` is for error messages."""
+
+    ranks: int
+
+    def attend(self, call: SdpaCall) -> Tensor:
+        """Return the output of an SDPA call, computed over the mesh."""
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise ``error``, on every rank if the ranks compare their calls."""
+
+    def begin_other_call(self, *, counts: bool) -> MeshAccess | None:
+        """Begin an attention call that is no SDPA. Return what computes it over the mesh.
+
+        Args:
+            counts: Whether the call is one of the model's attention calls; False while it is only prepared.
+
+        Returns:
+            None if one device computes the call, because no key is sharded.
+
+        Raises:
+            RuntimeError: The owner computes SDPA calls only.
+        """
+
+
+class SdpaOwner:
+    """An owner that computes ``scaled_dot_product_attention`` only, and no other attention over the mesh."""
+
+    ranks = 1
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise ``error``."""
+        raise error
+
+    def begin_other_call(self, *, counts: bool) -> MeshAccess | None:
+        """Raise ``RuntimeError``: this attention cannot be computed over ranks here."""
+        raise RuntimeError(
+            "only scaled_dot_product_attention is computed over several ranks here. Use "
+            "F.scaled_dot_product_attention, or run this call under UnifiedAttnMode.disable()."
+        )
+
+
+# Called as route(owner, func, args, kwargs); returns what func(*args, **kwargs) returns.
+Route = Callable[[AttentionOwner, Callable[..., Any], Sequence[Any], Any], Any]
+# Returns a wrapper of a function that runs it under the mode or plan that made the binding.
+Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+# Called as shard(mask, query_layout, key_layout, mesh); returns this rank's part of a mask over all tokens.
+ShardMask = Callable[[Any, SequenceLayout, SequenceLayout, SequenceMesh], Any]
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """Functions that keep what a backward pass runs again inside the mode or plan of the forward.
+
+    Args:
+        gradients_disabled: Called with a binding when code inside a mode disables gradients.
+        attention_called: Called with a mode or plan and a binding when code inside it calls attention.
+        during_call: Returns a context for one call of a model with a plan, given a binding and the model.
+        check_exchanges: Raises ``RuntimeError`` if a backward would run parts of a model without their exchanges.
+    """
+
+    gradients_disabled: Callable[[Bind], None]
+    attention_called: Callable[[object, Bind], None]
+    during_call: Callable[[Bind, nn.Module], AbstractContextManager[None]]
+    check_exchanges: Callable[[nn.Module], None]
+
+
+# Pairs, and not dicts, because Dynamo compares functions by identity, and need not hash them.
+_FUNCTIONS: list[tuple[Callable[..., Any], Route]] = []
+_OPERATORS: list[tuple[Callable[[Any], bool], Route]] = []
+_NEEDS_MODE: list[Callable[[nn.Module], bool]] = []
+_EXPLANATIONS: list[Callable[[BaseException | None], None]] = []
+# Modes and plans loop over this list themselves, which saves a Python call in each attention call.
+RECOMPUTATION: list[Recomputation] = []
+_MASK_SHARDERS: list[tuple[type, ShardMask]] = []
+
+
+def register_function(function: Callable[..., Any], route: Route) -> None:
+    """Compute calls of ``function``, which torch function modes see, by ``route``."""
+    _FUNCTIONS.append((function, route))
+
+
+def register_operator(matches: Callable[[Any], bool], route: Route) -> None:
+    """Compute operators of ``torch.ops`` for which ``matches(operator)`` is true by ``route``."""
+    _OPERATORS.append((matches, route))
+
+
+def register_needs_mode(needs_mode: Callable[[nn.Module], bool]) -> None:
+    """Intercept attention of models for which ``needs_mode(model)`` is true by a mode, and not at the dispatcher."""
+    _NEEDS_MODE.append(needs_mode)
+
+
+def register_explanation(explain: Callable[[BaseException | None], None]) -> None:
+    """Call ``explain(error)`` with what left a mode or plan. It may raise a clearer error from ``error``."""
+    _EXPLANATIONS.append(explain)
+
+
+def register_mask(kind: type, shard: ShardMask) -> None:
+    """Shard masks of the type ``kind``, which are no tensors, by ``shard``."""
+    _MASK_SHARDERS.append((kind, shard))
+
+
+def mask_sharder(value: Any) -> ShardMask | None:
+    """Return what shards ``value`` if it is a mask of a registered type, else None."""
+    for kind, shard in _MASK_SHARDERS:
+        if isinstance(value, kind):
+            return shard
+    return None
+
+
+def route_of_function(function: Callable[..., Any]) -> Route | None:
+    """Return what computes calls of ``function`` over a mesh; None if no feature does."""
+    for registered, route in _FUNCTIONS:
+        if registered is function:
+            return route
+    return None
+
+
+def route_of_operator(operator: Any) -> Route | None:
+    """Return what computes ``operator`` of another package over a mesh; None if no feature does."""
+    index = _constant_index(operator)
+    return None if index is None else _OPERATORS[index][1]
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant_index(operator: Any) -> int | None:
+    # Dynamo takes a number as a constant result, but no function.
+    return _index_of_operator(operator)
+
+
+@lru_cache(maxsize=4096)
+def _index_of_operator(operator: Any) -> int | None:
+    for index, (matches, _) in enumerate(_OPERATORS):
+        if matches(operator):
+            return index
+    return None
+
+
+def needs_mode(module: nn.Module) -> bool:
+    """Whether ``module`` calls a function that only a mode intercepts."""
+    return any(needs(module) for needs in _NEEDS_MODE)
+
+
+def explain(error: BaseException | None) -> None:
+    """Raise a clearer error from ``error`` if a feature knows what it means.
+
+    Raises:
+        ValueError: An input was prepared for one device.
+    """
+    for explanation in _EXPLANATIONS:
+        explanation(error)
+
+
+@contextmanager
+def recomputed_under(bind: Bind | None, module: nn.Module) -> Iterator[None]:
+    """Return a context in which what the backward of ``module`` runs again is bound by ``bind``, unless it is None."""
+    with ExitStack() as stack:
+        if bind is not None:
+            for recomputation in RECOMPUTATION:
+                stack.enter_context(recomputation.during_call(bind, module))
+        yield
+
+
+def check_exchanges(module: nn.Module) -> None:
+    """Raise ``RuntimeError`` if a backward would run parts of ``module`` again without their exchanges."""
+    for recomputation in RECOMPUTATION:
+        recomputation.check_exchanges(module)

@@ -1,0 +1,67 @@
+"""Recipes: options that exclude each other, and what follows from several options."""
+
+import json
+from dataclasses import asdict, fields, replace
+
+import pytest
+
+from para_core.attention.schedule import AttentionSchedule
+from para_core.declared_options import declarations
+from para_core.fleet.recipe import Recipe, on_one_rank
+
+EXCLUDED = [
+    ({"vae_placement": "first", "vae": True}, "vae_placement is 'first'"),
+    ({"vae_placement": "offload", "offload": "model"}, "vae_placement is 'offload' with offload 'model'"),
+    ({"text_encoders": "first", "offload": "model"}, "text_encoders is 'first' with offload 'model'"),
+    ({"resident_blocks": 1}, "resident_blocks is 1 with offload None"),
+    ({"resident_blocks": 1, "offload": "model"}, "resident_blocks is 1 with offload 'model'"),
+    ({"weights": "fsdp", "offload": "blocks"}, "weights are 'fsdp' with offload 'blocks'"),
+    ({"weights": "tensor"}, "weights are 'tensor', but the mesh"),
+    ({"vae_placement": "moon"}, "vae_placement is 'moon'; expected one of replicate, offload, first"),
+    ({"comm_dtype": "int4"}, "comm_dtype is 'int4'; expected one of int8, float8_e4m3fn"),
+    ({"verify": True, "comm_dtype": "int8"}, "comm_dtype leaves nothing equal"),
+    ({"verify": True, "mesh": (("pipe", 2),)}, "a mesh with pipe leaves nothing equal"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), EXCLUDED)
+def test_options_that_exclude_each_other_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe("model", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "placement", "waits"),
+    [
+        ({}, "replicate", False),
+        ({"weights": "fsdp"}, "fsdp", False),
+        ({"offload": "blocks"}, "offload", True),
+        ({"offload": "blocks", "text_encoders": "replicate"}, "replicate", False),
+        ({"text_encoders": "first"}, "first", True),
+    ],
+)
+def test_text_encoders_follow_other_options(options, placement, waits):
+    recipe = Recipe("model", **options)
+    assert (recipe.encoders_placement, recipe.encoders_wait_on_host) == (placement, waits)
+
+
+def test_one_rank_leaves_out_what_several_ranks_share():
+    shared = {"weights": "tensor", "text_encoders": "fsdp", "vae": True, "rotate_method": "2d", "comm_dtype": "int8"}
+    kept = {"cache": 0.1, "quantize": "int8", "vae_placement": "offload"}
+    assert on_one_rank(Recipe("model", mesh=(("tensor", 2),), **shared, **kept)) == Recipe("model", **kept)
+
+
+@pytest.mark.parametrize("options", [{"text_encoders": "first", "vae_placement": "first"}, {"offload": "blocks"}])
+def test_a_recipe_whose_weights_move_can_be_loaded_by_model_offload(options):
+    recipe = Recipe("model", **options)
+    assert recipe.moves_weights
+    whole = replace(recipe.without_placements, offload="model")
+    assert (whole.offload, whole.placements) == ("model", {})
+    assert not Recipe("model", text_encoders="replicate").moves_weights
+
+
+def test_every_declared_option_is_a_field_of_the_json_form():
+    recipe = Recipe("model", backend=AttentionSchedule("sage"), comm_dtype="int8", timeout=3.0)
+    stored = json.loads(json.dumps(asdict(recipe)))
+    assert set(stored) == {field.name for field in fields(Recipe)} >= {each.name for each in declarations(Recipe)}
+    assert (stored["comm_dtype"], stored["timeout"], stored["backend"]["middle"]) == ("int8", 3.0, "sage")

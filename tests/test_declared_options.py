@@ -1,0 +1,125 @@
+"""Options declared as annotated fields: their checks, and the signature and docstring that follow from them."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from para_core.adapters import parallelize_pipe, parallelize_transformer
+from para_core.adapters.parallel.options import ParallelOptions, TransformerOptions
+from para_core.declared_options import Option, check_names, check_options, declarations, takes_options, values_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    place: Annotated[Literal["host", "device"] | None, Option(30, "Where it is. It moves.", none="to keep it")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example(Base):
+    steps: Annotated[int, Option(10, "How many.", at_least=1, at_most=9)] = 2
+    share: Annotated[float | None, Option(20, expected="a share", at_least=0.0)] = None
+    exact: Annotated[bool, Option(40)] = True
+    compute: Annotated[Callable[..., Any] | None, Option(50, expected="a function")] = None
+    rule: Annotated[Literal["mean"] | Base, Option(60)] = "mean"
+    free: Annotated[int, Option(70, is_checked=False)] = 0
+    undeclared: int = 0
+
+
+VALID = [
+    {"place": "host"},
+    {"steps": 9},
+    {"share": 1},
+    {"share": 0.5},
+    {"compute": print},
+    {"rule": Base()},
+    {"free": "x"},
+]
+
+
+@pytest.mark.parametrize("values", VALID)
+def test_values_of_the_type_are_accepted(values):
+    check_options(Example(**values))
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"place": "moon"}, ValueError, "place is 'moon'; expected 'host', 'device', or None to keep it."),
+        ({"place": 3}, ValueError, "place is 3; expected 'host', 'device', or None to keep it."),
+        ({"place": ["host"]}, ValueError, "place is ['host']; expected 'host', 'device', or None to keep it."),
+        ({"steps": True}, TypeError, "steps is True; expected an integer."),
+        ({"steps": None}, TypeError, "steps is None; expected an integer."),
+        ({"steps": 2.0}, TypeError, "steps is 2.0; expected an integer."),
+        ({"steps": 10}, ValueError, "steps is 10; expected at least 1 and at most 9."),
+        ({"share": float("nan")}, TypeError, "share is nan; expected a share, or None."),
+        ({"share": True}, TypeError, "share is True; expected a share, or None."),
+        ({"share": -1}, ValueError, "share is -1; expected at least 0.0."),
+        ({"exact": 1}, TypeError, "exact is 1; expected True or False."),
+        ({"compute": 5}, TypeError, "compute is 5; expected a function, or None."),
+        ({"rule": "median"}, ValueError, "rule is 'median'; expected 'mean' or a Base."),
+        ({"rule": 5}, TypeError, "rule is 5; expected 'mean' or a Base."),
+    ],
+)
+def test_other_values_raise_with_what_is_expected(values, error, message):
+    with pytest.raises(error) as caught:
+        check_options(Example(**values))
+    assert str(caught.value) == message
+
+
+def test_names_of_a_command_are_listed_without_quotes():
+    check_names(Example(place="host", rule=5))
+    with pytest.raises(ValueError, match=r"place is 'moon'; expected one of host, device\."):
+        check_names(Example(place="moon"))
+
+
+def test_inherited_options_are_sorted_by_their_numbers():
+    names = [declaration.name for declaration in declarations(Example)]
+    assert names == ["steps", "share", "place", "exact", "compute", "rule", "free"]
+    assert values_of(Example(place="host", steps=3), Base) == {"place": "host"}
+
+
+@takes_options(Example)
+def run(pipe, options):
+    """Run.
+
+    Args:
+        {options}
+
+    Returns:
+        It.
+    """
+    return pipe, options
+
+
+def test_fields_are_the_keyword_arguments_of_a_function():
+    assert run(5, steps=3) == (5, Example(steps=3))
+    assert run(pipe=5) == (5, Example())
+    parameters = inspect.signature(run).parameters
+    assert list(parameters) == ["pipe", *[declaration.name for declaration in declarations(Example)]]
+    assert parameters["steps"].kind is inspect.Parameter.KEYWORD_ONLY
+    assert parameters["steps"].default == 2
+    assert parameters["place"].annotation == "Literal['host', 'device'] | None"
+    for arguments, options in (((), {}), ((1, 2), {}), ((1,), {"stepz": 3}), ((1,), {"undeclared": 3})):
+        with pytest.raises(TypeError):
+            run(*arguments, **options)
+
+
+def test_the_docstring_describes_each_option():
+    assert '    place (`"host"` or `"device"`, *optional*): Where it is. It moves.\n' in run.__doc__
+    assert "    steps (`int`, defaults to `2`): How many.\n" in run.__doc__
+    assert run.__doc__.index("steps (") < run.__doc__.index("place (") < run.__doc__.index("Returns:")
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(parallelize_pipe, ParallelOptions), (parallelize_transformer, TransformerOptions)],
+)
+def test_every_option_of_a_public_function_is_explained(function, options):
+    declared = declarations(options)
+    assert list(inspect.signature(function).parameters)[1:] == [declaration.name for declaration in declared]
+    for declaration in declared:
+        assert declaration.option.help.endswith("."), declaration.name
+        assert f"{declaration.name} (" in function.__doc__
