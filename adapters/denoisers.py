@@ -6,20 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import nn
 
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import wrapper
+from para_core.instance.record import slot_owner
+from para_core.instance.slots import Slot
 
 # Each module has a constant KIND, a DenoiserKind.
 KINDS = (
     "para_core.adapters.vae.unet",
 )  # fmt: skip
-
-# Key of the wrapper of ``__call__`` on a parallel denoiser of these kinds. Its handler is a DenoiserRun.
-PARALLEL_DENOISER = "parallel_denoiser"
 
 
 class DenoiserRun(Protocol):
@@ -106,8 +104,7 @@ def other_denoisers_of(pipe: Any) -> dict[str, nn.Module]:
 
 def denoiser_run_of(module: Any) -> DenoiserRun | None:
     """Return the handler that runs ``module`` on several ranks; None if there is none."""
-    run: DenoiserRun | None = getattr(wrapper(module, "__call__", PARALLEL_DENOISER), "__self__", None)
-    return run
+    return cast("DenoiserRun | None", slot_owner(module, Slot.PARALLEL_DENOISER, object))
 
 
 def mesh_of_denoiser(module: Any) -> SequenceMesh | None:

@@ -27,7 +27,8 @@ from para_core.adapters.registry import (
     wrapped_model,
 )
 from para_core.distributed.mesh import SequenceMesh
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
 from para_core.plans.plan import Plan
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import reduce
+from operator import attrgetter
 from os import PathLike
 from typing import Any, Literal
 
@@ -15,7 +16,10 @@ from para_core.adapters.denoisers import kind_of, mesh_of_denoiser, other_denois
 from para_core.adapters.models import ADAPTERS
 from para_core.cache.blocks import CachedBlocks
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import original_class, uncompiled, wrapper
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import slot_owner
+from para_core.instance.slots import Slot
 from para_core.plans.plan import Plan, published_plan
 from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
@@ -117,16 +121,13 @@ def transformers_of(pipe: Any) -> dict[str, nn.Module]:
     """
     # A pipeline that is an nn.Module keeps its components in ``_modules``; properties have usual names.
     attributes = {**getattr(pipe, "__dict__", {}), **getattr(pipe, "_modules", {})}
-    others = [
-        name
-        for name, part in attributes.items()
-        if name not in USUAL_NAMES
-        and isinstance(part, nn.Module)
-        and (
-            is_transformer_class(type(wrapped_model(uncompiled(part)) or uncompiled(part)))
-            or getattr(uncompiled(part), "_cp_plan", None) is not None
-        )
-    ]
+    others = []
+    for name, part in attributes.items():
+        if name in USUAL_NAMES or not isinstance(part, nn.Module):
+            continue
+        module = uncompiled(part)
+        if is_transformer_class(type(wrapped_model(module) or module)) or getattr(module, "_cp_plan", None) is not None:
+            others.append(name)
     modules: dict[str, nn.Module] = {}
     for name in (*USUAL_NAMES, *sorted(others)):
         module = uncompiled(getattr(pipe, name, None))
@@ -185,8 +186,9 @@ def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) 
 
 def is_transformer_class(cls: Any) -> bool:
     """Whether an adapter describes this class or one of its base classes, or the class publishes a plan."""
-    described = isinstance(cls, type) and any(base.__name__ in _CLASSES for base in cls.__mro__)
-    return described or getattr(cls, "_cp_plan", None) is not None
+    if isinstance(cls, type) and not _CLASSES.isdisjoint(map(attrgetter("__name__"), cls.__mro__)):
+        return True
+    return getattr(cls, "_cp_plan", None) is not None
 
 
 def decoders_of(pipe: Any) -> dict[str, nn.Module]:
@@ -202,20 +204,16 @@ def component_of(pipe: Any, path: str) -> Any:
     return reduce(lambda owner, name: getattr(owner, name, None), path.split("."), pipe)
 
 
-# Key of the wrapper of ``__call__`` on parallel pipelines, whose handler has a ``mesh``.
-PARALLEL_PIPE = "parallel"
-# Keys of the wrappers of autoencoders that run on all ranks, and of components that only the first rank runs.
-PARALLEL_VAE = "parallel_vae"
-FIRST_RANK = "component on the first rank"
-
-
 def mesh_of(pipe: Any) -> GuidedMesh | None:
     """Return the mesh on which ``pipe`` runs; None if it is not parallel."""
-    handler = getattr(wrapper(pipe, "__call__", PARALLEL_PIPE), "__self__", None)
-    mesh: GuidedMesh | None = getattr(handler, "mesh", None)
-    return mesh
+    return _mesh_in_slot(pipe, Slot.PARALLEL_PIPE)
 
 
 def applied_mesh(module: Any) -> SequenceMesh | None:
     """Return the ranks over which the tokens or rows of ``module`` are sharded; None if they are not."""
     return mesh_of_plan(module) or mesh_of_denoiser(module)
+
+
+def _mesh_in_slot(instance: Any, slot: Slot) -> GuidedMesh | None:
+    mesh = getattr(slot_owner(instance, slot, object), "mesh", None)
+    return mesh if isinstance(mesh, GuidedMesh) else None

@@ -30,7 +30,7 @@ from para_core.fleet.modular import describe_modular, has_modular_index, is_modu
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, describe, find_tiny_flux
 from para_core.fleet.recipe import Compile, Offload, Recipe, read_lora
 from para_core.fleet.selection import select_pipeline
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.pipeline_options import PipelineChoices
 from para_core.progress import readable_bytes, report, reporting_components
 from para_core.user_warnings import ParallelWarning

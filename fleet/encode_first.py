@@ -18,9 +18,9 @@ from para_core.fleet.failures import RanksEnded
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, split_request
-from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method
-
-_KEY = "encode first"
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
 
 
 class Encoder(Protocol):
@@ -129,8 +129,8 @@ class EncodeFirst:
                 # The component of the pipeline is wrapped, and not the module inside torch.compile's wrapper, so that a
                 # compiled denoiser stops before its graph is entered.
                 module = getattr(self._pipe, name)
-                wrap_method(module, "__call__", _KEY, _stop, order=WrapperPriority.PARALLEL)
-                stack.callback(unwrap, module, _KEY)
+                fill_slot(module, Slot.ENCODE_FIRST, {"__call__": _stop})
+                stack.callback(empty_slot, module, Slot.ENCODE_FIRST)
             with suppress(_EncodedError):  # A pipeline may also finish without calling a denoiser.
                 # All parts of a request have the same prompt.
                 self._call(self._pipe, [split_request(line.request)[0]])

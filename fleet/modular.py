@@ -15,7 +15,9 @@ from para_core.adapters.registry import USUAL_NAMES, is_transformer_class
 from para_core.adapters.weights.features import require_quantizer
 from para_core.fleet.model_files import read_index
 from para_core.fleet.pipeline_info import Kind, Model, can_be_given
-from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
 from para_core.option_values import Quantize
 from para_core.progress import report
 
@@ -25,7 +27,6 @@ _OUTPUTS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "imag
 # Inputs that one block passes to the next. diffusers lists them as inputs of the pipeline, but requests must not set
 # them.
 _BETWEEN_BLOCKS = ("batch_size", "dtype", "timesteps", "preprocess_kwargs", "mask_overlay_kwargs")
-_KEY = "callback of steps"
 
 
 def is_modular(pipe: Any) -> bool:
@@ -199,11 +200,11 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
         last = index
         return output
 
-    wrap_method(scheduler, "step", _KEY, step, order=WrapperPriority.PARALLEL, plain_copies=True)
+    fill_slot(scheduler, Slot.STEP_CALLBACK, {"step": step}, permits_copies=True)
     try:
         yield
     finally:
-        unwrap(scheduler, _KEY)
+        empty_slot(scheduler, Slot.STEP_CALLBACK)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from para_core.fleet.modular import call_modular, is_modular
 from para_core.fleet.outputs import Output, Result, encode
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request, batch_arguments, split_request
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.version import __version__
 
 _CALLBACK = "callback_on_step_end"

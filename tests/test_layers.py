@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     (
         "kernels",
+        "para_core/declared_options.py",
         "para_core/option_values.py",
         "para_core/progress.py",
         "para_core/torch_internals.py",
@@ -20,7 +21,7 @@ LAYERS = (
     ),
     (
         "para_core/dataclass_fields.py",
-        "para_core/instance_patching.py",
+        "para_core/instance",
         "para_core/triton_support.py",
         "para_core/foreign_errors.py",
     ),
@@ -28,7 +29,7 @@ LAYERS = (
     ("para_core/distributed",),
     ("para_core/layout",),
     ("para_core/attention",),
-    ("para_core/modes",),
+    ("para_core/pipeline_options.py", "para_core/modes"),
     ("para_core/plans",),
     ("para_core/cfg",),
     ("para_core/spatial", "para_core/weights", "para_core/cache"),

@@ -20,7 +20,8 @@ from para_core.adapters.registry import transformers_of
 from para_core.cfg.deferred import materialize
 from para_core.distributed.agree import Record, check_consistent, differing_fields
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
 from para_core.plans.region import region_of
 
 _WAY_OUT = (
@@ -30,13 +31,11 @@ _WAY_OUT = (
 
 
 @contextmanager
-def around_callbacks(
-    kwargs: Mapping[str, Any], key: str, run: Callable[..., Any], *, order: WrapperPriority
-) -> Iterator[dict[str, Any]]:
+def around_callbacks(kwargs: Mapping[str, Any], slot: Slot, run: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
 
     ``kwargs`` are those of a pipeline's call; callbacks are those whose names begin with ``callback``. Yields the
-    keyword arguments to call the pipeline with. ``order`` is the priority among the wrappers of one callback.
+    keyword arguments to call the pipeline with. ``slot`` is the slot of a callback that is an object.
     """
     wrapped = dict(kwargs)
     with ExitStack() as stack:
@@ -45,8 +44,8 @@ def around_callbacks(
                 continue
             if hasattr(callback, "tensor_inputs"):
                 # Pipelines check the class of a PipelineCallback, so wrap its method instead of replacing it.
-                stack.callback(unwrap, callback, key)
-                wrap_method(callback, "__call__", key, run, order=order, plain_copies=True)
+                stack.callback(empty_slot, callback, slot)
+                fill_slot(callback, slot, {"__call__": run}, permits_copies=True)
             else:
                 wrapped[name] = partial(run, callback)
         yield wrapped

@@ -17,7 +17,8 @@ from para_core.adapters.registry import adapter_for
 from para_core.adapters.weights.features import features
 from para_core.cache.apply import cache_options
 from para_core.cache.options import CacheOptions
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
 
 
 def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> None:

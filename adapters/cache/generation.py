@@ -19,23 +19,21 @@ from para_core.adapters.cache.checks import check_cached_call
 from para_core.adapters.compatibility.checks import CheckedModel
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import adapter_for, plan_for
-from para_core.cache.attachment import ModelCallHook
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.decision import Verdict, step_of
 from para_core.cache.report import CacheReport, rows_of
 from para_core.cfg.deferred import materialize
-from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import empty_slot, fill_slot, is_filled, slot_owner
+from para_core.instance.slots import Slot
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.samples import number_of_samples
 from para_core.user_warnings import CacheWarning, ThresholdWarning, WarningLog
 
-KEY = "cache of the pipeline"
-
 
 def caching_of(pipe: Any) -> PipelineCache | None:
     """Return the :class:`PipelineCache` of ``pipe``; None if it has no cache."""
-    caching = getattr(wrapper(pipe, "__call__", KEY), "__self__", None)
-    return caching if isinstance(caching, PipelineCache) else None
+    return slot_owner(pipe, Slot.CACHE, PipelineCache)
 
 
 class PipelineCache:
@@ -49,8 +47,10 @@ class PipelineCache:
         # By transformer: the arguments that have a sample dim, and which dim it is. Used to count samples.
         self._batched: dict[str, Mapping[str, int | None]] = {}
         self._tracker = SchedulerTracker()
-        # By transformer: the hook of this pipeline; pipelines with other caches may share the model.
-        self._callers: dict[str, ModelCallHook] = {}
+        # By transformer: the names of its positional parameters.
+        self._parameters: dict[str, tuple[str, ...]] = {}
+        # The name of this pipeline's filling of a transformer's slot; pipelines with other caches may share the model.
+        self._name = str(id(self))
         # The attributes below belong to the generation that is running.
         self._pipe: Any = None
         self._thread = 0
@@ -71,10 +71,9 @@ class PipelineCache:
             for cache in caches.values():
                 rollback.callback(cache.detach)
                 cache.attach()
-            rollback.callback(self._put_back, dict(self._callers))
             for name, cache in before.items():
                 if name not in caches or caches[name].module is not cache.module:
-                    self._step_aside(name, caches, cache.module)
+                    empty_slot(cache.module, Slot.CACHE, self._name)
                 rollback.callback(cache.attach)
                 cache.detach()
             rollback.pop_all()
@@ -82,6 +81,7 @@ class PipelineCache:
         self._warnings.clear()
         self._with_copies = any(each is not None and each.steps_with_copies for each in adapters)
         self._batched = {name: {} if plan is None else plan.batched for name, plan in plans.items()}
+        self._parameters = {name: parameters_of(cache.module) for name, cache in caches.items()}
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores the present caches, if :meth:`replace` has been called in between."""
@@ -93,21 +93,15 @@ class PipelineCache:
 
         return put_back
 
-    def _put_back(self, callers: dict[str, ModelCallHook]) -> None:
-        """Make ``callers`` this pipeline's hooks again, and set ``run`` of each, which freeing a hook clears."""
-        self._callers = callers
-        for name, caller in callers.items():
-            caller.run = self._around_model(name)
-
     def around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Run one generation of ``pipe`` with the caches, as the wrapper of ``pipe.__call__``."""
+        """Run one generation of ``pipe`` with the caches, around ``pipe.__call__``."""
         for name, cache in self.caches.items():
             check_cached_call(CheckedModel(pipe, cache.module, name), cache.options)
         with ExitStack() as stack:
             stack.enter_context(self._tracker.following(pipe, self._reset, with_copies=self._with_copies))
             stack.enter_context(self._generation(pipe))
             self._thread = get_ident()
-            kwargs = stack.enter_context(around_callbacks(kwargs, KEY, self._apart, order=WrapperPriority.CACHE))
+            kwargs = stack.enter_context(around_callbacks(kwargs, Slot.CACHE, self._apart))
             return call(pipe, *args, **kwargs)
 
     def _apart(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -125,15 +119,12 @@ class PipelineCache:
             cache.readings.clear()
             # Attach the cache's hooks again before the first CFG branch is identified: another pipeline that shares the
             # model and has other first_blocks may have replaced them since the last generation.
-            host = cache.attach()
+            cache.attach()
+            # A compiled component has the slot, not the module inside it, so that the hook runs outside the graph.
             component = getattr(pipe, name)
-            if name not in self._callers:
-                self._callers[name] = host.caller(KEY)
-                self._callers[name].run = self._around_model(name)
-            caller = self._callers[name]
-            if wrapper(component, "__call__", caller.key) is None:
-                # Wrap a compiled component, not the module inside it, so that the hook runs outside the graph.
-                wrap_method(component, "__call__", caller.key, caller.around, order=WrapperPriority.CACHE)
+            if not is_filled(component, Slot.CACHE, self._name):
+                run = partial(self._run_model, name)
+                fill_slot(component, Slot.CACHE, {"__call__": run}, owner=self, name=self._name)
         self._pipe = pipe
         try:
             yield
@@ -148,70 +139,50 @@ class PipelineCache:
         for cache in self.caches.values():
             cache.reset()
 
-    def _around_model(self, name: str) -> Callable[..., Any]:
-        parameters = parameters_of(self.caches[name].module)
-
-        def around(call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._tracker.active:
-                return call(module, *args, **kwargs)
-            if self._in_callback or self._thread != get_ident():
-                # Another pipeline that shares the model makes this call, so run the model without this cache.
-                return call(module, *args, **kwargs)
-            cache = self.caches[name]
-            arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
-            batched = self._batched[name]
-            # A pipeline without this property may still use guidance, so assume two branches.
-            guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
-            tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
-            cache.num_branches = 2 if guided else 1
-            cache.batch = number_of_samples(arguments.get(tokens), dim) or 0
-            return cache.run(
-                partial(call, module, *args, **kwargs),
-                arguments,
-                lambda branch: step_of(cache.options, *self._tracker.position(branch)),
-                self._tracker.moment(),
-            )
-
-        return around
+    def _run_model(self, name: str, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._tracker.active:
+            return call(module, *args, **kwargs)
+        if self._in_callback or self._thread != get_ident():
+            # Another pipeline that shares the model makes this call, so run the model without this cache.
+            return call(module, *args, **kwargs)
+        cache = self.caches[name]
+        arguments = {**dict(zip(self._parameters[name], args, strict=False)), **kwargs}
+        batched = self._batched[name]
+        # A pipeline without this property may still use guidance, so assume two branches.
+        guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
+        tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
+        cache.num_branches = 2 if guided else 1
+        cache.batch = number_of_samples(arguments.get(tokens), dim) or 0
+        return cache.run(
+            partial(call, module, *args, **kwargs),
+            arguments,
+            lambda branch: step_of(cache.options, *self._tracker.position(branch)),
+            self._tracker.moment(),
+        )
 
     def announce(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Record the CFG branch of the next call of ``module``, which this rank or another one computes.
 
         Every rank calls this for every call, so that all ranks number the branches in the same order.
         """
+        plain = uncompiled(module)
         # A callback may have removed the caches with their hooks. The rest of the generation then runs without them.
-        hooked = (cache for name, cache in self.caches.items() if name in self._callers)
-        cache = next((cache for cache in hooked if cache.module is uncompiled(module)), None)
-        if cache is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
+        name = next((name for name, cache in self.caches.items() if cache.module is plain), None)
+        if name is None or self._in_callback or not self._tracker.active or self._thread != get_ident():
             return
-        arguments = {**dict(zip(parameters_of(cache.module), args, strict=False)), **kwargs}
+        cache = self.caches[name]
+        arguments = {**dict(zip(self._parameters[name], args, strict=False)), **kwargs}
         cache.announce(materialize(arguments), self._tracker.moment())
 
     def remove(self, pipe: Any) -> None:
         """Remove the caches and their hooks from the transformers of ``pipe``."""
         for name, cache in self.caches.items():
             component = getattr(pipe, name, None)
-            self._step_aside(name, self.caches, component, uncompiled(component), cache.module)
+            for module in (component, uncompiled(component), cache.module):
+                if isinstance(module, nn.Module):
+                    empty_slot(module, Slot.CACHE, self._name)
             cache.detach()
-
-    def _step_aside(self, name: str, caches: Mapping[str, BlockCache], *modules: Any) -> None:
-        """Remove this pipeline's hook from the component ``name``, if it has one, and from ``modules``.
-
-        If ``caches``, the attached caches, has one for ``name``, the classes that wrapping gave to ``modules`` are kept
-        alive, because compiled graphs are valid only as long as these classes exist.
-        """
-        caller = self._callers.get(name)
-        if caller is None:
-            return
-        host = caches[name].attach() if name in caches else None
-        for module in modules:
-            if isinstance(module, nn.Module):
-                if host is not None:
-                    host.remember(module)
-                unwrap(module, caller.key)
-        caller.free()
-        # Delete the entry last: after a failure the next generation then uses the same hook, not a second one.
-        del self._callers[name]
+        self.caches = {}
 
     def report(self) -> CacheReport:
         """Return the report of the last generation: the steps of all transformers."""

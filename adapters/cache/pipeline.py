@@ -11,7 +11,7 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.cache.checks import check_cache
-from para_core.adapters.cache.generation import KEY, PipelineCache, caching_of
+from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.checks import CheckedModel, models_to_check
 from para_core.adapters.registry import mesh_of, require_adapter, require_blocks, require_kind
 from para_core.cache.apply import apply_cache
@@ -20,15 +20,10 @@ from para_core.cache.options import FIRST_BLOCK, CacheOptions, options_of, rule_
 from para_core.cache.report import CacheReport
 from para_core.declared_options import shows_options
 from para_core.distributed.agree import raising_on_all
-from para_core.instance_patching import (
-    WrapperPriority,
-    instances_in,
-    original_class,
-    restored_on_failure,
-    uncompiled,
-    unwrap,
-    wrap_method,
-)
+from para_core.instance.modules import instances_in, uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot, restored_on_failure
+from para_core.instance.slots import Slot
 
 Pipeline = TypeVar("Pipeline")
 Transformer = TypeVar("Transformer", bound=nn.Module)
@@ -77,7 +72,7 @@ def apply_cache_on_pipe(
             caching = caching_of(pipe)
             if caching is None:
                 caching = PipelineCache()
-                wrap_method(pipe, "__call__", KEY, caching.around, order=WrapperPriority.CACHE)
+                fill_slot(pipe, Slot.CACHE, {"__call__": caching.around}, owner=caching)
             rollback.callback(caching.undo())
             caching.replace(caches, adapter)
         rollback.pop_all()
@@ -163,7 +158,7 @@ def remove_cache_from_pipe(pipe: Pipeline) -> Pipeline:
     if caching is not None:
         caching.remove(pipe)
         # Unwrap the pipeline last: if removal fails before, a second call still finds the caches and removes the rest.
-        unwrap(pipe, KEY)
+        empty_slot(pipe, Slot.CACHE)
     return pipe
 
 

@@ -44,7 +44,7 @@ from para_core.adapters.weights.features import features
 from para_core.adapters.weights.shard import check_one_device
 from para_core.distributed.agree import Record, differing_fields
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.modes.interceptor import refuse_replaced_attention
 
 

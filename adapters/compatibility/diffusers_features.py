@@ -10,7 +10,7 @@ from torch import nn
 from para_core.adapters.inspect.components import mesh_of_diffusers
 from para_core.adapters.refusal import refusal
 from para_core.cache.attachment import foreign_cache
-from para_core.instance_patching import has_compiled_parts, submodules_of
+from para_core.instance.modules import has_compiled_parts, submodules_of
 
 
 def check_no_parallelism_of_diffusers(module: Any) -> None:

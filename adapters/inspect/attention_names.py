@@ -20,7 +20,7 @@ from torch import nn
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import plan_for
 from para_core.attention.libraries import require_library
-from para_core.instance_patching import submodules_of
+from para_core.instance.modules import submodules_of
 from para_core.option_values import Backend
 from para_core.plans.module_matching import matching_modules
 from para_core.plans.plan import AttentionByHeads

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.registry import adapter_for, plan_for, require_adapter, require_blocks, transformers_of
-from para_core.instance_patching import original_class, uncompiled, unwrapped_class
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class, unwrapped_class
 from para_core.weights.patch_plan import PatchPlan, patch_plan
 from para_core.weights.stack import StackedBlock
 

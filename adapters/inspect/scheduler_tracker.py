@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from para_core.cache.options import CacheOptions
-from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_method
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
 
-_KEY = "scheduler tracker"
 # Schedulers that list the end of the schedule as the last timestep, at which pipelines take no step.
 _END_IS_LISTED = ("LTXEulerAncestralRFScheduler",)
 
@@ -40,7 +41,7 @@ class SchedulerTracker:
     def __init__(self) -> None:
         self.active = False
         # The key is unique, because a pipeline may have several trackers, which wrap the same scheduler.
-        self._key = f"{_KEY} {id(self)}"
+        self._name = str(id(self))
         self._pipe: Any = None
         self._scheduler: Any = None
         self._with_copies = False
@@ -101,14 +102,12 @@ class SchedulerTracker:
 
         try:
             if scheduler is not None:
-                wrap_method(scheduler, "step", self._key, count, order=WrapperPriority.CACHE, plain_copies=True)
-                wrap_method(
-                    scheduler, "set_timesteps", self._key, restart, order=WrapperPriority.CACHE, plain_copies=True
-                )
+                methods = {"step": count, "set_timesteps": restart}
+                fill_slot(scheduler, Slot.SCHEDULER_TRACKER, methods, name=self._name, permits_copies=True)
             yield
         finally:
             if scheduler is not None:
-                unwrap(scheduler, self._key)
+                empty_slot(scheduler, Slot.SCHEDULER_TRACKER, self._name)
             self.active, self._scheduler, self._pipe, self._begin = False, None, None, lambda: None
 
     def moment(self) -> int | None:

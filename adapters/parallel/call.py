@@ -27,28 +27,19 @@ from para_core.adapters.inspect.attention_names import attention_by_name, transl
 from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
-from para_core.adapters.registry import PARALLEL_PIPE, adapter_for, applied_mesh, transformers_of
+from para_core.adapters.registry import adapter_for, applied_mesh, transformers_of
 from para_core.adapters.weights.feature import FeatureChange
 from para_core.cfg.deferred import materialize
 from para_core.cfg.guidance import Guidance
 from para_core.distributed.agree import inputs_verified
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
-from para_core.instance_patching import (
-    WrapperPriority,
-    original_class,
-    uncompiled,
-    unwrap,
-    wrap_method,
-    wrapped_during,
-    wrapper,
-)
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, empty_slots, fill_slot, filled_during, slot_owner
+from para_core.instance.slots import Slot
 from para_core.plans.region import region_of
 from para_core.user_warnings import ParallelWarning, warn_user
-from para_core.verify.verification import VERIFIED, Verification
-
-_GUIDANCE = "guidance"
-_CALLBACK = "callback after the guidance round"
-_CHECKED_CALLBACK = "checked callback"
+from para_core.verify.verification import Verification
 
 
 class ParallelCall:
@@ -60,7 +51,7 @@ class ParallelCall:
         mesh: The ranks that run the pipeline.
         sequential_cfg: Whether to distribute calls, one per CFG branch, over the ``batch`` dim of the mesh.
         assume_equal: Whether to skip the comparison of arguments between ranks.
-        session: The session that attached this wrapper; :func:`unparallelize_pipe` stops it.
+        session: The session that attached this handler; :func:`unparallelize_pipe` stops it.
         verify: Whether to compare calls of the transformers with the unmodified ones.
         changes: The changes that features of weights make, some of which do something around each generation.
     """
@@ -111,19 +102,18 @@ class ParallelCall:
         self.wrap(pipe)
 
     def unguide(self) -> None:
-        """Remove the wrappers that distribute CFG branches, also from components that were replaced since."""
+        """Empty the slots through which CFG branches are distributed, also of components that were replaced since."""
         for component in self._guided:
-            if wrapper(component, "__call__", _GUIDANCE) == self._run_branch:
-                unwrap(component, _GUIDANCE)
+            if slot_owner(component, Slot.GUIDANCE, ParallelCall) is self:
+                empty_slot(component, Slot.GUIDANCE)
 
     def unverify(self) -> None:
-        """Remove the wrappers that verify calls, also from components that were replaced since."""
-        for component in self._verified:
-            unwrap(component, VERIFIED)
+        """Empty the slots through which calls are verified, also of components that were replaced since."""
+        empty_slots(self._verified, Slot.VERIFIED)
 
     def wrap(self, pipe: Any) -> None:
         """Wrap ``__call__`` of ``pipe``, for the first time or again after a failed undo. Records no meshes."""
-        wrap_method(pipe, "__call__", PARALLEL_PIPE, self._run, order=WrapperPriority.PARALLEL)
+        fill_slot(pipe, Slot.PARALLEL_PIPE, {"__call__": self._run}, owner=self)
 
     def _run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.mesh.check_alive()
@@ -155,16 +145,15 @@ class ParallelCall:
                     # Wrap a compiled component itself, for the reason given below.
                     component, verification = getattr(pipe, name), self._verifications[name]
                     self._verified.add(component)
-                    order = WrapperPriority.VERIFIED
-                    stack.enter_context(wrapped_during(component, "__call__", VERIFIED, verification.run, order=order))
+                    stack.enter_context(filled_during(component, Slot.VERIFIED, {"__call__": verification.run}))
                 if self._guidance is not None:
                     # Wrap a compiled component itself and not the module inside it: its graph holds the call of one CFG
                     # branch, and the branches are distributed outside the graph. A callback of another pipeline that
-                    # shares the component may make this call, so restore the wrapper of that pipeline.
+                    # shares the component may make this call, so restore the slot of that pipeline.
                     component = getattr(pipe, name)
                     self._guided.add(component)
-                    order = WrapperPriority.GUIDANCE
-                    stack.enter_context(wrapped_during(component, "__call__", _GUIDANCE, self._run_branch, order=order))
+                    branches = {"__call__": self._run_branch}
+                    stack.enter_context(filled_during(component, Slot.GUIDANCE, branches, owner=self))
             stack.enter_context(inputs_verified(map(denoiser_run_of, self._unets.values())))
             stack.enter_context(reasons_shared(token, self._places))
             for change in self.changes:
@@ -172,17 +161,13 @@ class ParallelCall:
             overlaps_steps = any(change.overlaps_steps for change in self.changes)
             if not (self._assume_equal or overlaps_steps):
                 checked = CheckedCallbacks(pipe, self.mesh)
-                kwargs = stack.enter_context(
-                    around_callbacks(kwargs, _CHECKED_CALLBACK, checked.run, order=WrapperPriority.GUIDANCE)
-                )
+                kwargs = stack.enter_context(around_callbacks(kwargs, Slot.CHECKED_CALLBACK, checked.run))
             if self.scheduled is not None:
                 kwargs = stack.enter_context(self.scheduled.generation(pipe, kwargs))
             if self._guidance is not None:
                 stack.enter_context(self._warn_unguided(self._guidance, type(pipe).__name__))
                 stack.enter_context(self._guidance.generation())
-                kwargs = stack.enter_context(
-                    around_callbacks(kwargs, _CALLBACK, self._run_callback, order=WrapperPriority.GUIDANCE)
-                )
+                kwargs = stack.enter_context(around_callbacks(kwargs, Slot.GUIDANCE, self._run_callback))
             result = materialize(call(pipe, *args, **kwargs))
             if checked is not None:
                 checked.finish()
@@ -267,16 +252,15 @@ def _versions() -> str:
 
 def parallel_call(pipe: Any) -> ParallelCall | None:
     """Return the handler that :meth:`ParallelCall.attach` attached to ``pipe``; None if ``pipe`` is not parallel."""
-    handler = getattr(wrapper(pipe, "__call__", PARALLEL_PIPE), "__self__", None)
-    return handler if isinstance(handler, ParallelCall) else None
+    return slot_owner(pipe, Slot.PARALLEL_PIPE, ParallelCall)
 
 
 def remove_parallel_call(pipe: Any) -> None:
-    """Remove the wrappers that :class:`ParallelCall` attached to ``pipe`` and its transformers."""
+    """Empty the slots that :class:`ParallelCall` has filled on ``pipe`` and its transformers."""
     call = parallel_call(pipe)
     if call is not None:
         call.unguide()
         call.unverify()
         if call.scheduled is not None:
             call.scheduled.remove()
-    unwrap(pipe, PARALLEL_PIPE)
+    empty_slot(pipe, Slot.PARALLEL_PIPE)

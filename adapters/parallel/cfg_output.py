@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from para_core.adapters.inspect.components import config_and_depths
-from para_core.instance_patching import has_compiled_parts, uncompiled, unwrapped_class
+from para_core.instance.modules import has_compiled_parts, uncompiled
+from para_core.instance.private_class import unwrapped_class
 from para_core.torch_internals import forward_hooks, pytree
 
 logger = logging.getLogger(__name__)

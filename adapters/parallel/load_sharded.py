@@ -28,7 +28,7 @@ from para_core.adapters.weights.shard import prepare_sharding
 from para_core.distributed.agree import check_consistent, exchange, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, require_process_group
-from para_core.instance_patching import uncompiled
+from para_core.instance.modules import uncompiled
 from para_core.option_values import Quantize, require_quantize_fits
 
 # Maps the names of dtypes in the header of a safetensors file to dtypes of PyTorch.

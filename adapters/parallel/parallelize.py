@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from para_core.adapters.agree.options import equal_options
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
-from para_core.adapters.denoisers import PARALLEL_DENOISER, other_denoisers_of
+from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.resolve import resolve
@@ -15,7 +15,8 @@ from para_core.adapters.parallel.transformer import remove_from_transformer
 from para_core.adapters.registry import require_kind, transformers_of
 from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.declared_options import takes_options
-from para_core.instance_patching import unwrap
+from para_core.instance.record import empty_slot
+from para_core.instance.slots import Slot
 
 Pipeline = TypeVar("Pipeline")
 
@@ -53,8 +54,6 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         >>> mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # doctest: +SKIP
         >>> parallelize_pipe(pipe, mesh=mesh, vae=True)  # doctest: +SKIP
     """
-    call = parallel_call(pipe)
-    previous = None if call is None else call.session
     with equal_options("parallelize_pipe", options.mesh, options.compared):
         require_kind("pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model.")
         check_usable(pipe)
@@ -62,6 +61,8 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         if options.mesh is None:
             # The default mesh is chosen for the model, so check first that the model is supported.
             check_parallelize(models_to_parallelize(pipe, options.adapter))
+    call = parallel_call(pipe)
+    previous = None if call is None else call.session
     replace_session(pipe, previous, resolve(pipe, options))
     return pipe
 
@@ -82,7 +83,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
         try:
             call.session.stop()
         except BaseException:
-            # Restore the wrapper of ``__call__``: a second call of this function finds the session through it.
+            # Fill the slot of the pipeline again: a second call of this function finds the session through it.
             call.wrap(pipe)
             raise
     # Models that were parallelized without a session, on one rank or as single components, are undone here.
@@ -90,5 +91,5 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     for module in transformers_of(pipe).values():
         remove_from_transformer(module)
     for module in other_denoisers_of(pipe).values():
-        unwrap(module, PARALLEL_DENOISER)
+        empty_slot(module, Slot.PARALLEL_DENOISER)
     return pipe

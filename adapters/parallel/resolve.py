@@ -35,7 +35,7 @@ from para_core.attention.schedule import KeptKeys
 from para_core.distributed.agree import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
 from para_core.distributed.timeouts import as_timedelta
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.modes.registry import needs_mode
 from para_core.option_values import TextEncoders
 from para_core.weights.group import timeout_of, weights_mesh

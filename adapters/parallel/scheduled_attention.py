@@ -18,11 +18,11 @@ from para_core.adapters.registry import adapter_for, require_blocks
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.schedule import AttentionSchedule
 from para_core.cache.branches import Branches, conditions_of
-from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrapped_during, wrapper
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import empty_slot, filled_during, slot_owner
+from para_core.instance.slots import Slot
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
-
-_KEY = "scheduled attention"
 
 
 class ScheduledAttention:
@@ -72,19 +72,21 @@ class ScheduledAttention:
         with ExitStack() as stack:
             for name in self._transformers:
                 # Wrap a compiled component, not the module inside it: the change must not be traced. A callback of
-                # another pipeline that shares the component may make this call, so restore that pipeline's wrapper.
-                component, order = getattr(pipe, name), WrapperPriority.CACHE
+                # another pipeline that shares the component may make this call, so restore the slot of that pipeline.
+                component = getattr(pipe, name)
                 self._wrapped.add(component)
-                stack.enter_context(wrapped_during(component, "__call__", _KEY, self._around_model, order=order))
+                stack.enter_context(
+                    filled_during(component, Slot.SCHEDULED_ATTENTION, {"__call__": self._around_model}, owner=self)
+                )
             stack.callback(self._use, self._exact)
             stack.enter_context(self._tracker.following(pipe, lambda: None, with_copies=bool(self._conditions)))
-            yield stack.enter_context(around_callbacks(kwargs, _KEY, self._run_callback, order=WrapperPriority.CACHE))
+            yield stack.enter_context(around_callbacks(kwargs, Slot.SCHEDULED_ATTENTION, self._run_callback))
 
     def remove(self) -> None:
-        """Remove this schedule's wrappers from all components that it has wrapped."""
+        """Empty the slots of all components that this schedule has filled."""
         for component in self._wrapped:
-            if wrapper(component, "__call__", _KEY) == self._around_model:
-                unwrap(component, _KEY)
+            if slot_owner(component, Slot.SCHEDULED_ATTENTION, ScheduledAttention) is self:
+                empty_slot(component, Slot.SCHEDULED_ATTENTION)
 
     def _around_model(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and self._tracker.active and not self._in_callback:

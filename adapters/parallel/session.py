@@ -10,7 +10,8 @@ from typing import Any
 
 from para_core.distributed.agree import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import instances_in, restored_on_failure
+from para_core.instance.modules import instances_in
+from para_core.instance.record import restored_on_failure
 
 Undo = Callable[[], object]
 
@@ -23,7 +24,7 @@ class Part(ABC):
     """One change of a session, such as wrapping ``__call__`` or sharding the weights.
 
     :meth:`apply` makes the whole change and returns its undo function, or raises. If it raises, :func:`replace_session`
-    removes the wrappers (:mod:`para_core.instance_patching`) that it may have left.
+    empties the slots (:mod:`para_core.instance.record`) that it may have left filled.
     """
 
     # Name of the part in error messages.
@@ -39,14 +40,14 @@ class Part(ABC):
     def clear(self) -> Undo:
         """Remove a change of this kind that was made outside of the session, such as a plan that was applied by hand.
 
-        Returns a function that restores it, except for wrappers, which :func:`replace_session` restores.
+        Returns a function that restores it, except for slots, which :func:`replace_session` restores.
         """
         return nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         """Call ``undo``, which :meth:`apply` returned, because a new session on ``mesh`` replaces this one.
 
-        Returns a function that makes the change again, except for wrappers, if the new session fails.
+        Returns a function that makes the change again, except for slots, if the new session fails.
         """
         undo()
         return nothing

@@ -15,7 +15,7 @@ from para_core.adapters.inspect.attention_names import attention_by_name, transl
 from para_core.adapters.model_checks import require_plan
 from para_core.adapters.parallel.options import TransformerOptions
 from para_core.adapters.parallel.parts import FeaturePart
-from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
+from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing, replace_session
 from para_core.adapters.planner.default_mesh import guided_mesh_for
 from para_core.adapters.registry import planned_class, require_kind
 from para_core.adapters.weights.feature import ChangeRequest
@@ -26,16 +26,13 @@ from para_core.cache.apply import cache_options
 from para_core.declared_options import takes_options
 from para_core.distributed.agree import RequireEqual, raising_on_all
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import (
-    WrapperPriority,
-    uncompiled,
-    unwrap,
-    wrap_method,
-)
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import empty_slots, fill_slot
+from para_core.instance.slots import Slot
 from para_core.plans.module_matching import match_modules
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan, remove_plan
-from para_core.verify.verification import VERIFIED, Verification
+from para_core.verify.verification import Verification
 
 Transformer = TypeVar("Transformer", bound=nn.Module)
 
@@ -100,8 +97,7 @@ def unparallelize_transformer(transformer: Transformer) -> Transformer:
 
 def remove_from_transformer(transformer: nn.Module) -> None:
     """Remove the plan and the verification of ``transformer``, whatever its weights are."""
-    for module in (transformer, uncompiled(transformer)):
-        unwrap(module, VERIFIED)
+    empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
     remove_plan(uncompiled(transformer))
 
 
@@ -162,11 +158,12 @@ class TransformerPart(Part):
             written_for=planned_class(self.module, self.options.adapter),
         )
         if self.verified is not None:
-            wrap_method(self.verified, "__call__", VERIFIED, Verification().run, order=WrapperPriority.VERIFIED)
+            fill_slot(self.verified, Slot.VERIFIED, {"__call__": Verification().run})
         return partial(remove_from_transformer, self.module if self.verified is None else self.verified)
 
     def clear(self) -> Undo:
-        return remove_plan(self.module)
+        remove_plan(self.module)
+        return nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         return self.clear()

@@ -15,7 +15,9 @@ from para_core.adapters.registry import require_kind
 from para_core.adapters.vae.unet import KIND
 from para_core.distributed.agree import raising_on_all
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import original_class, restored_on_failure, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import restored_on_failure
 
 Unet = TypeVar("Unet", bound=nn.Module)
 

@@ -19,7 +19,7 @@ from para_core.adapters.inspect.components import blocks_of, config_and_depths, 
 from para_core.adapters.planner.inputs import INPUTS
 from para_core.adapters.planner.sizes import DECODED_SIDE, DecoderCounts, GenerationSizes
 from para_core.adapters.registry import plan_for, tensor_plan_for
-from para_core.instance_patching import unwrapped_class
+from para_core.instance.private_class import unwrapped_class
 from para_core.planner.observe import observed
 from para_core.planner.traffic import CallWork, ModelCall
 from para_core.planner.weights import ModuleBytes, Weights

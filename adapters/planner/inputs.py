@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from para_core.adapters.planner.sizes import GenerationSizes
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 
 MakeInputs = Callable[[Any, GenerationSizes], dict[str, Any]]
 

@@ -16,7 +16,8 @@ from para_core.adapters.planner.inputs import INPUTS, default_guidance, default_
 from para_core.adapters.planner.published import PUBLISHED
 from para_core.adapters.planner.sizes import DecoderCounts, GenerationSizes, require_size
 from para_core.adapters.registry import plan_for, transformers_of
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
 from para_core.planner.prediction import Workload
 
 logger = logging.getLogger(__name__)

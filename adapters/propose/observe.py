@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from para_core.attention.sdpa_call import SdpaCall, raise_here
 from para_core.dataclass_fields import by_path, fields_of, has_fields, leaves_of, map_leaves
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.modes.flash_attention import flash_attention, is_flash_attention
 from para_core.modes.foreign_operators import OPERATOR_TYPES
 from para_core.modes.multi_head import multi_head_attention

@@ -26,7 +26,8 @@ from para_core.adapters.propose.stack import StackGuess, cached_error, stacks
 from para_core.adapters.propose.text import with_sharded_text
 from para_core.adapters.propose.whole_modules import computes_much, with_whole_module
 from para_core.adapters.registry import require_kind
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
 from para_core.plans.plan import Plan
 from para_core.verify.check import find_first_difference
 from para_core.verify.first_difference import Difference

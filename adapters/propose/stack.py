@@ -22,7 +22,7 @@ from para_core.adapters.propose.observe import ModuleCall, ObservedCall, TensorR
 from para_core.cache.apply import apply_cache, model_cache_report, require_cache
 from para_core.cache.blocks import BlockGroup, CachedBlocks
 from para_core.cache.decision import Step
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.torch_internals import tree_leaves
 from para_core.verify.parts import largest_error
 from para_core.verify.virtual_ranks import fresh, with_same_weights

@@ -11,7 +11,7 @@ from torch import nn
 
 from para_core.adapters.propose.candidates import Candidate, ObservedRegion
 from para_core.adapters.propose.observe import ModuleCall, TensorRecord, observe, output_tensors
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.plans.plan import Gather, Plan, ShardRule, Split
 
 

@@ -14,11 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from para_core.distributed.mesh import MeshDim
-from para_core.instance_patching import WrapperPriority, wrap_alike, wrap_method
+from para_core.instance.record import fill_slot, fill_slots
+from para_core.instance.slots import Slot
 from para_core.spatial.fetch import fetch, gather, part_of
 from para_core.spatial.rows import Layout, Range, RowTag, even, held, tagged
-
-_ORDER = WrapperPriority.PARALLEL
 
 
 def window_attentions(module: nn.Module) -> list[nn.Module]:
@@ -56,18 +55,17 @@ class DecoderRows:
         # Number of rows of each rank before upsampling. None while no rows are sharded.
         self._layout: Layout | None = None
 
-    def attach(self, vae: Any, key: str) -> None:
+    def attach(self, vae: Any) -> None:
         """Wrap the decoder methods of ``vae`` that take all rows, and its attention, which needs others' rows."""
-        for name, around in (
-            ("__call__", self._decode),
-            ("forward_stages_1_to_3", partial(self._stage, 0)),
-            ("forward_stage_4", partial(self._stage, 1)),
-            ("denoise", self._denoise),
-        ):
-            wrap_method(vae.decoder, name, key, around, order=_ORDER)
-        attentions = window_attentions(vae)
-        wrap_alike(attentions, "__call__", key, self._attend, order=_ORDER)
-        wrap_alike(attentions, "build_block_mask", key, self._block_mask, order=_ORDER)
+        of_decoder: dict[str, Callable[..., Any]] = {
+            "__call__": self._decode,
+            "forward_stages_1_to_3": partial(self._stage, 0),
+            "forward_stage_4": partial(self._stage, 1),
+            "denoise": self._denoise,
+        }
+        fill_slot(vae.decoder, Slot.PARALLEL_VAE, of_decoder)
+        of_attention: dict[str, Callable[..., Any]] = {"__call__": self._attend, "build_block_mask": self._block_mask}
+        fill_slots(window_attentions(vae), Slot.PARALLEL_VAE, of_attention)
 
     @contextmanager
     def decoding(self, latents: Tensor) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.denoisers import PARALLEL_DENOISER, DenoiserKind
+from para_core.adapters.denoisers import DenoiserKind
 from para_core.adapters.models.unets import REFUSED_UNETS, UNETS
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import require_kind, transformers_of
@@ -18,14 +18,10 @@ from para_core.adapters.row_adapter import UnetAdapter
 from para_core.adapters.vae.call import RowRanks, deliver, on_rows
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
-from para_core.instance_patching import (
-    WrapperPriority,
-    has_compiled_parts,
-    original_class,
-    uncompiled,
-    unwrap,
-    wrap_method,
-)
+from para_core.instance.modules import has_compiled_parts, uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.slots import Slot
 from para_core.plans.attention_check import ModelCode
 from para_core.plans.foreign_code import foreign_code
 from para_core.plans.module_matching import parameters_of
@@ -44,7 +40,7 @@ _SUPPORTED = "; ".join(_PIPELINES.values())
 def unparallelize_unet(unet: Unet) -> Unet:
     """Undo :func:`parallelize_unet` and return ``unet`` as it was before."""
     require_kind("model", unet, "unparallelize_pipe takes a pipeline.")
-    unwrap(uncompiled(unet), PARALLEL_DENOISER)
+    empty_slot(uncompiled(unet), Slot.PARALLEL_DENOISER)
     return unet
 
 
@@ -110,11 +106,11 @@ class UnetRun:
         self.remove()
         if self.mesh.ranks > 1:
             self._warn_of_foreign_code()
-            wrap_method(self.unet, "__call__", PARALLEL_DENOISER, self.run, order=WrapperPriority.PLAN)
+            fill_slot(self.unet, Slot.PARALLEL_DENOISER, {"__call__": self.run}, owner=self)
 
     def remove(self) -> None:
         """Remove any wrapper of the UNet's ``__call__`` that shards rows."""
-        unwrap(self.unet, PARALLEL_DENOISER)
+        empty_slot(self.unet, Slot.PARALLEL_DENOISER)
 
     def run(self, call: Callable[..., Any], unet: Any, /, *args: Any, **kwargs: Any) -> Any:
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}

@@ -20,7 +20,7 @@ from para_core.adapters.agree.options import equal_options
 from para_core.adapters.agree.rng import random_state_of_first_rank
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES
-from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE, require_kind
+from para_core.adapters.registry import require_kind
 from para_core.adapters.row_adapter import VaeAdapter
 from para_core.adapters.vae.call import Gather, RowRanks, deliver, holds_distribution, on_rows
 from para_core.adapters.vae.diffusion_decoder import DecoderRows, window_attentions
@@ -29,16 +29,10 @@ from para_core.adapters.vae.vae_compile import traceable
 from para_core.distributed.agree import Record, check_consistent, differing_fields, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, one_guided_rank
-from para_core.instance_patching import (
-    WrapperPriority,
-    has_compiled_parts,
-    is_wrapped,
-    original_class,
-    restored_on_failure,
-    uncompiled,
-    unwrap,
-    wrap_method,
-)
+from para_core.instance.modules import has_compiled_parts, uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import empty_slots, fill_slot, is_filled, restored_on_failure
+from para_core.instance.slots import Slot
 from para_core.spatial.fetch import gather as gather_rows
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
 from para_core.spatial.rows import rows_of
@@ -128,7 +122,7 @@ def parallelize_vae(
         restored_on_failure([module, *_parts(module)]),
         raising_on_all(row_ranks.mesh, f"this {original_class(module).__name__} cannot run on these ranks"),
     ):
-        if is_wrapped(module, FIRST_RANK):
+        if is_filled(module, Slot.FIRST_RANK):
             raise ValueError(
                 "the first rank alone runs it, by vae_placement='first' of a parallel pipeline. Place it by 'offload', "
                 "which goes with several ranks, or call unparallelize_pipe(...) of that pipeline first."
@@ -163,8 +157,7 @@ def unparallelize_vae(vae: Vae) -> Vae:
     """Undo :func:`parallelize_vae` and return ``vae`` as it was before."""
     require_kind("model", vae, "unparallelize_pipe takes a pipeline.")
     module = uncompiled(vae)
-    for part in (module, *_parts(module)):
-        unwrap(part, PARALLEL_VAE)
+    empty_slots([module, *_parts(module)], Slot.PARALLEL_VAE)
     return vae
 
 
@@ -201,13 +194,12 @@ class _VaeRun:
         handlers.update({name: self.tiles for name in self.adapter.tiled if hasattr(vae, name)})
         if self.adapter.tiled and self.adapter.distributes_tiles:
             for part in _parts(vae):
-                wrap_method(part, "__call__", PARALLEL_VAE, self.tile, order=WrapperPriority.PARALLEL)
+                fill_slot(part, Slot.PARALLEL_VAE, {"__call__": self.tile})
             if hasattr(vae, "clear_cache"):
                 handlers["clear_cache"] = self.clear
-        for name, handler in handlers.items():
-            wrap_method(vae, name, PARALLEL_VAE, handler, order=WrapperPriority.PARALLEL)
+        fill_slot(vae, Slot.PARALLEL_VAE, handlers, owner=self)
         if self.decoder is not None:
-            self.decoder.attach(vae, PARALLEL_VAE)
+            self.decoder.attach(vae)
 
     def run(self, way: Way, call: Callable[..., Any], vae: Any, /, *args: Any, **kwargs: Any) -> Any:
         # The caller is another wrapped method, which already shards.

@@ -6,7 +6,7 @@ from typing import Any
 
 from para_core.adapters.models.vaes import VAES
 from para_core.adapters.row_adapter import VaeAdapter
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 
 
 def rows_per_latent(vae: Any) -> int:

@@ -15,7 +15,6 @@ from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureCh
 from para_core.adapters.weights.features import shard_methods
 from para_core.adapters.weights.host_block import HostBlock
 from para_core.adapters.weights.offloaded_modules import (
-    OFFLOAD_KEY,
     Offloader,
     check_not_offloaded,
     execution_device,
@@ -23,7 +22,14 @@ from para_core.adapters.weights.offloaded_modules import (
 from para_core.adapters.weights.one_way import load_again
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_alike, wrap_method
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import (
+    empty_slot,
+    fill_slot,
+    fill_slots,
+)
+from para_core.instance.slots import Slot
 from para_core.option_values import num_resident
 
 logger = logging.getLogger(__name__)
@@ -77,8 +83,8 @@ class OffloadedBlocks(FeatureChange):
             host_block.following = following
         _move_others(module, set(blocks), device)
         self._blocks |= dict(zip(blocks, host_blocks, strict=True))
-        wrap_method(module, "__call__", OFFLOAD_KEY, self._run_model, order=WrapperPriority.OFFLOADED_BLOCK)
-        wrap_alike(blocks, "__call__", OFFLOAD_KEY, self._run, order=WrapperPriority.OFFLOADED_BLOCK)
+        fill_slot(module, Slot.OFFLOADED_BLOCK, {"__call__": self._run_model}, owner=self)
+        fill_slots(blocks, Slot.OFFLOADED_BLOCK, {"__call__": self._run})
         num_bytes = sum(x.nbytes for block in blocks for x in block.parameters())
         logger.info("%d blocks of pipe.%s, %.1f GB, are in host memory", len(blocks), name, num_bytes / 1e9)
 
@@ -86,7 +92,7 @@ class OffloadedBlocks(FeatureChange):
         """Remove the offload, and move the weights back to the devices on which they were."""
         for module, device in self._devices.items():
             for wrapped in (module, *self._blocks):
-                unwrap(wrapped, OFFLOAD_KEY)
+                empty_slot(wrapped, Slot.OFFLOADED_BLOCK)
             module.to(device)
         self._devices.clear()
         self._blocks.clear()

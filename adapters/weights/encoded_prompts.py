@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from para_core.adapters.inspect.components import text_encoders_of
 from para_core.adapters.weights.offloaded_modules import join_tensors, split_tensors
 from para_core.distributed.collectives import tensor_bytes
-from para_core.instance_patching import WrapperPriority, unwrap, wrap_method
-
-_KEY = "encoded prompts"
+from para_core.instance.record import empty_slots, fill_slot
+from para_core.instance.slots import Slot
 
 
 class EncodedPrompts:
@@ -47,7 +46,7 @@ class EncodedPrompts:
         # Size, pickled structure, tensors on the CPU and their devices of each output.
         self._outputs: OrderedDict[bytes, tuple[int, bytes, list[Tensor], list[torch.device]]] = OrderedDict()
         for name, module in self._encoders.items():
-            wrap_method(module, "__call__", _KEY, partial(self._call, name), order=WrapperPriority.PARALLEL)
+            fill_slot(module, Slot.ENCODED_PROMPTS, {"__call__": partial(self._call, name)})
 
     @property
     def bytes(self) -> int:
@@ -61,8 +60,7 @@ class EncodedPrompts:
     def remove(self) -> None:
         """Stop keeping outputs, and drop those that are kept."""
         self.clear()
-        for module in self._encoders.values():
-            unwrap(module, _KEY)
+        empty_slots(self._encoders.values(), Slot.ENCODED_PROMPTS)
 
     def _call(self, name: str, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():

@@ -101,14 +101,14 @@ class FeatureChange:
     def apply(self) -> None:
         """Make the part of the change that :meth:`undo` undoes.
 
-        If it raises, it has changed nothing but wrappers.
+        If it raises, it has changed nothing but slots.
         """
 
     def undo(self) -> None:
         """Undo :meth:`apply`."""
 
     def resume(self) -> None:
-        """Make the change again, except for wrappers, after :meth:`undo` made room for another that then
+        """Make the change again, except for slots, after :meth:`undo` made room for another that then
         failed.
         """
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from para_core.adapters.registry import PARALLEL_PIPE
 from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange, Quantizer, ShardMethod
-from para_core.instance_patching import wrapper
+from para_core.instance.record import (
+    slot_owner,
+)
+from para_core.instance.slots import Slot
 
 # The name of each feature, and the module of this folder that defines it as ``FEATURE``. Modules are imported
 # when they are first needed. Changes are made in this order.
@@ -83,7 +85,7 @@ def _check_known(request: ChangeRequest) -> None:
 
 def changes_of(pipe: Any) -> Sequence[FeatureChange]:
     """Return the changes that features have made to a parallel pipeline; none if it is not parallel."""
-    call = getattr(wrapper(pipe, "__call__", PARALLEL_PIPE), "__self__", None)
+    call = slot_owner(pipe, Slot.PARALLEL_PIPE, object)
     changes: Sequence[FeatureChange] = getattr(call, "changes", ())
     return changes
 

@@ -18,7 +18,7 @@ from para_core.adapters.registry import adapter_for
 from para_core.adapters.weights.feature import Feature, Ranks, ShardMethod
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import is_compiled
+from para_core.instance.modules import is_compiled
 from para_core.plans.region import mesh_of_plan
 from para_core.torch_internals import COMPILED_CALL, compile_context
 from para_core.weights.fsdp import (

@@ -21,13 +21,17 @@ from para_core.adapters.weights.features import changes_of
 from para_core.cache.branches import Branches, conditions_of
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_method
+from para_core.instance.modules import is_compiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import (
+    empty_slot,
+    fill_slot,
+)
+from para_core.instance.slots import Slot
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.patch_plan import PatchPlan
 from para_core.weights.pipefusion import Fusion, fusion_of
 from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion, PipeFusionReport
-
-_KEY = "pipefusion"
 
 
 class FusedPipe(FeatureChange):
@@ -58,7 +62,7 @@ class FusedPipe(FeatureChange):
             self._names[id(module)] = []
             self._branches[id(module)] = Branches(conditions_of(module, require_blocks(module, self._adapter)))
             if hasattr(module, "cache_context"):
-                wrap_method(module, "cache_context", _KEY, self._track_name, order=WrapperPriority.CACHE)
+                fill_slot(module, Slot.PIPEFUSION, {"cache_context": self._track_name})
             branch_of = partial(self._branch_of, module)
             self.fusions[name] = Fusion(module, self.options, plan, blocks, branch_of, self._step_of)
             self.fusions[name].install()
@@ -67,7 +71,7 @@ class FusedPipe(FeatureChange):
         """Turn PipeFusion off."""
         for fusion in self.fusions.values():
             fusion.remove()
-            unwrap(fusion.module, _KEY)
+            empty_slot(fusion.module, Slot.PIPEFUSION)
 
     @contextmanager
     def _track_name(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:

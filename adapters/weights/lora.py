@@ -21,10 +21,15 @@ from para_core.adapters.agree.arguments import require_equal
 from para_core.adapters.agree.loras import lora_layers
 from para_core.adapters.weights.feature import Ranks, ShardMethod
 from para_core.distributed.agree import Record, differing_fields, raising_on_all
-from para_core.instance_patching import WrapperPriority, original_class, unwrap, wrap_alike, wrap_method
+from para_core.instance.private_class import original_class
+from para_core.instance.record import (
+    empty_slot,
+    fill_slot,
+    fill_slots,
+)
+from para_core.instance.slots import Slot
 from para_core.weights.parameters import stand_ins, weights_of
 
-_KEY = "LoRA over shared weights"
 # Names of the LoRA methods of models. Those of pipelines call these, or merge the LoRA into each layer.
 ADDS = ("load_lora_adapter", "add_adapter", "load_adapter")
 CHANGES = (*ADDS, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", "delete_adapter")
@@ -66,10 +71,8 @@ def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks
     All of ``ranks`` must then call such a method together, and a failure on one rank raises on all.
     """
     loras = _ShardedLoras(module, method, mesh, ranks)
-    for name in CHANGES:
-        if hasattr(module, name):
-            change = loras.add if name in ADDS else loras.change
-            wrap_method(module, name, _KEY, change, order=WrapperPriority.PLAN)
+    methods = {name: loras.add if name in ADDS else loras.change for name in CHANGES if hasattr(module, name)}
+    fill_slot(module, Slot.LORA, methods)
     loras.wrap_merges()
 
 
@@ -110,7 +113,7 @@ class _ShardedLoras:
             present = {id(layer) for layer in lora_layers(module)}
             for layer in before:
                 if id(layer) not in present:
-                    unwrap(layer, _KEY)
+                    empty_slot(layer, Slot.LORA)
             try:
                 self._method.shard_loras(module)
             except ValueError:
@@ -141,9 +144,8 @@ class _ShardedLoras:
     def wrap_merges(self) -> None:
         """Wrap the LoRA layers of the module, so that merging a LoRA gathers the weights of the layer."""
         # The layers of all blocks share one class, so the compiled graph of one block fits the others.
-        layers = lora_layers(self._module)
-        for method in ("merge", "unmerge"):
-            wrap_alike(layers, method, _KEY, self._around_merge, order=WrapperPriority.PLAN)
+        around = self._around_merge
+        fill_slots(lora_layers(self._module), Slot.LORA, {"merge": around, "unmerge": around})
 
     def _merge(self, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         with self._method.gathered(self._module, [layer]):

@@ -13,16 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from para_core.adapters.registry import FIRST_RANK, PARALLEL_VAE
 from para_core.adapters.weights.feature import FeatureChange
 from para_core.cfg.deferred import materialize
 from para_core.distributed.agree import raising_on_all
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance_patching import WrapperPriority, is_wrapped, unwrap, wrap_method, wrapper
+from para_core.instance.record import (
+    empty_slot,
+    fill_slot,
+    is_filled,
+    slot_owner,
+)
+from para_core.instance.slots import Slot
 
-# Key of the wrapper of ``__call__`` of an offloaded module. The object of the wrapper has an ``offloader``.
-OFFLOAD_KEY = "offload"
 # Names of the hooks of diffusers' group offload, in the order of removal: outermost first
 # (diffusers/hooks/group_offloading.py).
 _HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading")
@@ -101,7 +104,7 @@ class OffloadedModules(FeatureChange):
 
     def _check_not_on_all_ranks(self) -> None:
         for name, module in self.modules.items():
-            if is_wrapped(module, PARALLEL_VAE):
+            if is_filled(module, Slot.PARALLEL_VAE):
                 raise ValueError(
                     f"{self.option}='first' runs pipe.{name} on one rank, and it runs on all ranks already, "
                     f"by parallelize_vae or another pipeline with vae=True. Use {self.option}='offload', or "
@@ -115,8 +118,7 @@ class OffloadedModules(FeatureChange):
         self._place(module, device)
         if self.first_rank_only and self.mesh.ranks > 1:
             around = partial(_run_on_first, self.mesh, device, name)
-            for method in self.methods:
-                wrap_method(module, method, FIRST_RANK, around, order=WrapperPriority.PARALLEL)
+            fill_slot(module, Slot.FIRST_RANK, dict.fromkeys(self.methods, around))
 
     def _place(self, module: nn.Module, device: torch.device) -> None:
         """Offload one component."""
@@ -136,7 +138,7 @@ class OffloadedModules(FeatureChange):
         """Remove the offload, and move the weights back to the devices on which they were."""
         for name, before in self._before.items():
             module = self.modules[name]
-            unwrap(module, FIRST_RANK)
+            empty_slot(module, Slot.FIRST_RANK)
             _remove_offload(module, before)
         self._before.clear()
 
@@ -149,9 +151,9 @@ def offloader_of(module: nn.Module) -> Offloader | None:
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         return Offloader(f"accelerate's {type(hook).__name__}", "pipe.remove_all_hooks()")
-    handler = getattr(wrapper(module, "__call__", OFFLOAD_KEY), "__self__", None)
-    if handler is not None:
-        offloader: Offloader = handler.offloader
+    owner: Any = slot_owner(module, Slot.OFFLOADED_BLOCK, object)
+    if owner is not None:
+        offloader: Offloader = owner.offloader
         return offloader
     registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
     grouped = any(registry is not None and registry.get_hook("group_offloading") is not None for registry in registries)

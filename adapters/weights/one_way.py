@@ -15,9 +15,13 @@ from para_core.adapters.weights.feature import Ranks
 from para_core.adapters.weights.features import features
 from para_core.adapters.weights.sharded_component import sharded_component
 from para_core.distributed.agree import raising_on_all
-from para_core.instance_patching import WrapperPriority, uncompiled, unwrapped_class, wrap_method, wrapper
-
-_UNUSABLE = "load again"
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import unwrapped_class
+from para_core.instance.record import (
+    fill_slot,
+    slot_owner,
+)
+from para_core.instance.slots import Slot
 
 
 def load_again(owner: Any) -> str:
@@ -64,9 +68,9 @@ def check_holds_all(owner: Any, modules: Iterable[nn.Module], wanted: str) -> No
 def check_usable(owner: Any) -> None:
     """Raise ``RuntimeError`` if a change of weights of ``owner``, a pipeline or a model, has failed half-way."""
     for instance in (owner, *_modules_of(owner).values()):
-        unusable = wrapper(instance, "__call__", _UNUSABLE)
-        if unusable is not None:
-            unusable(None, instance)
+        message = slot_owner(instance, Slot.UNUSABLE, str)
+        if message is not None:
+            raise RuntimeError(message)
 
 
 @contextmanager
@@ -85,15 +89,13 @@ def one_way(owner: Any, modules: Iterable[nn.Module], ranks: Ranks, what: str) -
             f"{error}), so its weights are incomplete. {load_again(owner)}"
         )
         for instance in (owner, *modules):
-            wrap_method(
-                instance, "__call__", _UNUSABLE, partial(_raise_unusable, message), order=WrapperPriority.PARALLEL
-            )
+            fill_slot(instance, Slot.UNUSABLE, {"__call__": partial(_raise_unusable, message)}, owner=message)
         if isinstance(error, Exception):
             raise RuntimeError(message) from error
         raise
 
 
-def _raise_unusable(message: str, call: Callable[..., Any] | None, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _raise_unusable(message: str, call: Callable[..., Any], instance: Any, /, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(message)
 
 

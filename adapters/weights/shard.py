@@ -23,12 +23,16 @@ from para_core.adapters.registry import mesh_of, require_kind, transformers_of
 from para_core.adapters.weights.feature import Method, Ranks
 from para_core.adapters.weights.features import method_of, require_method, shard_methods
 from para_core.adapters.weights.lora import follow_loras
-from para_core.adapters.weights.offloaded_modules import OFFLOAD_KEY, check_not_offloaded
+from para_core.adapters.weights.offloaded_modules import check_not_offloaded
 from para_core.adapters.weights.one_way import check_holds_all, check_usable, load_again, one_way
 from para_core.adapters.weights.sharded_component import MoveGuard, ShardedComponent, compare_calls, sharded_component
 from para_core.distributed.agree import Record, check_consistent, first_difference, raising_on_all, signature
 from para_core.distributed.mesh import MESH_DIMS, PIPE_DIM, GuidedMesh
-from para_core.instance_patching import is_wrapped, original_class
+from para_core.instance.private_class import original_class
+from para_core.instance.record import (
+    is_filled,
+)
+from para_core.instance.slots import Slot
 from para_core.weights.group import as_ranks
 
 Pipeline = TypeVar("Pipeline")
@@ -128,7 +132,7 @@ class Sharding:
         refused = {
             name: module
             for name, module in self.components.items()
-            if is_wrapped(module, OFFLOAD_KEY) or not (name in transformers or hasattr(module, "_hf_hook"))
+            if is_filled(module, Slot.OFFLOADED_BLOCK) or not (name in transformers or hasattr(module, "_hf_hook"))
         }
         check_not_offloaded(refused, "Shard other components alone (components=[...]).")
 
@@ -166,10 +170,10 @@ def prepare_sharding(
     loads a whole page.
     """
     if mesh is None:
+        _check_options(pipe, method, offload_policy)
         mesh = mesh_of(pipe)
     if mesh is None:
         # The default mesh is chosen for the models, so check first that they can be sharded.
-        _check_options(pipe, method, offload_policy)
         _choose_components(pipe, method, components)
     foreign_mesh = _foreign_mesh(mesh, method)
     ranks: Ranks = guided_mesh_for(mesh, pipe, method) if foreign_mesh is None else as_ranks(foreign_mesh)

@@ -16,10 +16,14 @@ from para_core.adapters.inspect.components import components_of
 from para_core.adapters.weights.feature import Ranks
 from para_core.adapters.weights.features import method_of, require_method
 from para_core.distributed.agree import Signature, check_consistent, signature
-from para_core.instance_patching import WrapperPriority, unwrapped_class, wrap_method, wrapper
+from para_core.instance.private_class import unwrapped_class
+from para_core.instance.record import (
+    fill_slot,
+    slot_owner,
+)
+from para_core.instance.slots import Slot
 from para_core.torch_internals import parse_to
 
-_KEY = "weights"
 _FUSED = "Projections that are fused or taken apart now would not be sharded."
 _SAVED = "A file that is saved now would hold a part of them."
 # Methods that fail on sharded weights. Each value is the sentence of the message that says why.
@@ -52,10 +56,12 @@ class ShardedComponent:
 
     def wrap(self) -> None:
         """Wrap methods that would fail on sharded weights, or save only a part of them, so that they raise."""
-        wrap_method(self.module, "to", _KEY, self.move, order=WrapperPriority.PLAN)
-        for method, problem in _REFUSED_METHODS.items():
-            if hasattr(self.module, method):
-                wrap_method(self.module, method, _KEY, partial(_raise_too_late, problem), order=WrapperPriority.PLAN)
+        refused = {
+            method: partial(_raise_too_late, problem)
+            for method, problem in _REFUSED_METHODS.items()
+            if hasattr(self.module, method)
+        }
+        fill_slot(self.module, Slot.WEIGHTS, {"to": self.move, **refused}, owner=self)
 
     def move(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run ``module.to``. Raise ``RuntimeError`` if the method of sharding cannot change the dtype or
@@ -88,8 +94,7 @@ class ShardedComponent:
 
 def sharded_component(module: nn.Module) -> ShardedComponent | None:
     """Return the record of a component that para_core has sharded; None for others."""
-    component = getattr(wrapper(module, "to", _KEY), "__self__", None)
-    return component if isinstance(component, ShardedComponent) else None
+    return slot_owner(module, Slot.WEIGHTS, ShardedComponent)
 
 
 def is_distributed(module: nn.Module) -> bool:
@@ -106,7 +111,7 @@ def compare_calls(module: nn.Module, ranks: Ranks) -> None:
     """
     name = f"the {unwrapped_class(module).__name__}"
     around = partial(_run_on_all_ranks, ranks, name, signature({"call": name}))
-    wrap_method(module, "__call__", _KEY, around, order=WrapperPriority.PARALLEL)
+    fill_slot(module, Slot.WEIGHTS, {"__call__": around}, owner=sharded_component(module))
 
 
 def _run_on_all_ranks(
@@ -146,13 +151,13 @@ class MoveGuard:
     @staticmethod
     def of(pipe: Any) -> MoveGuard:
         """Return the guard of ``pipe``. If it has none yet, install one."""
-        guard = getattr(wrapper(pipe, "save_pretrained", _KEY), "__self__", None)
-        if isinstance(guard, MoveGuard):
+        guard = slot_owner(pipe, Slot.WEIGHTS, MoveGuard)
+        if guard is not None:
             return guard
         guard = MoveGuard()
-        for method, around in (("enable_model_cpu_offload", guard.offload), ("save_pretrained", guard.save)):
-            if hasattr(pipe, method):
-                wrap_method(pipe, method, _KEY, around, order=WrapperPriority.PLAN)
+        methods = {"enable_model_cpu_offload": guard.offload, "save_pretrained": guard.save}
+        present = {method: around for method, around in methods.items() if hasattr(pipe, method)}
+        fill_slot(pipe, Slot.WEIGHTS, present, owner=guard)
         return guard
 
     def offload(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:

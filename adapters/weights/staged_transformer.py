@@ -7,7 +7,7 @@ LoRAs keep working while the blocks of other stages are freed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -27,21 +27,19 @@ from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
 from para_core.distributed.agree import Record, RequireEqual, differing_fields, inputs_verified, raising_on_all
 from para_core.distributed.mesh import PIPE_DIM, GuidedMesh
-from para_core.instance_patching import (
-    WrapperPriority,
-    is_compiled,
-    original_class,
-    unwrap,
-    wrap_alike,
-    wrap_method,
+from para_core.instance.modules import is_compiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import (
+    empty_slots,
+    fill_slot,
+    fill_slots,
 )
+from para_core.instance.slots import Slot
 from para_core.weights.balance import balanced
 from para_core.weights.parameters import stand_ins, weights_of
 from para_core.weights.stack import stages_of
 from para_core.weights.stages import Stages, check_freeable, free_other_blocks
 
-_KEY = "weights in stages"
-_MERGE_KEY = "merge in stages"
 # Methods of a model that need the weights of all blocks, or would move them. The values complete the error
 # message.
 _REFUSED_METHODS = {
@@ -100,39 +98,24 @@ class StageChange(FeatureChange):
         ranges = None if earlier is None else earlier.ranges
         stages = self._stages = Stages(module, blocks, mesh.pipe, self._require_equal, ranges)
         stages.install()
-        self._wrap_refused_methods(stages)
-        for method in CHANGES:
-            if hasattr(module, method):
-                change = _add_lora if method in ADDS else _change_lora
-                wrap_method(module, method, _KEY, partial(change, stages, mesh), order=WrapperPriority.PLAN)
-
-    def _wrap_refused_methods(self, stages: Stages) -> None:
-        """Wrap methods such as ``to``, so that they raise.
-
-        Those of a pipeline are wrapped, too, because it would change other components before the transformer
-        raises.
-        """
-        for method, action in _REFUSED_METHODS.items():
-            if hasattr(self._module, method):
-                around = partial(_raise_too_late, action)
-                wrap_method(self._module, method, _KEY, around, order=WrapperPriority.PLAN)
+        refused = _present(_REFUSED_METHODS, module, _raise_too_late)
+        changes = {name: partial(_add_lora if name in ADDS else _change_lora, stages, mesh) for name in CHANGES}
+        loras = {name: change for name, change in changes.items() if hasattr(module, name)}
+        fill_slot(module, Slot.STAGED_WEIGHTS, {**refused, **loras})
         # diffusers' group offload moves single blocks and layers, so each layer must refuse to move.
         freed = [part for block in stages.other_blocks for part in block.modules()]
-        wrap_alike(freed, "to", _KEY, partial(_raise_on_moved_layer, self._module), order=WrapperPriority.PLAN)
-        if self._owner is not self._module:
-            for method, action in _REFUSED_METHODS_OF_PIPE.items():
-                if hasattr(self._owner, method):
-                    around = partial(_raise_too_late_for_pipe, action)
-                    wrap_method(self._owner, method, _KEY, around, order=WrapperPriority.PLAN)
+        fill_slots(freed, Slot.STAGED_WEIGHTS, {"to": partial(_raise_on_moved_layer, module)})
+        if self._owner is not module:
+            # The pipeline would change other components before the transformer raises.
+            refused = _present(_REFUSED_METHODS_OF_PIPE, self._owner, _raise_too_late_for_pipe)
+            fill_slot(self._owner, Slot.STAGED_WEIGHTS, refused)
 
     def undo(self) -> None:
         """Remove the stages, unless weights are freed already: then they stay."""
         if self._stages is None or is_split(self._module):
             return
         self._stages.remove()
-        unwrap(self._owner, _KEY)
-        for part in self._module.modules():
-            unwrap(part, _KEY)
+        empty_slots([self._owner, *self._module.modules()], Slot.STAGED_WEIGHTS)
 
     def complete(self) -> None:
         """Free the weights of the blocks of other stages."""
@@ -149,6 +132,11 @@ class StageChange(FeatureChange):
                 self._stages.links.begin()
                 stack.enter_context(inputs_verified([self._stages]))
             yield
+
+
+def _present(actions: Mapping[str, str], instance: Any, around: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Return ``around`` with the action of each method that ``instance`` has, by method."""
+    return {method: partial(around, action) for method, action in actions.items() if hasattr(instance, method)}
 
 
 def stage_changes(request: ChangeRequest) -> list[StageChange]:
@@ -238,11 +226,10 @@ def _change_lora(
     ]
     with on_all_ranks(mesh):
         try:
-            wrap_alike(layers, "merge", _MERGE_KEY, _merge_unseen, order=WrapperPriority.PLAN)
+            fill_slots(layers, Slot.STAGED_MERGE, {"merge": _merge_unseen})
             return call(module, *args, **kwargs)
         finally:
-            for layer in layers:
-                unwrap(layer, _MERGE_KEY)
+            empty_slots(layers, Slot.STAGED_MERGE)
 
 
 def _merge_unseen(call: Callable[..., Any], layer: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,8 @@ from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.feature import Feature, Ranks, ShardMethod
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import TENSOR_DIM, GuidedMesh
-from para_core.instance_patching import is_compiled, original_class
+from para_core.instance.modules import is_compiled
+from para_core.instance.private_class import original_class
 from para_core.weights.tensor import gathered_tensors, shard_new_loras, shard_tensors, tensor_mesh
 from para_core.weights.tensor_checks import check_tensor_plan
 from para_core.weights.tensor_plan import TensorPlan

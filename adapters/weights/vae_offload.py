@@ -17,10 +17,15 @@ from para_core.adapters.inspect.components import VAE_METHODS, vaes_of
 from para_core.adapters.weights.feature import ChangeRequest, Feature
 from para_core.adapters.weights.host_block import HostBlock
 from para_core.adapters.weights.offloaded_modules import OffloadedModules
-from para_core.instance_patching import WrapperPriority, original_class, uncompiled, unwrap, wrap_method
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import (
+    empty_slots,
+    fill_slot,
+)
+from para_core.instance.slots import Slot
 from para_core.torch_internals import pytree
 
-_KEY = "VAE in host memory"
 # The parts of an autoencoder that one of its methods needs no weights of.
 _UNUSED = {"encode": "decoder", "decode": "encoder"}
 
@@ -40,14 +45,12 @@ class OffloadedVaes(OffloadedModules):
         host = _HostVae(module, device)
         for x in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
             x.data = x.data.to(device)
-        for method in VAE_METHODS:
-            wrap_method(module, method, _KEY, partial(host.run, method), order=WrapperPriority.PARALLEL)
+        fill_slot(module, Slot.VAE_OFFLOAD, {method: partial(host.run, method) for method in VAE_METHODS})
         # By this hook diffusers finds the device on which the autoencoder computes, and refuses to move it.
         HookRegistry.check_if_exists_or_initialize(module).register_hook(_hook_for(device), "group_offloading")
 
     def undo(self) -> None:
-        for module in self.modules.values():
-            unwrap(module, _KEY)
+        empty_slots(self.modules.values(), Slot.VAE_OFFLOAD)
         super().undo()
 
 

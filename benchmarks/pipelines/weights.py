@@ -23,7 +23,7 @@ from para_core.adapters import apply_cache_on_transformer, parallelize_transform
 from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.registry import tensor_plan_for
 from para_core.distributed.mesh import guided_mesh
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.weights.fsdp import shard_blocks
 from para_core.weights.group import sequence_ranks, weights_mesh
 from para_core.weights.tensor import shard_tensors

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.cache.attachment import ModelCallHook, host_of
+from para_core.cache.attachment import host_of
 from para_core.cache.block_cache import BlockCache
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import Step
@@ -20,12 +20,12 @@ from para_core.cache.options import CacheOptions, options_of
 from para_core.cache.report import CacheReport, rows_of
 from para_core.declared_options import shows_options
 from para_core.distributed.mesh import sequence_mesh
-from para_core.instance_patching import WrapperPriority, uncompiled, unwrap, wrap_method, wrapper
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import empty_slot, fill_slot, slot_owner
+from para_core.instance.slots import Slot
 from para_core.plans.module_matching import parameters_of
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_KEY = "cache of the model"
 
 
 @shows_options(CacheOptions)
@@ -67,7 +67,6 @@ def apply_cache(
     remove_cache(model)
     host = cache.attach()
     host.resident = cache
-    caller = host.caller(_KEY)
     parameters = parameters_of(module)
 
     def run(call: Callable[..., Any], called: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -79,19 +78,16 @@ def apply_cache(
             return call(called, *args, **kwargs)
         return cache.run(partial(call, called, *args, **kwargs), arguments, lambda _: Step())
 
-    caller.run, caller.cache = run, cache
-    wrap_method(model, "__call__", caller.key, caller.around, order=WrapperPriority.CACHE)
+    fill_slot(model, Slot.CACHE, {"__call__": run}, owner=cache)
     return model
 
 
 def remove_cache(model: Model) -> Model:
     """Undo :func:`apply_cache`: restore the class of ``model``, delete the cache's attributes, and return ``model``."""
     for module in (model, uncompiled(model)):
-        caller, cache = _cache_of(module)
-        if caller is not None and cache is not None:
-            cache.attach().remember(module)
-            unwrap(module, caller.key)
-            caller.free()
+        cache = slot_owner(module, Slot.CACHE, BlockCache)
+        if cache is not None:
+            empty_slot(module, Slot.CACHE)
             cache.detach()
     return model
 
@@ -138,21 +134,13 @@ def model_cache_report(model: nn.Module) -> CacheReport:
 
 def cache_options(model: nn.Module) -> CacheOptions | None:
     """Return the options of the cache of ``model``; None if it has no cache."""
-    _, cache = _cache_of(model)
+    cache = slot_owner(model, Slot.CACHE, BlockCache)
     return None if cache is None else cache.options
 
 
 def require_cache(model: nn.Module) -> BlockCache:
     """Return the cache of :func:`apply_cache` on ``model``. Raise ``ValueError`` if there is none."""
-    cache = _cache_of(model)[1] or _cache_of(uncompiled(model))[1]
+    cache = slot_owner(model, Slot.CACHE, BlockCache) or slot_owner(uncompiled(model), Slot.CACHE, BlockCache)
     if cache is None:
         raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")
     return cache
-
-
-def _cache_of(module: nn.Module) -> tuple[ModelCallHook | None, BlockCache | None]:
-    """Return the hook of :func:`apply_cache` on ``module``, and its cache; None for both if there is no cache."""
-    caller = getattr(wrapper(module, "__call__", f"{_KEY} 0"), "caller", None)
-    if not isinstance(caller, ModelCallHook) or not isinstance(caller.cache, BlockCache):
-        return None, None
-    return caller, caller.cache

@@ -43,7 +43,7 @@ from para_core.cache.residuals import CacheState
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_data_dependent
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.current_call import attention_is_skipped, on_all_stages, ranks_sharing_samples
 from para_core.plans.module_matching import parameters_of
@@ -79,8 +79,6 @@ class BlockCache:
         self.roles = roles_of(module, blocks, first_blocks, options.last_blocks)
         self._given_mesh = mesh
         self.mesh = mesh
-        # Whether a graph was compiled with this cache, so that its hooks must be kept for that graph.
-        self.traced = False
         # Whether the hooks currently run all blocks, as without a cache.
         self.idle = False
         self._warnings = WarningLog()
@@ -114,7 +112,7 @@ class BlockCache:
     def detach(self) -> None:
         """Remove this cache's hooks, unless another cache shares them, and drop its residuals."""
         self.reset()
-        detach(self.module, self.roles, self, traced=self.traced)
+        detach(self.module, self)
 
     def as_text(self) -> dict[str, str]:
         """Return all options, with the current threshold, as ``{name: text}``, which ranks can compare."""
@@ -278,7 +276,6 @@ class BlockCache:
 
     def reset_states(self) -> None:
         for state in (*self.states.values(), self.state):
-            self.traced = self.traced or isinstance(state.decider, TensorDecider)
             state.clear()
         self._forget_states()
 

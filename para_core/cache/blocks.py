@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.plans.module_matching import parameters_of
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from para_core.cache.argument_values import MOST_READ, Leaf, Leaves, argument_of, clocks_in, leaves_of, value_at
 from para_core.cache.blocks import CachedBlocks
 from para_core.cache.decision import DecisionOutcome, Verdict
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.torch_internals import pytree
 from para_core.user_warnings import CacheWarning, warn_user
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.modes.interceptor import call_original, inside_branch
 from para_core.torch_internals import no_frame_of_its_own
 

@@ -33,7 +33,7 @@ from para_core.distributed.agree import check_consistent, signature
 from para_core.distributed.collectives import LIBRARY, define_operator
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import mask_length_mismatch
-from para_core.instance_patching import original_class
+from para_core.instance.modules import submodules_of
 from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes.block_masks import ShardedMaskMod, layout_id, position_of_row, shard_block_mask
 from para_core.modes.registry import (
@@ -357,15 +357,31 @@ def uses_flex_attention(module: nn.Module) -> bool:
 
     Searches the Python modules, other than torch's, of the classes of all submodules and their attention processors.
     """
-    parts = [(part, getattr(part, "processor", None)) for part in module.modules()]
-    names = {original_class(owner).__module__ for pair in parts for owner in pair if owner is not None}
-    for file in [sys.modules.get(name) for name in names if not name.startswith("torch.")]:
-        values = {} if file is None else vars(file)
-        own = [value for value in values.values() if getattr(value, "__module__", None) == values["__name__"]]
-        functions = [value for x in own for value in (vars(x).values() if isinstance(x, type) else [x])]
-        codes = [getattr(function, "__code__", None) for function in functions]
-        if any(not _NAMES.isdisjoint(used) for used in (values, *[getattr(code, "co_names", ()) for code in codes])):
-            return True
+    # Private classes have the Python module of the original class.
+    names: set[str] = set()
+    for part in submodules_of(module):
+        names.add(type(part).__module__)
+        processor = getattr(part, "processor", None)
+        if processor is not None:
+            names.add(type(processor).__module__)
+    return any(map(_mentions_flex_attention, [name for name in names if not name.startswith("torch.")]))
+
+
+def _mentions_flex_attention(name: str) -> bool:
+    """Whether the Python module ``name`` or a function in it uses one of ``_NAMES``."""
+    file = sys.modules.get(name)
+    if file is None:
+        return False
+    values = vars(file)
+    if not _NAMES.isdisjoint(values):
+        return True
+    for value in values.values():
+        if getattr(value, "__module__", None) != values["__name__"]:
+            continue
+        for function in vars(value).values() if isinstance(value, type) else (value,):
+            code = getattr(function, "__code__", None)
+            if not _NAMES.isdisjoint(getattr(code, "co_names", ())):
+                return True
     return False
 
 

@@ -38,6 +38,7 @@ DISPATCHED_OPERATORS = (
     ("xformers_flash", "flash_fwd"),
     ("xformers_flash3", "flash_fwd"),
 )
+_DISPATCHED_NAMESPACES = frozenset(namespace for namespace, _ in DISPATCHED_OPERATORS)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -76,8 +77,9 @@ def has_other_builds() -> bool:
     """Whether a build of FlashAttention is loaded that only a mode can intercept, because its namespace is not in
     ``DISPATCHED_OPERATORS``, such as one from the Hugging Face Hub.
     """
-    intercepted = [namespace for namespace, _ in DISPATCHED_OPERATORS]
-    return any("flash_attn" in namespace and namespace not in intercepted for namespace in vars(torch.ops))
+    # A generator would add a Python call for each namespace to each call of a model.
+    builds = {namespace for namespace in vars(torch.ops) if "flash_attn" in namespace}
+    return not builds <= _DISPATCHED_NAMESPACES
 
 
 def is_called_by_a_graph(operator: Operator) -> bool:

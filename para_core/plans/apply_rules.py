@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from para_core.dataclass_fields import change_field, fields_of, has_fields, leaves_of, like_sequence, with_fields
 from para_core.distributed.mesh import SequenceMesh
-from para_core.layout.sequence import Segment, SequenceLayout
+from para_core.layout.sequence import Run, Segment, SequenceLayout
 from para_core.layout.tokens import gather_tokens, shard_tokens
 from para_core.modes.registry import mask_sharder
 from para_core.plans.plan import (
@@ -33,6 +33,19 @@ from para_core.plans.plan import (
     SplitMask,
 )
 
+# Maximum number of known cuts of one plan. A full table is emptied.
+_MOST_KNOWN_CUTS = 256
+
+
+class _KnownCut(NamedTuple):
+    """The result of a plain :class:`Split` for one number of tokens: the segment, and the runs that this rank holds."""
+
+    # The table's keys contain the id of the rule, so it must stay alive.
+    split: Split
+    name: str
+    segment: Segment
+    runs: tuple[Run, ...]
+
 
 class RuleExecutor:
     """An executor of plan rules on the tensors of one model call at a time.
@@ -47,6 +60,8 @@ class RuleExecutor:
         self._coarse = coarse
         # A dict, because Dynamo 2.13 loses an attribute that is set before and after torch.cond, which a cache adds.
         self.segments: dict[str, Segment] = {}
+        # In eager code, the sharding of tensors that a plain Split cuts, by rule and number of tokens.
+        self._known_cuts: dict[tuple[int, int], _KnownCut] = {}
         # (Query layout, key layout, sharded mask) by block mask, because a model passes the same mask to every block.
         self._masks: WeakKeyDictionary[BlockMask, tuple[SequenceLayout, SequenceLayout, BlockMask]]
         self._masks = WeakKeyDictionary()
@@ -70,7 +85,8 @@ class RuleExecutor:
             name = f"{module_name}.{key}" if module_name else key
             parameter, _, path = key.partition(".")
             if named.get(parameter) is not None:
-                named[parameter] = self._cut_at(path, named[parameter], cut, name)
+                value = named[parameter]
+                named[parameter] = self._cut_at(path, value, cut, name) if path else self.cut(value, cut, name)
             elif parameter in parameters[: len(positional)]:
                 index = parameters.index(parameter)
                 if positional[index] is not None:
@@ -85,6 +101,8 @@ class RuleExecutor:
         """Return ``value``, an argument or output called ``name``, with the rule ``cut`` applied to it, or to each
         entry of a list, tuple or dict that is not None, or to each field of a dataclass that holds tensors or masks.
         """
+        if isinstance(value, Tensor) and isinstance(cut, Split):
+            return self._split(value, cut, name)
         if isinstance(cut, Entries):
             return self._entries(value, cut, name)
         if isinstance(cut, Count):
@@ -190,21 +208,47 @@ class RuleExecutor:
             segment = self._segment_of_groups(value, split)
             self._note(segment, split.dim, name)
             return value if segment.replicated else self._shard_known(value, split.dim, segment)
-        known = self.segments.get(split.segment or split.like or name)
+        segment_name = split.segment or split.like or name
+        known = self.segments.get(segment_name)
         if known is not None and split.after is None:
             if known.together != 1:
                 return self._shard_known(value, split.dim, known)
             # A segment of few frames is replicated, even if it has enough tokens.
             if known.replicated and known.total == value.shape[split.dim]:
                 return value
+        if split.after is None and not torch.compiler.is_compiling():
+            return self._split_eagerly(value, split, name, segment_name)
         first = () if split.after is None else (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
-        segment = self.new_segment(split.segment or split.like or name, total)
+        segment = self.new_segment(segment_name, total)
         if split.segment is not None or not segment.replicated:
             self._note(segment, split.dim, name)
         if segment.replicated:
             return value
         return shard_tokens(value, split.dim, SequenceLayout((*first, segment), self.mesh.ranks), self.mesh)
+
+    def _split_eagerly(self, value: Tensor, split: Split, name: str, segment_name: str) -> Tensor:
+        """Return this rank's part of ``value``, all of whose tokens along ``split.dim`` are those of one segment.
+
+        What the plan says about a number of tokens is looked up from the second call on.
+        """
+        total = value.shape[split.dim]
+        known = self._known_cuts.get((id(split), total))
+        if known is None or known.split is not split or known.name != segment_name:
+            segment = self.new_segment(segment_name, total)
+            runs = SequenceLayout((segment,), self.mesh.ranks).runs(self.mesh.rank)
+            if len(self._known_cuts) >= _MOST_KNOWN_CUTS:
+                self._known_cuts.clear()
+            known = self._known_cuts[id(split), total] = _KnownCut(split, segment_name, segment, runs)
+        segment = known.segment
+        noted = self.segments.get(segment_name)
+        if (noted is None or noted.total != total) and (split.segment is not None or not segment.replicated):
+            self._note(segment, split.dim, name)
+        if segment.replicated:
+            return value
+        # Copy the tokens, because a view would keep the whole sequence in memory.
+        parts = [value.narrow(split.dim, start, length) for start, length in known.runs]
+        return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, split.dim)
 
     def _segment_of_groups(self, value: Tensor, split: Split) -> Segment:
         """Return the segment of a tensor in which the tokens of each entry of a dim, such as a frame, stay together."""

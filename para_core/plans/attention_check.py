@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from para_core.instance_patching import Around, WrapperPriority, original_class, submodules_of, unwrap, wrap_method
+from para_core.instance.modules import submodules_of
+from para_core.instance.private_class import original_class
+from para_core.instance.record import Around, empty_slots, fill_slots
+from para_core.instance.slots import Slot
 from para_core.modes.handwritten import HandwrittenAttention
 from para_core.modes.interceptor import refuse_replaced_attention
 from para_core.plans.foreign_code import foreign_code, processor_of
 from para_core.plans.planned_attention import PlannedAttention
 from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 from para_core.user_warnings import ForeignCodeWarning, ParallelWarning, WarningLog
-
-# The key of the wrappers that check attention modules.
-CHECK = "attention check"
 
 # Hooks of diffusers that replace attention by values on purpose, for guidance by a perturbed model: its output is made
 # of a rank's own tokens. The hooks of a module are in this attribute.
@@ -32,7 +32,12 @@ _PERTURBING_HOOKS = ("AttentionProcessorSkipHook", "TransformerBlockSkipHook")
 
 def attention_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the modules inside ``module`` that have an attention processor, by name."""
-    return {name: part for name, part in module.named_modules() if name and processor_of(part) is not None}
+    parts = {}
+    for name, part in module.named_modules():
+        # The condition is that of processor_of, without a Python call for each module.
+        if name and (part.__dict__.get("processor") is not None or part._modules.get("processor") is not None):
+            parts[name] = part
+    return parts
 
 
 def _has_hooks_of_diffusers(module: nn.Module) -> bool:
@@ -78,15 +83,14 @@ class ModelCode:
 class AttentionCheck:
     """The check of one planned model: due at its first eager call, and again after code inside it has changed.
 
-    While it is due, attention modules that the plan does not name have a wrapper. A call that passes removes the
-    wrappers, so later calls cost nothing more. A graph that was traced with them keeps them.
+    While it is due, attention modules that the plan does not name have a filled slot. A call that passes empties the
+    slots, so later calls cost nothing more. A graph that was traced with them keeps them.
 
     Args:
         ranks: Number of ranks that share a sequence. Nothing is checked on one.
         written_for: The class whose code the plan describes; None if somebody wrote the plan for the model at hand,
             with all that is inside it.
         current: Returns the attention function of the module that is running; None outside of a call.
-        remember: Keeps the classes of modules alive, because graphs may be valid for them only.
     """
 
     def __init__(
@@ -94,23 +98,20 @@ class AttentionCheck:
         ranks: int,
         written_for: type | None,
         current: Callable[[], PlannedAttention | None],
-        remember: Callable[[list[nn.Module]], None],
     ) -> None:
         self.written_for = written_for
         # The number of changes of the model's code. verify=True compares a call again after each.
         self.version = 0
         self.warnings = WarningLog()
-        self._ranks, self._current, self._remember = ranks, current, remember
+        self._ranks, self._current = ranks, current
         # Whether the next eager call is checked. A graph must not read it, or it would be a guard.
         self.due = ranks > 1
         self._code: ModelCode | None = None
-        # The attention modules that the plan describes, whose hooks check them, and those with a wrapper, by name.
+        # The attention modules that the plan describes, whose hooks check them, and those with a filled slot, by name.
         self._planned: Mapping[str, nn.Module] = {}
         self._wrapped: dict[str, nn.Module] = {}
-        # Stored, because each access of a method creates another object, and modules share a class by its identity.
-        self._around: Around = self._run
-        # Whether a graph holds the wrappers. In a list, because Dynamo 2.13 loses an attribute that is set before
-        # torch.cond (which a cache adds) and again after it.
+        # Whether a graph holds the functions in the slots. In a list, because Dynamo 2.13 loses an attribute that is
+        # set before torch.cond (which a cache adds) and again after it.
         self._is_traced = [False]
 
     def new_code(self) -> int:
@@ -151,19 +152,16 @@ class AttentionCheck:
         self._planned = planned
         described = [*planned.values()]
         self._wrapped = {name: part for name, part in attention_modules(module).items() if part not in described}
-        for part in self._wrapped.values():
-            wrap_method(part, "__call__", CHECK, self._around, order=WrapperPriority.PLAN)
+        fill_slots(self._wrapped.values(), Slot.ATTENTION_CHECK, {"__call__": self._run})
         self._code = ModelCode(module)
 
     def end(self) -> None:
-        """Remove the wrappers."""
-        self._remember([*self._wrapped.values()])
-        for part in self._wrapped.values():
-            unwrap(part, CHECK)
+        """Empty the slots of attention modules."""
+        empty_slots(self._wrapped.values(), Slot.ATTENTION_CHECK)
         self._wrapped = {}
 
     def release(self) -> None:
-        """Remove the wrappers, and forget the modules of the model."""
+        """Empty the slots, and forget the modules of the model."""
         self.end()
         self.reset()
         self._planned = {}
@@ -231,7 +229,7 @@ class AttentionCheck:
             module: The model, whose tokens were sharded.
             attention: Its attention function.
             by_hand: What was seen of attention by hand; None if the call was not checked.
-            has_graphs: Whether parts of the model are compiled, whose graphs hold the wrappers.
+            has_graphs: Whether parts of the model are compiled, whose graphs hold the functions in the slots.
         """
         name = type(module).__name__
         found = "" if by_hand is None or not by_hand.places else by_hand.described(module)

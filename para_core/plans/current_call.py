@@ -9,15 +9,13 @@ from typing import Any
 from torch import nn
 
 from para_core.distributed.mesh import MeshDim, SequenceMesh
-from para_core.instance_patching import wrapper
+from para_core.instance.record import slot_owner
+from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.modes.unified import UnifiedAttnMode
 from para_core.plans.planned_attention import Interception
 from para_core.plans.region import region_of
 from para_core.torch_internals import function_mode_stack
-
-# The key of the wrappers of a model in pipeline stages (:mod:`para_core.weights.stages`).
-STAGES = "stages"
 
 
 def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
@@ -57,5 +55,5 @@ def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
 
     Collective, unless ``module`` has no pipeline stages. The other ranks along ``pipe`` pass the input of the block.
     """
-    stages = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
+    stages: Any = slot_owner(module, Slot.STAGES, object)
     return output if stages is None else stages.on_all(block, output)

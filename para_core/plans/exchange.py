@@ -274,10 +274,14 @@ class CachesOfCall:
     """
 
     def __init__(self, arguments: Iterable[Any]) -> None:
-        layers = [layer for cache in _caches_in(arguments) for layer in cache.layers]
         # The keys and values of each layer before the call, [B, H, S, D]; None in a layer without tokens.
-        self._layers = {id(x): (getattr(x, "keys", None), getattr(x, "values", None)) for x in layers}
-        self.hold_tokens = any(isinstance(keys, Tensor) and keys.numel() > 0 for keys, _ in self._layers.values())
+        self._layers: dict[int, tuple[Any, Any]] = {}
+        self.hold_tokens = False
+        for cache in _caches_in(arguments):
+            for layer in cache.layers:
+                keys = getattr(layer, "keys", None)
+                self._layers[id(layer)] = keys, getattr(layer, "values", None)
+                self.hold_tokens = self.hold_tokens or (isinstance(keys, Tensor) and keys.numel() > 0)
 
     def gather(self, arguments: Iterable[Any], output: Any, segments: Sequence[Segment], mesh: SequenceMesh) -> None:
         """Complete the caches among ``arguments`` and in ``output`` in place: replace the tokens that this rank
@@ -305,9 +309,12 @@ class CachesOfCall:
 def _caches_in(values: Iterable[Any]) -> list[Any]:
     caches: dict[int, Any] = {}
     for value in values:
+        if value is None or isinstance(value, (Tensor, str, int, float)):
+            continue
         items = list(value.values()) if isinstance(value, Mapping) else value
         if isinstance(items, (list, tuple)):
-            caches.update({id(cache): cache for cache in _caches_in(items)})
+            for cache in _caches_in(items) if items else ():
+                caches[id(cache)] = cache
         elif hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list):
             caches[id(value)] = value
     return list(caches.values())

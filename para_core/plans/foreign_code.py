@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from para_core.instance_patching import original_class, submodules_of
+from para_core.instance.modules import submodules_of
+from para_core.instance.private_class import original_class
 from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 
 # Packages whose models have plans that were written, and are tested, for their code.
@@ -39,10 +40,19 @@ def foreign_code(module: nn.Module, written_for: type) -> list[str]:
         written_for: The class that the plan was written for, ``type(module)`` or one of its base classes. Code of its
             package is covered.
     """
-    covered = _KNOWN_PACKAGES | {_package(written_for.__module__)}
+    covered = _KNOWN_PACKAGES | {written_for.__module__.partition(".")[0]}
     # The first module stands for all that have the same code.
     first: dict[str, nn.Module] = {}
+    # The ids of the classes of the modules, and of their processors, that were looked at already.
+    seen: set[tuple[int, int]] = set()
     for part in submodules_of(module):
+        state = part.__dict__
+        kind = id(type(part)), id(type(state.get("processor")))
+        is_plain = not ("forward" in state or state[FORWARD_PRE_HOOKS] or state[FORWARD_HOOKS])
+        if is_plain and kind in seen and part is not module:
+            continue
+        if is_plain and part is not module:
+            seen.add(kind)
         for phrase in _foreign_parts(part, covered, written_for if part is module else None):
             first.setdefault(phrase, part)
     if not first:
@@ -60,32 +70,24 @@ def _foreign_parts(part: nn.Module, known: frozenset[str], written_for: type | N
     """
     cls, state = original_class(part), part.__dict__
     forward: Any = cls.forward  # type: ignore[attr-defined]
-    if written_for is None and not _is_known(cls, known):
+    if written_for is None and _package_of(cls) not in known:
         yield f"the module {_name(cls)}"
     elif written_for is not None and forward is not written_for.forward:  # type: ignore[attr-defined]
         yield f"the forward of {_name(cls)}, which overrides that of {written_for.__qualname__},"
-    elif not _is_known(forward, known):
+    elif _package_of(forward) not in known:
         # Somebody has replaced the method of a class, as TeaCache does.
         yield f"the method {_name(forward)} of {cls.__qualname__}"
-    if "forward" in state and not _is_known(state["forward"], known):
+    if "forward" in state and _package_of(state["forward"]) not in known:
         yield f"the method forward, replaced by {_name(state['forward'])},"
     processor = processor_of(part)
     # A processor that is a module is found among the modules.
     kind = type(None if isinstance(processor, nn.Module) else processor)
-    if kind is not type(None) and not (_is_known(kind, known) and _is_known(kind.__call__, known)):
+    if kind is not type(None) and not {_package_of(kind), _package_of(kind.__call__)} <= known:
         yield f"the processor {_name(kind)}"
     for hooks in (FORWARD_PRE_HOOKS, FORWARD_HOOKS):
         for hook in state.get(hooks, {}).values():
-            if not _is_known(hook, _KNOWN_PACKAGES):
+            if _package_of(hook) not in _KNOWN_PACKAGES:
                 yield f"the hook {_name(hook)}"
-
-
-def _is_known(code: Any, known: frozenset[str]) -> bool:
-    return _package(_module_of(code)) in known
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
 
 
 def _module_of(code: Any) -> str:
@@ -98,6 +100,13 @@ def _module_of(code: Any) -> str:
     if scope is not None:
         return str(scope.get("__name__", ""))
     return str(getattr(code, "__module__", None) or type(code).__module__)
+
+
+def _package_of(code: Any) -> str:
+    """Return the name of the package that defines a class, a function or a callable object."""
+    if isinstance(code, type):
+        return code.__module__.partition(".")[0]
+    return _module_of(code).partition(".")[0]
 
 
 def _unbound(code: Any) -> Any:

@@ -10,7 +10,8 @@ from typing import Literal
 
 from torch import nn
 
-from para_core.instance_patching import original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
 from para_core.plans.plan import Attending, AttentionByHeads, Gather, Halo, Plan, ShardRule
 
 

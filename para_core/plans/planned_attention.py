@@ -19,7 +19,7 @@ from para_core.attention.local import AttnFunc
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import SequenceMesh
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.layout.tokens import gather_tokens
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
@@ -28,7 +28,7 @@ from para_core.modes.registry import RECOMPUTATION, MeshAccess
 from para_core.modes.sharding_mode import TraceSafeLayout, segments_of, to_trace_safe
 from para_core.plans.exchange import PAST
 from para_core.plans.plan import Attention
-from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled
+from para_core.torch_internals import no_frame_of_its_own, set_grad_enabled, top_saved_tensors_hooks
 
 # Maximum number of MeshAttention objects that are cached per model. A full cache is emptied.
 _MOST_KNOWN = 64
@@ -54,6 +54,16 @@ class PreparedAttention:
     cross: AttnOptions | None
     attn_func: AttnFunc | None
     attentions: dict[tuple[Attention, tuple[Segment, ...]], MeshAttention] = field(default_factory=dict)
+    # In eager code, what computes each plan entry for the segments of the last call. The keys are the ids of the
+    # entries, which is cheaper than hashing them; the values refer to the entries, so the ids stay valid.
+    segments: tuple[Segment, ...] | None = None
+    computed_by: dict[int, tuple[Attention, MeshAttention | None]] = field(default_factory=dict)
+
+    def computed_by_for(self, segments: tuple[Segment, ...]) -> dict[int, tuple[Attention, MeshAttention | None]]:
+        """Return :attr:`computed_by` for calls with these ``segments``."""
+        if self.segments != segments or len(self.computed_by) >= _MOST_KNOWN:
+            self.segments, self.computed_by = segments, {}
+        return self.computed_by
 
 
 class PlannedAttention:
@@ -76,13 +86,14 @@ class PlannedAttention:
         # Whether other code of this package computes or skips attention, so that calls may be missing.
         self.skipped = [False]
         self._calls = 0
-        # Results of _find for the current segments, by the id of the plan entry, which is cheaper than hashing it.
-        self._found: dict[int, MeshAttention | None] = {}
+        # Results of _find for the current segments, as in PreparedAttention.
+        self._found: dict[int, tuple[Attention, MeshAttention | None]] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
         """Set the segments that the current call has sharded or replicated so far."""
         self.segments = to_trace_safe(segments, self.mesh.device_type)
-        self._found = {}
+        if not torch.compiler.is_compiling():
+            self._found = self.prepared.computed_by_for(segments)
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """Return a copy that uses the plan entries ``attending``, one per attention call, and counts calls from 0."""
@@ -107,7 +118,7 @@ class PlannedAttention:
 
         Does nothing outside of a checkpoint, and inside a compiled function.
         """
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and top_saved_tensors_hooks(True) is not None:
             for recomputation in RECOMPUTATION:
                 recomputation.attention_called(self.prepared, partial(self.bind, self))
 
@@ -160,9 +171,10 @@ class PlannedAttention:
         """Return the :class:`MeshAttention` for a plan entry, or None if SDPA on one device computes it."""
         if torch.compiler.is_compiling():
             return self._find(attention)
-        if id(attention) not in self._found:
-            self._found[id(attention)] = self._find(attention)
-        return self._found[id(attention)]
+        found = self._found.get(id(attention))
+        if found is None:
+            found = self._found[id(attention)] = attention, self._find(attention)
+        return found[1]
 
     def _find(self, attention: Attention) -> MeshAttention | None:
         if not self._has_sharded_keys(attention):

@@ -1,18 +1,17 @@
 """Apply a plan to one module: its calls shard their inputs, run with attention intercepted, and gather their outputs.
 
-The module and its submodules are wrapped by :mod:`para_core.instance_patching`, which leaves their code, hooks,
-``forward`` and attributes unchanged.
+The region fills a slot of the module and its submodules (:mod:`para_core.instance.record`), which leaves their code,
+hooks, ``forward`` and attributes unchanged.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, replace
 from functools import cache, partial
+from itertools import repeat
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,10 @@ from para_core.attention.attention_options import AttnOptions
 from para_core.attention.local import AttnFunc
 from para_core.distributed.agree import RequireEqual
 from para_core.distributed.mesh import MeshDim, SequenceMesh
-from para_core.instance_patching import (
-    Around,
-    ModuleTree,
-    WrapperPriority,
-    is_entry,
-    only_wrapped_by,
-    unwrap,
-    wrap_method,
-    wrapper,
-)
+from para_core.instance.modules import ModuleTree, submodules_of
+from para_core.instance.private_class import is_entry
+from para_core.instance.record import Around, empty_slots, fill_slot, slot_owner
+from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.modes import fused_encoder
 from para_core.modes.foreign_operators import has_other_builds
@@ -39,7 +32,7 @@ from para_core.modes.interceptor import dispatcher_is_available, unintercepted
 from para_core.modes.registry import check_exchanges, explain, needs_mode, recomputed_under
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
-from para_core.plans.attention_check import CHECK, AttentionCheck
+from para_core.plans.attention_check import AttentionCheck
 from para_core.plans.exchange import PAST, CachesOfCall, HeadExchange, SumsOverRanks, add_halo, drop_halo
 from para_core.plans.foreign_code import PACKAGES_OF_MODELS
 from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
@@ -66,14 +59,6 @@ from para_core.torch_internals import (
     is_in_backward,
 )
 from para_core.user_warnings import WarningLog
-
-_KEY = "parallel"
-KEYS_OF_PLANS = (_KEY, CHECK)
-# Regions of removed plans, by model, at most as many as Dynamo compiles graphs of one function by default. The next
-# plan with equal settings uses the region again, because a graph is valid only for the region and the classes that it
-# was compiled with.
-_REMOVED: WeakKeyDictionary[nn.Module, deque[Region]] = WeakKeyDictionary()
-_MOST_REMOVED = 8
 
 
 @dataclass(eq=False)
@@ -103,7 +88,7 @@ class Region:
         self._prepared_for: dict[tuple[AttnOptions, Backend | None], PreparedAttention] = {}
         self.use(self.options, self.cross_backend)
         encoders = (nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.MultiheadAttention)
-        self._has_encoders = any(isinstance(submodule, encoders) for submodule in module.modules())
+        self._has_encoders = any(map(isinstance, submodules_of(module), repeat(encoders)))
         # Only a mode intercepts attention in fused encoder layers, and in operators that run functions: flex_attention.
         self._must_use_mode = self._has_encoders or needs_mode(module)
         attending = self.plan.attention.values()
@@ -114,7 +99,7 @@ class Region:
         self._mixes_over_ranks = self.mesh.ranks > 1 and (
             bool(self.plan.halos) or any(isinstance(attention, LinearAttention) for attention in attending)
         )
-        # The compiled call of a module that Module.compile() compiled before. That graph would bypass the wrapper of
+        # The compiled call of a module that Module.compile() compiled before. That graph would bypass the slot of
         # _call_impl, so call_outer shards and gathers outside of the graph.
         self._compiled_before: Callable[..., Any] | None = getattr(module, COMPILED_CALL)
         if is_entry(getattr(self._compiled_before, ORIGINAL_CALLABLE, None)):
@@ -128,24 +113,15 @@ class Region:
         self._tree: ModuleTree | None = None
         # Names of the modules whose attention the plan describes.
         self._named_attention: set[str] = set()
-        self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention, self.remember)
-        # Submodules of equal rules share a wrapper, and so their graphs.
+        self.check = AttentionCheck(self.mesh.ranks, self.written_for, self._current_attention)
+        # Submodules of equal rules share a function, and so their graphs.
         self._hook_of = cache(self._submodule_hook)
-        # The wrappers of the module, by method. Each access of self.run makes another bound method, and the module gets
-        # the class that its graph was compiled with only from the same wrappers.
-        self.wrappers: dict[str, Around] = {CALL_WITH_HOOKS: self.run, "__call__": self.call_outer}
-        # Keep classes of compiled graphs alive. The keys are ids, because a patched class compares equal to its
-        # original.
-        self._classes: dict[int, type] = {}
-        # A later plan may use this region again if its settings are equal.
-        self.settings = (
-            *(self.plan, self.mesh, self.batch, self.options, self.attn_func, self.cross_backend, self.parameters),
-            *(self._has_encoders, self._must_use_mode),
-        )
         # State of the current call, in lists and dicts, because Dynamo 2.13 loses an attribute that is set before
         # torch.cond (which a cache adds) and again after it.
         self._interceptions: list[Interception] = []
         self._executor = RuleExecutor(self.mesh, coarse_segments(self.plan))
+        self._is_parallel = self.mesh.ranks > 1
+        self._joint_attention = (Attention(self.plan.joint_order),)
         # Whether a key-value cache among the arguments already holds tokens, which precede the keys of this call.
         self._continues = False
         # The HeadExchange of the attention module that is running, if its plan entry is an AttentionByHeads.
@@ -174,7 +150,7 @@ class Region:
         return tuple(self._executor.segments.values())
 
     def call_outer(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this wrapper."""
+        """Verify the arguments, and return the result of ``call``. ``Module.compile`` does not compile this."""
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         around: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
@@ -201,7 +177,7 @@ class Region:
                 intercepted although its tokens are sharded.
             ValueError: An argument is refused by the plan or does not fit it, or a block mask was not sharded.
         """
-        if self.interception is not None:
+        if self._interceptions:
             raise RuntimeError(
                 f"this {type(module).__name__} is already running in another thread, on the same ranks: their "
                 "collectives would mix. Use one thread, or a copy of the model with its own mesh."
@@ -210,7 +186,7 @@ class Region:
             self._refuse_arguments(module, args, kwargs)
         if self._mixes_over_ranks:
             check_exchanges(module)
-        planned = PlannedAttention(self._prepared, (Attention(self.plan.joint_order),), self._bound)
+        planned = PlannedAttention(self._prepared, self._joint_attention, self._bound)
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         is_checked = not torch.compiler.is_compiling() and self.check.due
         by_hand = HandwrittenAttention(PACKAGES_OF_MODELS) if is_checked else None
@@ -223,21 +199,26 @@ class Region:
                 args, kwargs, samples = own
                 self.sharing_samples += [self.batch] if samples is not None else []
             args, kwargs = self._executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
-            with fused_encoder.disabled_if(self._has_encoders), interception.entered():
+            encoders: AbstractContextManager[None] = nullcontext()
+            if self._has_encoders:
+                encoders = fused_encoder.disabled_if(True)
+            with encoders, interception.entered():
                 inputs = [*args, *kwargs.values()]
-                caches = None if torch.compiler.is_compiling() or self.mesh.ranks == 1 else CachesOfCall(inputs)
+                caches = None
+                if self._is_parallel and not torch.compiler.is_compiling():
+                    caches = CachesOfCall(inputs)
                 self._continues = caches is not None and caches.hold_tokens
                 self._intercept_if_sharded(self.plan.inputs.values())
-                bind = None if interception.mode is None else partial(self._bound, planned)
-                with recomputed_under(bind, module):
+                if interception.mode is None:
                     output = call(module, *args, **kwargs)
+                else:
+                    with recomputed_under(partial(self._bound, planned), module):
+                        output = call(module, *args, **kwargs)
                 if caches is not None:
                     caches.gather(inputs, output, self.segments, self.mesh)
                 # A graph sets `intercepted`, too: it replays the attributes that were set while it was traced.
-                sharded = any(not segment.replicated for segment in self.segments)
-                if self.mesh.ranks > 1 and sharded and (by_hand is not None or not planned.intercepted[0]):
-                    has_graphs = self._tree is not None and self._tree.has_compiled_parts()
-                    self.check.conclude(module, planned, by_hand, has_graphs=has_graphs)
+                if self._is_parallel and (by_hand is not None or not planned.intercepted[0]):
+                    self._conclude(module, planned, by_hand)
             rule = self.plan.outputs.get("")
             if rule is not None:
                 output = self._executor.outputs(output, as_tuple(rule))
@@ -252,6 +233,12 @@ class Region:
             self._interceptions.clear()
             self.sharing_samples.clear()
             self._executor.segments.clear()
+
+    def _conclude(self, module: nn.Module, planned: PlannedAttention, by_hand: HandwrittenAttention | None) -> None:
+        """Raise ``RuntimeError`` if the finished call sharded tokens and none of its attention was intercepted."""
+        if any([not segment.replicated for segment in self.segments]):  # noqa: C419 - Dynamo evaluates generators whole
+            has_graphs = self._tree is not None and self._tree.has_compiled_parts()
+            self.check.conclude(module, planned, by_hand, has_graphs=has_graphs)
 
     def _current_attention(self) -> PlannedAttention | None:
         interception = self.interception
@@ -307,12 +294,15 @@ class Region:
 
     def _intercept_if_sharded(self, rules: Collection[ShardRule]) -> None:
         """Start to intercept attention if one of the applied ``rules`` has split the tokens of a segment."""
-        interception = self.interception
-        split = any(isinstance(rule, Split) and rule.segment in self._executor.segments for rule in rules)
-        if interception is not None and split:
-            past = [Segment(PAST, 0, replicated=True)] if self._continues else []
-            interception.planned.set_segments((*self.segments, *past))
-            interception.planned.active[0] = True
+        if not self._interceptions:
+            return
+        planned = self._interceptions[-1].planned
+        for rule in rules:
+            if isinstance(rule, Split) and rule.segment in self._executor.segments:
+                past = [Segment(PAST, 0, replicated=True)] if self._continues else []
+                planned.set_segments((*self._executor.segments.values(), *past))
+                planned.active[0] = True
+                return
 
     def attach(self, module: nn.Module) -> None:
         """Wrap the submodules that the plan names, unless they are wrapped. Raise ``ValueError`` if one is missing."""
@@ -321,17 +311,16 @@ class Region:
         matches = match_modules(module, self.plan)
         submodules = {name: submodule for name, (submodule, _) in matches.items()}
         if submodules != self.submodules:
-            for submodule in self.submodules.values():
-                unwrap(submodule, _KEY)
+            empty_slots(self.submodules.values(), Slot.PLAN)
             self.submodules = submodules
             for submodule, rules in matches.values():
                 if isinstance(rules.attention, AttentionByHeads):
                     attribute = rules.attention.heads
                     self.heads.setdefault(submodule, (attribute, getattr(submodule, attribute)))
                 _, heads = self.heads.get(submodule, ("", 0))
-                # Wrap __call__, so that the wrapper stays outside of the graph of a compiled submodule.
+                # The hook runs around __call__, so that it stays outside of the graph of a compiled submodule.
                 hook = self._hook_of(rules, parameters_of(submodule), heads)
-                wrap_method(submodule, "__call__", _KEY, hook, order=WrapperPriority.PLAN)
+                fill_slot(submodule, Slot.PLAN, {"__call__": hook})
             self._named_attention = {name for name, (_, rules) in matches.items() if rules.attention}
         if self._tree is not None:
             self.check.reset()
@@ -350,7 +339,7 @@ class Region:
                 setattr(part, attribute, heads)
 
     def _submodule_hook(self, rules: ModuleRules, parameters: tuple[str, ...], heads: int) -> Around:
-        """Return the wrapper of a submodule with ``rules``.
+        """Return the function that runs around the call of a submodule with ``rules``.
 
         ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
         """
@@ -360,18 +349,18 @@ class Region:
         of_inputs, of_outputs = rules.of_inputs, rules.of_outputs
 
         def attend(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            interception = self.interception
             if isinstance(attention, AttentionByHeads):
                 setattr(module, attention.heads, heads)
-            if interception is None or not attention:
+            if not attention or not self._interceptions:
                 return call(module, *args, **kwargs)
+            interception = self._interceptions[-1]
             interception.planned.bind_checkpoint()
             if isinstance(attention, (tuple, OneForEach)):
                 with interception.attending_to(attention_calls(attention, parameters, args, kwargs)) as planned:
                     if not (torch.compiler.is_compiling() or self.check.due):
                         return call(module, *args, **kwargs)
                     return self.check.run(planned, call, module, args, kwargs)
-            by_heads = isinstance(attention, AttentionByHeads) and self.mesh.ranks > 1 and heads >= self.mesh.ranks
+            by_heads = isinstance(attention, AttentionByHeads) and self._is_parallel and heads >= self.mesh.ranks
             # Share the heads of a short, replicated segment too, because cached keys are those of a rank's heads. With
             # fewer heads than ranks no call shares them, since a sharded one raises.
             if not by_heads and not self._is_sharded(attention.segment):
@@ -394,9 +383,9 @@ class Region:
             return output
 
         def hook(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            interception, rows = self.interception, None
-            if interception is None:
+            if not self._interceptions:
                 return call(module, *args, **kwargs)
+            interception, rows = self._interceptions[-1], None
             interception.planned.bind_checkpoint()
             if of_inputs:
                 args, kwargs = self._executor.arguments(of_inputs, parameters, args, kwargs, name)
@@ -418,54 +407,8 @@ class Region:
         # Return `attend` itself if nothing else is needed: one Python frame less per call.
         return hook if of_inputs or of_outputs or gathers or halo is not None else attend
 
-    def remember(self, instances: Iterable[nn.Module]) -> None:
-        """Keep the classes of ``instances`` alive, because graphs were compiled for them.
-
-        Leaves out classes with wrappers of others, such as a cache, which may refer to the model and keep it alive.
-        """
-        classes = [type(instance) for instance in instances if only_wrapped_by(instance, *KEYS_OF_PLANS)]
-        self._classes |= {id(cls): cls for cls in classes}
-
-    def release(self, module: nn.Module) -> Callable[[], None]:
-        """Keep this region for a later plan of ``module``, without references to the module and its parts.
-
-        Returns a function that undoes this.
-        """
-        names = ("require_equal", "around", "_compiled_before", "submodules", "heads", "_tree")
-        state = {name: getattr(self, name) for name in names}
-        self.require_equal = self._compiled_before = self._tree = None
-        self.around, self.submodules, self.heads = nullcontext, {}, {}
-        for prepared in self._prepared_for.values():
-            prepared.attentions.clear()
-        removed = _REMOVED.setdefault(module, deque(maxlen=_MOST_REMOVED))
-        removed.append(self)
-
-        def restore() -> None:
-            vars(self).update(state)
-            if self in removed:
-                removed.remove(self)
-
-        return restore
-
-    def or_removed(self, module: nn.Module) -> Region:
-        """Return the region of a removed plan of ``module`` with equal settings, for use in place of this new region;
-        this region itself if there is none.
-        """
-        removed = _REMOVED.get(module, ())
-        region = next((region for region in removed if region.settings == self.settings), None)
-        if region is None:
-            return self
-        _REMOVED[module].remove(region)
-        region.require_equal, region.around = self.require_equal, self.around
-        region.check.written_for = self.check.written_for
-        region.check.warnings.clear()
-        region._compiled_before = self._compiled_before
-        region.use(self.options, self.cross_backend)
-        region._warnings.clear()
-        return region
-
     def _is_sharded(self, segment: str) -> bool:
-        return self.mesh.ranks > 1 and not self._executor.segment(segment).replicated
+        return self._is_parallel and not self._executor.segment(segment).replicated
 
     def _enter_heads(self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         output = call(projection, *args, **kwargs)
@@ -518,30 +461,19 @@ def apply_plan(
     is_default_attention = options.backend is None and cross_backend is None and attn_func is None
     if mesh.ranks == 1 and is_default_attention and not on_one_rank and region.batch is None:
         return
-    region = region.or_removed(module)
     region.attach(module)
     region.check_new_code(module)
-    for method, around in region.wrappers.items():
-        wrap_method(module, method, _KEY, around, order=WrapperPriority.PLAN)
-    region.remember([module, *region.submodules.values()])
+    fill_slot(module, Slot.PLAN, {CALL_WITH_HOOKS: region.run, "__call__": region.call_outer}, owner=region)
 
 
-def remove_plan(module: nn.Module) -> Callable[[], None]:
-    """Undo :func:`apply_plan`. Does nothing if no plan is applied.
-
-    Returns a function that restores the state of the plan after a failure, but not the wrappers.
-    """
+def remove_plan(module: nn.Module) -> None:
+    """Undo :func:`apply_plan`. Does nothing if no plan is applied."""
     region = region_of(module)
-    wrapped = set(module.modules())
     if region is not None:
-        wrapped.update(region.submodules.values())
         for submodule, (attribute, heads) in region.heads.items():
             setattr(submodule, attribute, heads)
         region.check.release()
-        region.remember(wrapped)
-    for submodule in wrapped:
-        unwrap(submodule, _KEY)
-    return region.release(module) if region is not None else lambda: None
+        empty_slots([*submodules_of(module), *region.submodules.values()], Slot.PLAN)
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
@@ -552,5 +484,4 @@ def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
 
 def region_of(module: nn.Module) -> Region | None:
     """Return the :class:`Region` of the plan that is applied to ``module``; None without a plan."""
-    region = getattr(wrapper(module, CALL_WITH_HOOKS, _KEY), "__self__", None)
-    return region if isinstance(region, Region) else None
+    return slot_owner(module, Slot.PLAN, Region)

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.instance_patching import is_wrapped, original_class, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import is_filled
+from para_core.instance.slots import Slot
 from para_core.plans.plan import Plan, published_plan
 from para_core.verify.first_difference import Difference, Recording, first_difference
 from para_core.verify.parts import largest_error, relative_error, tensors_in
@@ -187,7 +190,7 @@ def _checked_module(model: Any) -> nn.Module:
     module = uncompiled(model)
     if not isinstance(module, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected an nn.Module (of a pipeline, its transformer).")
-    if any(is_wrapped(submodule, "parallel") for submodule in module.modules()):
+    if any(is_filled(submodule, Slot.PLAN) for submodule in module.modules()):
         raise ValueError(
             f"{original_class(module).__name__} is already parallel. Check the unmodified model, or undo it first: "
             "unparallelize_pipe(pipe), unparallelize_transformer(transformer), remove_context_parallel(model)."

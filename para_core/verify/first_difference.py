@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.dataclass_fields import leaves_of
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.layout.sequence import Segment
 from para_core.modes.multi_head import multi_head_attention
 from para_core.torch_internals import DisableTorchFunction

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,12 @@ from para_core.cache.decision import Verdict
 from para_core.distributed.agree import exchange, exchange_bytes
 from para_core.distributed.mesh import SequenceMesh
 from para_core.foreign_errors import is_out_of_memory
-from para_core.instance_patching import WrapperPriority, instances_in, original_class, uncompiled, with_wrappers
+from para_core.instance.modules import instances_in, uncompiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import emptied_during
+from para_core.instance.slots import Slot
 from para_core.plans.current_call import segments_under_way
-from para_core.plans.region import KEYS_OF_PLANS, Region, region_of
+from para_core.plans.region import Region, region_of
 from para_core.torch_internals import tree_leaves
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.verify.check import TOLERANCES
@@ -31,7 +34,6 @@ from para_core.verify.virtual_ranks import device_of
 logger = logging.getLogger(__name__)
 
 # The key of the wrappers of verified calls.
-VERIFIED = "verified"
 # The error of outputs that cannot be compared, because their number or shapes differ. JSON has no infinity.
 _NOT_COMPARABLE = 1e30
 
@@ -161,24 +163,25 @@ def _compare(module: nn.Module, inputs: ModelInputs, output: Any) -> Comparison:
 
 def _call_unmodified(module: nn.Module, inputs: ModelInputs, recording: Recording | None = None) -> Any:
     """Return the output of ``module`` for a copy of ``inputs``, without plan, cache and compilation."""
-    return _call(module, inputs, recording, _is_of_weights)
+    return _call(module, inputs, recording, _SLOTS_OF_WEIGHTS)
 
 
 def _call_parallel(module: nn.Module, inputs: ModelInputs, recording: Recording) -> Any:
     """Return the output of ``module`` under its plan, without cache and compilation."""
-    return _call(module, inputs, recording, lambda key, order: key in KEYS_OF_PLANS or _is_of_weights(key, order))
+    return _call(module, inputs, recording, _SLOTS_OF_WEIGHTS | {Slot.PLAN, Slot.ATTENTION_CHECK})
 
 
-def _is_of_weights(key: str, order: WrapperPriority) -> bool:
-    """Whether a wrapper moves or gathers weights, which the unmodified model needs too."""
-    return order == WrapperPriority.OFFLOADED_BLOCK or (order == WrapperPriority.PLAN and key not in KEYS_OF_PLANS)
+# The slots of features that move or gather weights, which the unmodified model needs too.
+_SLOTS_OF_WEIGHTS = frozenset(
+    {Slot.OFFLOADED_BLOCK, Slot.TENSOR_WEIGHTS, Slot.LORA, Slot.STAGED_WEIGHTS, Slot.STAGED_MERGE, Slot.WEIGHTS}
+)
 
 
 def _call(
     module: nn.Module,
     inputs: ModelInputs,
     recording: Recording | None,
-    keep: Callable[[str, WrapperPriority], bool],
+    keep: Collection[Slot],
 ) -> Any:
     region = region_of(module)
     device = device_of(module, inputs.leaves())
@@ -188,7 +191,7 @@ def _call(
         torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.compiler.set_stance("force_eager"),
         nullcontext() if region is None else region.all_heads(),
-        with_wrappers(instances_in(module), keep),
+        emptied_during(instances_in(module), keep),
         _recorded(module, recording),
     ):
         return module(*arguments.args, **arguments.kwargs)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from para_core.dataclass_fields import leaves_of, map_leaves
 from para_core.distributed.mesh import SequenceMesh, mesh_of_groups
-from para_core.instance_patching import original_class
+from para_core.instance.private_class import original_class
 from para_core.plans.plan import Plan
 from para_core.plans.region import apply_plan
 from para_core.torch_internals import registered_group_names

@@ -19,7 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from para_core.instance_patching import unwrapped, unwrapped_class
+from para_core.instance.private_class import unwrapped_class
+from para_core.instance.record import (
+    emptied_during,
+)
 from para_core.torch_internals import parameter_slots
 from para_core.weights.parameters import FEWEST_SHARDED_ELEMENTS, consists_of_tensors, is_float8, write_shard
 
@@ -55,15 +58,15 @@ def shard_blocks(
     module.requires_grad_(False)
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     small = {x for x in module.parameters() if id(x) not in in_blocks and x.numel() < FEWEST_SHARDED_ELEMENTS} | kept
-    with unwrapped([module, *blocks]):
+    with emptied_during([module, *blocks]):
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
         # Make the whole model the FSDP2 root of its blocks, so that the blocks share streams and can be
         # prefetched.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):
-            # Change the class before the wrappers are restored, because a wrapper derives its own class from
-            # the current class, and takes its name.
+            # Change the class before the slots are filled again, because they derive a private class from
+            # the current class, and take its name.
             part.__class__ = _private_class(type(part), unwrapped_class(part))
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]

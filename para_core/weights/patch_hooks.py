@@ -21,7 +21,12 @@ from torch.overrides import TorchFunctionMode
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import define_collective, done
 from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
-from para_core.instance_patching import Around, WrapperPriority, unwrap, wrap_method
+from para_core.instance.record import (
+    Around,
+    empty_slots,
+    fill_slot,
+)
+from para_core.instance.slots import Slot
 from para_core.layout.sequence import Run, Segment, SequenceLayout
 from para_core.modes.interceptor import intercept
 from para_core.modes.registry import SdpaOwner
@@ -30,10 +35,6 @@ from para_core.plans.module_matching import ModuleRules, match_modules, paramete
 from para_core.plans.plan import Attention, Plan, ShardRule, Split
 from para_core.torch_internals import no_frame_of_its_own
 from para_core.weights.patch_plan import PatchPlan
-
-# The keys of two wrappers of a submodule: _INPUTS runs outside of the wrapper that applies the model's plan,
-# _OUTPUTS inside of it.
-_INPUTS, _OUTPUTS = "pipefusion: inputs", "pipefusion: outputs"
 
 
 class PatchRuleExecutor(RuleExecutor):
@@ -153,15 +154,13 @@ class PatchHooks:
         outputs_hook_of = cache(lambda rules: partial(self._split_outputs, rules.of_outputs, rules.name))
         for submodule, rules in self._matches.values():
             hook = hook_of(rules, parameters_of(submodule))
-            wrap_method(submodule, "__call__", _INPUTS, hook, order=WrapperPriority.PATCH)
+            fill_slot(submodule, Slot.PATCH_INPUTS, {"__call__": hook})
             if rules.of_outputs:
-                hook = outputs_hook_of(rules)
-                wrap_method(submodule, "__call__", _OUTPUTS, hook, order=WrapperPriority.PATCH_OUTPUTS)
+                fill_slot(submodule, Slot.PATCH_OUTPUTS, {"__call__": outputs_hook_of(rules)})
 
     def remove(self) -> None:
-        for submodule, _ in self._matches.values():
-            unwrap(submodule, _INPUTS)
-            unwrap(submodule, _OUTPUTS)
+        submodules = [submodule for submodule, _ in self._matches.values()]
+        empty_slots(submodules, Slot.PATCH_INPUTS, Slot.PATCH_OUTPUTS)
 
     def _hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Around:
         attention = rules.attention if isinstance(rules.attention, tuple) else ()

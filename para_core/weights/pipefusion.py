@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cfg.deferred import Expected, LiveDeferred, materialize
-from para_core.instance_patching import (
-    WrapperPriority,
-    has_compiled_parts,
-    is_compiled,
-    unwrap,
-    wrap_alike,
-    wrap_method,
-    wrapper,
+from para_core.instance.modules import has_compiled_parts, is_compiled
+from para_core.instance.record import (
+    empty_slot,
+    empty_slots,
+    fill_slot,
+    fill_slots,
+    slot_owner,
 )
+from para_core.instance.slots import Slot
 from para_core.layout.sequence import Run
 from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
 from para_core.plans.current_call import interception_of
@@ -42,8 +42,6 @@ from para_core.weights.patches import Arrival, Patched
 from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion, PipeFusionReport
 from para_core.weights.stack import PipelineStages, stages_of
 from para_core.weights.stale_keys import StaleKeys
-
-_KEY = "pipefusion"
 
 
 @dataclass
@@ -108,15 +106,15 @@ class Fusion:
 
     def install(self) -> None:
         """Wrap the model and the blocks that this rank computes."""
-        wrap_method(self.module, "__call__", _KEY, self.run, order=WrapperPriority.STAGES)
-        wrap_alike(self._blocks, "__call__", _KEY, self._run_block, order=WrapperPriority.STAGED_BLOCK)
+        fill_slot(self.module, Slot.PIPEFUSION, {"__call__": self.run}, owner=self)
+        fill_slots(self._blocks, Slot.FUSED_BLOCK, {"__call__": self._run_block})
         self._hooks.install()
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
         self._hooks.remove()
-        for module in (self.module, *self._blocks):
-            unwrap(module, _KEY)
+        empty_slot(self.module, Slot.PIPEFUSION)
+        empty_slots(self._blocks, Slot.FUSED_BLOCK)
 
     def begin(self) -> None:
         """Start a generation: clear the statistics."""
@@ -314,5 +312,4 @@ class Fusion:
 
 def fusion_of(module: nn.Module) -> Fusion | None:
     """Return the :class:`Fusion` that is installed on ``module``; None without PipeFusion."""
-    fusion = getattr(wrapper(module, "__call__", _KEY), "__self__", None)
-    return fusion if isinstance(fusion, Fusion) else None
+    return slot_owner(module, Slot.PIPEFUSION, Fusion)

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
-from para_core.instance_patching import wrapper
-from para_core.plans.current_call import STAGES
+from para_core.instance.record import (
+    slot_owner,
+)
+from para_core.instance.slots import Slot
 
 
 @dataclass(frozen=True)
@@ -53,5 +55,6 @@ class PipelineStages(Protocol):
 
 def stages_of(module: nn.Module) -> PipelineStages | None:
     """Return the pipeline stages of ``module``; None without stages."""
-    stages: PipelineStages | None = getattr(wrapper(module, "__call__", STAGES), "__self__", None)
-    return stages
+    stages: Any = slot_owner(module, Slot.STAGES, object)
+    found: PipelineStages | None = stages
+    return found

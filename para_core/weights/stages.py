@@ -19,8 +19,15 @@ from torch.distributed.tensor import DTensor
 from para_core.distributed.agree import RequireEqual
 from para_core.distributed.mesh import MeshDim
 from para_core.distributed.point_to_point import Links
-from para_core.instance_patching import WrapperPriority, is_compiled, original_class, unwrap, wrap_method
-from para_core.plans.current_call import STAGES, attention_is_skipped
+from para_core.instance.modules import is_compiled
+from para_core.instance.private_class import original_class
+from para_core.instance.record import (
+    empty_slot,
+    empty_slots,
+    fill_slot,
+)
+from para_core.instance.slots import Slot
+from para_core.plans.current_call import attention_is_skipped
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
 from para_core.torch_internals import pytree
@@ -85,7 +92,7 @@ class Stages:
         """Wrap the model, the blocks of other stages, and, except on the first stage, the first block of this
         stage.
         """
-        wrap_method(self.module, "__call__", STAGES, self.run, order=WrapperPriority.STAGES)
+        fill_slot(self.module, Slot.STAGES, {"__call__": self.run}, owner=self)
         # Blocks with equal wrappers share one, and so a class and a graph.
         wrapper_of = cache(_BlockWrapper)
         for index, entry in enumerate(self.blocks):
@@ -96,13 +103,12 @@ class Stages:
                 replacement = self._receive
             if replacement is not None or index not in self.own:
                 around = wrapper_of(replacement, entry.streams, parameters_of(entry.block))
-                wrap_method(entry.block, "__call__", STAGES, around, order=WrapperPriority.STAGED_BLOCK)
+                fill_slot(entry.block, Slot.STAGED_BLOCK, {"__call__": around})
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
-        for entry in self.blocks:
-            unwrap(entry.block, STAGES)
-        unwrap(self.module, STAGES)
+        empty_slots([entry.block for entry in self.blocks], Slot.STAGED_BLOCK)
+        empty_slot(self.module, Slot.STAGES)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call of the model, and return the last stage's output on every rank.

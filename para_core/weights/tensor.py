@@ -21,14 +21,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from para_core.instance_patching import Around, WrapperPriority, unwrapped_class, wrap_method
+from para_core.instance.private_class import unwrapped_class
+from para_core.instance.record import (
+    Around,
+    fill_slot,
+)
+from para_core.instance.slots import Slot
 from para_core.plans.module_matching import matching_modules
 from para_core.torch_internals import parameter_slots
 from para_core.weights.parameters import consists_of_tensors, write_shard
 from para_core.weights.tensor_checks import check_plain_lora, check_tensor_plan
 from para_core.weights.tensor_plan import Linear, TensorPlan, base_linear, lora_matrices, parts_of, planned_linears
 
-_KEY = "tensor"
 # Name of the attribute of a sharded module that holds its _ShardRecord.
 _RECORD = "_para_core_tensor"
 
@@ -82,8 +86,8 @@ def shard_tensors(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> None
     _shard_norms(module, plan, record)
     for pattern, dim in plan.positions.items():
         for rope in matching_modules(module, pattern).values():
-            wrap_method(rope, "__call__", _KEY, partial(_shard_outputs, mesh, dim), order=WrapperPriority.PLAN)
-    wrap_method(module, "__call__", _KEY, _without_gradients, order=WrapperPriority.PLAN)
+            fill_slot(rope, Slot.TENSOR_WEIGHTS, {"__call__": partial(_shard_outputs, mesh, dim)})
+    fill_slot(module, Slot.TENSOR_WEIGHTS, {"__call__": _without_gradients})
     if mesh.device_type != "cpu":
         module.to(mesh.device_type)
 
@@ -267,7 +271,7 @@ def _shard_outputs(
 
 
 def _wrap_forward(module: Any, around: Around) -> None:
-    wrap_method(module, "forward", _KEY, around, order=WrapperPriority.PLAN)
+    fill_slot(module, Slot.TENSOR_WEIGHTS, {"forward": around})
     before: Callable[..., Any] | None = vars(module).get("forward")
     if before is None:
         return

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from para_core.instance_patching import unwrapped_class
+from para_core.instance.private_class import unwrapped_class
 from para_core.plans.module_matching import matching_modules
 from para_core.weights.parameters import is_float8
 from para_core.weights.tensor_plan import Linear, TensorPlan, base_linear, lora_matrices, parts_of, planned_linears

@@ -11,7 +11,7 @@ from diffusers.guiders import AutoGuidance, ClassifierFreeGuidance, SmoothedEner
 from diffusers.hooks import HookRegistry, ModelHook
 
 from para_core.adapters import parallelize_pipe
-from para_core.adapters.compatibility.checks import hooks_of
+from para_core.adapters.compatibility.diffusers_features import hooks_of
 from tests.adapters.diffusers_hooks import HOOKS, MESHES, build, outcome
 from tests.adapters.test_pipelines import generate
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error

@@ -18,7 +18,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.inspect.components import components_of
 from para_core.adapters.registry import applied_mesh, transformers_of
-from para_core.instance_patching import uncompiled
+from para_core.instance.modules import uncompiled
 from tests.adapters.test_pipelines import build, generate
 from tests.tiny import cpu_mesh
 from zoo.tiny.pipelines.components import image_vae

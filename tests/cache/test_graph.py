@@ -25,7 +25,7 @@ from para_core.adapters import (
 )
 from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.registry import adapter_for
-from para_core.instance_patching import wrapper
+from para_core.cache.apply import require_cache
 from tests.adapters.test_pipelines import build, generate
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.rank_pool import heartbeat
@@ -300,7 +300,7 @@ def differences_of_a_transformer_alone(cache_first):
     with torch.no_grad():
         for step in range(3):
             compiled(**{**inputs, "hidden_states": inputs["hidden_states"] + 0.05 * step})
-            differences.append(wrapper(transformer, "__call__", "cache of the model 0").caller.cache.outcome[0])
+            differences.append(require_cache(transformer).outcome[0])
     assert torch.backends.mha.get_fastpath_enabled()
     return [float(difference[0]) for difference in differences[1:]]
 

@@ -20,7 +20,7 @@ from para_core.adapters import (
     remove_cache_from_pipe,
 )
 from para_core.adapters.cache.generation import caching_of
-from para_core.cache.apply import _cache_of, cache_options
+from para_core.cache.apply import cache_options, require_cache
 from tests.cache.scripted import ADAPTER, BLOCKS, IN_TWO_STAGES, Pipe, Scripted, verdicts
 from tests.tiny import flux_call, flux_pipe, relative_error
 
@@ -138,7 +138,7 @@ def test_unnamed_branches_wait_at_most_once(anew):
 
 def held_bytes(model):
     """Return the bytes of all tensors that the cache of ``model`` holds now, over all CFG branches."""
-    _, cache = _cache_of(model)
+    cache = require_cache(model)
     states = {id(state): state for state in (*cache.states.values(), cache.state)}
     return sum(x.numel() * x.element_size() for state in states.values() for x in state.tensors())
 

@@ -7,7 +7,7 @@ from torch import nn
 from benchmarks.harness import calls_in_python, fake_group
 from para_core.adapters import parallelize_transformer
 from para_core.distributed.agree import inputs_verified
-from para_core.instance_patching import ModuleTree
+from para_core.instance.modules import ModuleTree
 from para_core.plans.region import region_of
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer, relative_error
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters import parallelize_vae
-from para_core.instance_patching import wrapper
+from para_core.instance.record import slot_owner
+from para_core.instance.slots import Slot
 from para_core.spatial.mode import dim_groups, first_ranks, one_group
 from zoo.tiny.vaes import TINY_VAES
 
@@ -19,7 +20,7 @@ def row_groups(ranks):
     """
     mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("ring", "ulysses"))
     vae = parallelize_vae(TINY_VAES["KL"].make(), mesh=mesh)
-    run = wrapper(vae, "_decode", "parallel_vae").func.__self__
+    run = slot_owner(vae, Slot.PARALLEL_VAE, object)
     names = {id(mesh.get_group(name)): name for name in ("ring", "ulysses")}
     results = {}
     for count in (2, 3):

@@ -8,7 +8,8 @@ import torch
 from diffusers import FluxPipeline
 
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from para_core.instance_patching import is_wrapped
+from para_core.instance.record import is_filled
+from para_core.instance.slots import Slot
 from tests.adapters.test_pipelines import generate
 from tests.attention.one_device import relative_error
 from tests.tiny import cpu_mesh
@@ -28,10 +29,10 @@ def generate_on_ranks(name):
     alone = generate(pipe, name, output_type="pt")
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2), vae=True)
     vaes = [pipe.vae, *([pipe.audio_vae] if name == "ltx2" else [])]
-    assert all(is_wrapped(vae, "parallel_vae") for vae in vaes)
+    assert all(is_filled(vae, Slot.PARALLEL_VAE) for vae in vaes)
     image = generate(pipe, name, output_type="pt")
     unparallelize_pipe(pipe)
-    assert not any(is_wrapped(vae, "parallel_vae") for vae in vaes)
+    assert not any(is_filled(vae, Slot.PARALLEL_VAE) for vae in vaes)
     return relative_error(image, alone)
 
 

@@ -11,7 +11,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from para_core import Attention, Gather, Plan, Split, check_parallel
 from para_core.adapters.models.shared.flux import FLUX_PLAN
-from para_core.instance_patching import WrapperPriority, wrap_method
+from para_core.instance.record import fill_slot
+from para_core.instance.slots import Slot
 from zoo.tiny.transformers.registry import MODELS
 
 pytestmark = pytest.mark.slow
@@ -455,8 +456,6 @@ def test_an_image_encoder_is_checked_by_own_lines():
 
 def test_a_parallel_model_is_refused():
     model = MODELS["flux"].build()
-    wrap_method(
-        model, "__call__", "parallel", lambda call, module, *args: call(module, *args), order=WrapperPriority.PLAN
-    )
+    fill_slot(model, Slot.PLAN, {"__call__": lambda call, module, *args: call(module, *args)})
     with pytest.raises(ValueError, match="FluxTransformer2DModel is already parallel"):
         check_parallel(model, plan=FLUX_PLAN)

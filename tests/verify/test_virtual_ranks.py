@@ -10,7 +10,8 @@ import torch
 from para_core import Gather, Plan, Split
 from para_core.adapters.models.shared.flux import FLUX_PLAN
 from para_core.distributed.collectives import all_gather
-from para_core.instance_patching import is_wrapped
+from para_core.instance.record import is_filled
+from para_core.instance.slots import Slot
 from para_core.verify.virtual_ranks import RanksDiffer, outcomes_on_virtual_ranks, run_on_virtual_ranks
 from tests.tiny import relative_error
 from zoo.tiny.transformers.registry import MODELS
@@ -23,7 +24,7 @@ def test_known_plan_is_exact_and_model_untouched(ring, ulysses):
         expected = module(**inputs).sample
     for out in run_on_virtual_ranks(module, FLUX_PLAN, inputs, ring=ring, ulysses=ulysses):
         assert relative_error(out.sample, expected) < 1e-5
-    assert not any(is_wrapped(part, "parallel") for part in module.modules())
+    assert not any(is_filled(part, Slot.PLAN) for part in module.modules())
 
 
 def test_a_wrong_order_of_text_and_image_is_seen():

@@ -22,8 +22,8 @@ from para_core.adapters import (
 )
 from para_core.adapters.inspect.components import stack_of
 from para_core.adapters.weights.host_block import HostBlock
-from para_core.adapters.weights.offloaded_modules import OFFLOAD_KEY
-from para_core.instance_patching import is_wrapped
+from para_core.instance.record import is_filled
+from para_core.instance.slots import Slot
 from tests.tiny import relative_error
 from tests.weights.copying_group import CopyingGroup
 from tests.weights.pipes import generate, make
@@ -43,7 +43,7 @@ def place(name, dims, resident):
     generate(pipe, name)  # diffusers adds a registry of hooks to a transformer in its first call.
     before, attributes = state_of(pipe), attributes_of(pipe.transformer)
     parallelize_pipe(pipe, mesh=mesh_of(dims) if dims else None, offload="blocks", resident_blocks=resident)
-    blocks = [is_wrapped(entry.block, OFFLOAD_KEY) for entry in stack_of(pipe.transformer)]
+    blocks = [is_filled(entry.block, Slot.OFFLOADED_BLOCK) for entry in stack_of(pipe.transformer)]
     outs = [generate(pipe, name) for _ in range(2)]
     unparallelize_pipe(pipe)
     outs.append(generate(pipe, name))
@@ -266,7 +266,7 @@ def test_refused_offload_changes_nothing():
     with pytest.raises(ValueError, match="transformer is offloaded"):
         parallelize_pipe(pipe, offload="blocks")
     for entry in stack_of(pipe.transformer):
-        assert not is_wrapped(entry.block, OFFLOAD_KEY)
+        assert not is_filled(entry.block, Slot.OFFLOADED_BLOCK)
 
 
 def test_a_second_pipeline_of_the_same_transformer_is_refused():

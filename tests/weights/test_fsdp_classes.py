@@ -17,7 +17,9 @@ from para_core.adapters import (
     shard_weights,
     unparallelize_transformer,
 )
-from para_core.instance_patching import WrapperPriority, unwrapped_class, wrap_method
+from para_core.instance.private_class import unwrapped_class
+from para_core.instance.record import fill_slot
+from para_core.instance.slots import Slot
 from para_core.weights.fsdp import shard_blocks
 from tests.tiny import cpu_mesh, relative_error
 from tests.weights.pipes import make
@@ -77,9 +79,7 @@ def refused_copies(wrapped):
     """Return the errors of copying and pickling sharded modules."""
     mesh, model = init_device_mesh("cpu", (2,)), Model()
     if wrapped:
-        wrap_method(
-            model, "forward", "test", lambda call, *args: call(*args), order=WrapperPriority.PLAN, plain_copies=True
-        )
+        fill_slot(model, Slot.PLAN, {"forward": lambda call, *args: call(*args)}, permits_copies=True)
     shard_blocks(model, list(model.layers), mesh)
     errors = []
     for way in (copy.copy, copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
@@ -102,7 +102,7 @@ def slice_of_sharded_layers(wrapped):
     mesh, model = init_device_mesh("cpu", (2,)), Model()
     shard_blocks(model, [model.layers], mesh)
     if wrapped:
-        wrap_method(model.layers, "forward", "test", lambda call, *args: call(*args), order=WrapperPriority.PLAN)
+        fill_slot(model.layers, Slot.PLAN, {"forward": lambda call, *args: call(*args)})
     part = model.layers[1:]
     return isinstance(model.layers, FSDPModule), isinstance(part, FSDPModule), unwrapped_class(part).__name__, len(part)
 

@@ -11,7 +11,7 @@ from torch import nn
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, shard_weights, unparallelize_pipe
 from para_core.adapters.weights.offloaded_modules import offloader_of
-from para_core.instance_patching import instances_in
+from para_core.instance.modules import instances_in
 from para_core.weights.fsdp import is_sharded
 from tests.adapters.parallel.test_undo import failing_at_the_end
 from tests.tiny import relative_error

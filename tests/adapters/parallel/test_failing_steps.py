@@ -86,7 +86,7 @@ LOAD = (
     f"{PARALLEL}.transformer.apply_plan",
     f"{WEIGHTS}.shard.components_of",
     f"{WEIGHTS}.fsdp_weights.shard_blocks",
-    f"{WEIGHTS}.sharded_component.wrap_method",
+    f"{WEIGHTS}.sharded_component.fill_slot",
     f"{PARALLEL}.load_sharded._copy_from_files",
     f"{PARALLEL}.load_sharded._cast",
 )
@@ -114,9 +114,9 @@ def test_a_failing_step_of_load_raises_on_all_ranks(rank_pool, folder):
 @pytest.mark.parametrize(
     ("step", "after"),
     [
-        ("para_core.adapters.cache.generation.unwrap", 0),
+        ("para_core.adapters.cache.generation.empty_slot", 0),
         ("para_core.cache.block_cache.detach", 0),
-        ("para_core.adapters.cache.pipeline.unwrap", 0),
+        ("para_core.adapters.cache.pipeline.empty_slot", 0),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the cache of the")
@@ -136,9 +136,9 @@ def test_cache_stays_after_a_failed_removal(step, after):
 
 UNPARALLELIZE = (
     f"{PARALLEL}.transformer.remove_plan",
-    "para_core.adapters.vae.vae.unwrap",
+    "para_core.adapters.vae.vae.empty_slots",
     f"{WEIGHTS}.offloaded_modules._remove_offload",
-    f"{WEIGHTS}.block_offload.unwrap",
+    f"{WEIGHTS}.block_offload.empty_slot",
     "para_core.distributed.timeouts.set_group_timeout",
 )
 

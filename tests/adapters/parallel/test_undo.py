@@ -26,7 +26,8 @@ from para_core.adapters.parallel.call import parallel_call
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.parallel.transformer import TransformerPart
 from para_core.adapters.registry import adapter_for
-from para_core.instance_patching import _wrappers, uncompiled
+from para_core.instance.modules import uncompiled
+from para_core.instance.record import filled_slots
 from para_core.weights.stack import stages_of
 from tests.tiny import cpu_mesh, flux_call, flux_pipe
 from tests.together.snapshot import differences, snapshot
@@ -46,7 +47,7 @@ def timeouts():
 
 
 def state_of(pipe):
-    """Return all state that a call may change: the snapshot, the wrappers of each instance, and the time-outs of
+    """Return all state that a call may change: the snapshot, the filled slots of each instance, and the time-outs of
     groups.
     """
     state = {**snapshot(pipe), **timeouts()}
@@ -54,7 +55,7 @@ def state_of(pipe):
     for name, part in {"": pipe, **parts}.items():
         modules = [(name, part)] if part is pipe else uncompiled(part).named_modules(prefix=name)
         for path, module in modules:
-            state[f"wrappers of {path}"] = str(sorted(_wrappers(module)))
+            state[f"slots of {path}"] = str(sorted(filled_slots(module)))
     return state
 
 
@@ -162,12 +163,12 @@ WEIGHTS = "para_core.adapters.weights"
 # Each module has the functions that a step calls and looks up there. All of these steps come before weights change.
 STEPS_OF_PIPE = {
     "plan": f"{PARALLEL}.transformer.apply_plan",
-    "submodules": "para_core.plans.region.wrap_method",
+    "submodules": "para_core.plans.region.fill_slot",
     "time-out": f"{PARALLEL}.parts.override_timeouts",
     "one group": "para_core.distributed.timeouts.set_group_timeout",
-    "call": f"{PARALLEL}.call.wrap_method",
+    "call": f"{PARALLEL}.call.fill_slot",
     "VAE": f"{PARALLEL}.resolve.parallelize_vae",
-    "methods of the VAE": "para_core.adapters.vae.vae.wrap_method",
+    "methods of the VAE": "para_core.adapters.vae.vae.fill_slot",
     "text encoders": f"{WEIGHTS}.offloaded_modules.execution_device",
     "weights": f"{PARALLEL}.resolve.prepare_sharding",
     "components": f"{WEIGHTS}.shard.components_of",
@@ -279,9 +280,9 @@ def test_failure_before_weights_are_sharded_changes_nothing(rank_pool, rank):
 
 STEPS_OF_CACHE = {
     "cache": "para_core.adapters.cache.pipeline.BlockCache",
-    "call": "para_core.adapters.cache.pipeline.wrap_method",
+    "call": "para_core.adapters.cache.pipeline.fill_slot",
     "blocks": "para_core.cache.block_cache.attach",
-    "wrappers": "para_core.cache.attachment.wrap_method",
+    "wrappers": "para_core.cache.attachment.fill_slot",
     "earlier blocks": "para_core.cache.block_cache.detach",
 }
 
@@ -338,7 +339,7 @@ def fail_in_models(rank):
         for target, step in [
             (mesh, f"{PARALLEL}.transformer.apply_plan"),
             (stages, f"{WEIGHTS}.staged_transformer.stack_of"),
-            (stages, f"{WEIGHTS}.staged_transformer.wrap_method"),
+            (stages, f"{WEIGHTS}.staged_transformer.fill_slot"),
         ]:
             if earlier is stages and target is mesh:
                 continue  # Freed blocks do not come back.
@@ -349,7 +350,7 @@ def fail_in_models(rank):
         with (
             same_pipe(pipe),
             pytest.raises(RuntimeError, match="17"),
-            failing("para_core.adapters.vae.vae.wrap_method", rank, 1),
+            failing("para_core.adapters.vae.vae.fill_slot", rank, 1),
         ):
             parallelize_vae(vae, mesh=mesh)
         with same_pipe(pipe), pytest.raises(ValueError):
@@ -374,7 +375,7 @@ def fail_in_unet(rank):
         image = unet_image(pipe)
         before = state_of(pipe)
         for step in (
-            "para_core.adapters.vae.unet.wrap_method",
+            "para_core.adapters.vae.unet.fill_slot",
             "para_core.adapters.parallel.unet.make_denoiser_run",
         ):
             with pytest.raises(RuntimeError, match="17"), failing(step, rank):
@@ -393,8 +394,8 @@ def fail_in_stages(rank):
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     steps = (
         f"{WEIGHTS}.fused_pipe.FusedPipe",
-        f"{WEIGHTS}.fused_pipe.wrap_method",
-        f"{WEIGHTS}.staged_transformer.wrap_alike",
+        f"{WEIGHTS}.fused_pipe.fill_slot",
+        f"{WEIGHTS}.staged_transformer.fill_slots",
     )
     for earlier in (None, PipeFusion(2)):
         if earlier is not None:

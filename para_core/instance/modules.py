@@ -1,0 +1,75 @@
+"""The modules of an instance: all of them, and those that torch.compile has compiled."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from typing import Any
+
+from torch import nn
+
+from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, ORIGINAL_MODULE, SUBMODULES
+
+
+def instances_in(instance: Any) -> list[Any]:
+    """Return ``instance``, the modules among its attributes, and all modules inside these modules, each once."""
+    parts = [instance] if isinstance(instance, nn.Module) else getattr(instance, "__dict__", {}).values()
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    return list({id(x): x for x in (instance, *modules)}.values())
+
+
+def uncompiled(module: Any) -> Any:
+    """Return the module that ``torch.compile`` wrapped to make ``module``; ``module`` itself if it was not made so."""
+    return getattr(module, ORIGINAL_MODULE, module)
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether ``module`` itself was compiled by ``torch.compile(module)``, ``module.compile()`` or
+    ``module.forward = torch.compile(module.forward)``.
+    """
+    state = module.__dict__
+    if state.get(COMPILED_CALL) is not None or ORIGINAL_MODULE in state[SUBMODULES]:
+        return True
+    return "forward" in state and hasattr(state["forward"], ORIGINAL_CALLABLE)
+
+
+def has_compiled_parts(module: Any) -> bool:
+    """Whether ``module`` or a module inside it was compiled."""
+    return ModuleTree(module).has_compiled_parts()
+
+
+def submodules_of(module: nn.Module) -> list[nn.Module]:
+    """Return ``module`` and all modules inside it, parents first. A module that two parents share is listed twice."""
+    modules: list[nn.Module] = [module]
+    # The loop appends to the list that it iterates over, without a Python call per module, unlike module.modules().
+    for submodule in modules:
+        children = submodule.__dict__[SUBMODULES].values()
+        modules.extend(children if None not in children else [child for child in children if child is not None])
+    return modules
+
+
+class ModuleTree:
+    """A snapshot of ``module`` and all modules inside it, which can detect changes at every call of the model.
+
+    A model has over a thousand modules, so the checks are loops in C, without a Python call per module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._states = [submodule.__dict__ for submodule in submodules_of(module)]
+        self._child_dicts = [state[SUBMODULES] for state in self._states]
+        self._children = self._children_now()
+        self._holds_compiled_module = any(map(dict.__contains__, self._child_dicts, repeat(ORIGINAL_MODULE)))
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return list(chain.from_iterable(map(dict.values, self._child_dicts)))
+
+    def is_unchanged(self) -> bool:
+        """Whether every module still has the same submodules as in the snapshot."""
+        return self._children_now() == self._children
+
+    def has_compiled_parts(self) -> bool:
+        """Whether the module or a module inside it is compiled now. Only valid if :meth:`is_unchanged`."""
+        if self._holds_compiled_module or any(map(dict.get, self._states, repeat(COMPILED_CALL))):
+            return True
+        if not any(map(dict.__contains__, self._states, repeat("forward"))):
+            return False
+        return any(hasattr(state.get("forward"), ORIGINAL_CALLABLE) for state in self._states)

@@ -1,0 +1,224 @@
+"""One record of state per instance: which features are attached to it, and what runs in place of its methods.
+
+To attach a feature is to fill its slot, to remove it is to empty the slot. A filled slot has, for each method that the
+feature replaces, a function ``around(call, instance, *args, **kwargs)``, in which ``call(instance, *args, **kwargs)``
+runs the next slot or the method itself. ``call`` and ``instance`` must be positional-only, because the method may have
+parameters with these names. The slots of a method run in the order of :class:`~para_core.instance.slots.Slot`.
+
+The record is in the instance's ``__dict__``, and exists while a slot is filled. The methods find it there through the
+private class of the instance (:mod:`para_core.instance.private_class`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from para_core.instance.private_class import (
+    RECORD,
+    call_as_original,
+    enter_private_class,
+    leave_private_class,
+    original_class,
+)
+from para_core.instance.slots import Slot
+
+Around = Callable[..., Any]
+# A slot of one instance. The name is empty, unless several pipelines share a model and each fills the slot.
+Key = tuple[Slot, str]
+Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True)
+class Filling:
+    """The content of a slot of one instance, which a feature has put there.
+
+    Args:
+        methods: The functions that run around the methods of the instance, by method.
+        owner: The object of the feature, which :func:`slot_owner` returns.
+        permits_copies: Whether ``copy`` and ``pickle`` may make an instance without this filling.
+    """
+
+    methods: Mapping[str, Around]
+    owner: object = None
+    permits_copies: bool = False
+
+
+_NOTHING: Mapping[Key, Filling] = {}
+
+
+@dataclass(eq=False)
+class InstanceRecord:
+    """The filled slots of one instance, and what runs in place of its methods, which is composed when slots change."""
+
+    fillings: dict[Key, Filling] = field(default_factory=dict)
+    # By method, the functions of all slots, nested around the method.
+    chains: dict[str, Around] = field(default_factory=dict)
+    # In place of __call__ if the module was compiled in place; None if slots replace other methods too.
+    compiled_call: Around | None = None
+
+    def compose(self, instance: Any) -> None:
+        """Nest the functions of the filled slots around the methods of ``instance``."""
+        base = original_class(instance)
+        # A sort is stable, so among fillings of one slot the last one is outermost.
+        innermost_first = sorted(self.fillings, key=lambda key: -key[0])
+        chains: dict[str, Around] = {}
+        # The functions around __call__ once more, around the call of a module that was compiled in place.
+        compiled: Around = partial(call_as_original, base)
+        for key in innermost_first:
+            for method, around in self.fillings[key].methods.items():
+                # partial() adds no Python frame between the functions.
+                chains[method] = partial(around, chains.get(method) or getattr(base, method))
+                compiled = partial(around, compiled)
+        self.chains = chains
+        self.compiled_call = compiled if [*chains] == ["__call__"] and issubclass(base, nn.Module) else None
+
+
+def fill_slot(
+    instance: Any,
+    slot: Slot,
+    methods: Mapping[str, Around],
+    *,
+    owner: object = None,
+    name: str = "",
+    permits_copies: bool = False,
+) -> None:
+    """Fill ``slot`` of this one instance: calls of its ``methods`` then run these functions. Not thread-safe.
+
+    If the slot is filled already, the methods are added to it, in place of earlier ones of the same name.
+
+    Args:
+        methods: ``around(call, instance, *args, **kwargs)`` by the name of the method that it runs around.
+        owner: The object that :func:`slot_owner` returns. Defaults to the earlier one.
+        name: The name of one of several fillings of the slot.
+        permits_copies: Whether ``copy`` and ``pickle`` may make an instance without this filling. By default they raise
+            ``TypeError``.
+    """
+    record: InstanceRecord = instance.__dict__.get(RECORD) or InstanceRecord()
+    earlier = record.fillings.get((slot, name), Filling({}))
+    fillings = dict(record.fillings)
+    fillings[slot, name] = replace(
+        earlier,
+        methods={**earlier.methods, **methods},
+        owner=earlier.owner if owner is None else owner,
+        permits_copies=permits_copies,
+    )
+    _set_fillings(instance, fillings)
+
+
+def fill_slots(instances: Iterable[Any], slot: Slot, methods: Mapping[str, Around], *, owner: object = None) -> None:
+    """Call :func:`fill_slot` for each of ``instances``, which then share graphs if their classes are equal."""
+    for instance in instances:
+        fill_slot(instance, slot, methods, owner=owner)
+
+
+def empty_slot(instance: Any, slot: Slot, name: str = "") -> None:
+    """Empty ``slot`` of ``instance``, if it is filled. The last one that is emptied restores the instance's class."""
+    record: InstanceRecord | None = instance.__dict__.get(RECORD)
+    if record is not None and (slot, name) in record.fillings:
+        _set_fillings(instance, {key: filling for key, filling in record.fillings.items() if key != (slot, name)})
+
+
+def empty_slots(instances: Iterable[Any], *slots: Slot) -> None:
+    """Call :func:`empty_slot` for each of ``instances`` and ``slots``."""
+    # A model has over a thousand modules, most of which have no record.
+    for instance in instances:
+        if RECORD in instance.__dict__:
+            for slot in slots:
+                empty_slot(instance, slot)
+
+
+def is_filled(instance: Any, slot: Slot, name: str = "") -> bool:
+    """Whether ``slot`` of ``instance`` is filled."""
+    record: InstanceRecord | None = instance.__dict__.get(RECORD)
+    return record is not None and (slot, name) in record.fillings
+
+
+def filled_slots(instance: Any) -> Mapping[Key, Filling]:
+    """Return the filled slots of ``instance``."""
+    record: InstanceRecord | None = getattr(instance, "__dict__", {}).get(RECORD)
+    return _NOTHING if record is None else record.fillings
+
+
+def slot_owner(instance: Any, slot: Slot, kind: type[Owner], name: str = "") -> Owner | None:
+    """Return the object of the feature that fills ``slot`` of ``instance``; None if it is empty, or of another
+    ``kind``. Dynamo can trace this function.
+    """
+    record: InstanceRecord | None = instance.__dict__.get(RECORD)
+    if record is None or (slot, name) not in record.fillings:
+        return None
+    owner = record.fillings[slot, name].owner
+    return owner if isinstance(owner, kind) else None
+
+
+@contextmanager
+def filled_during(instance: Any, slot: Slot, methods: Mapping[str, Around], *, owner: object = None) -> Iterator[None]:
+    """Fill ``slot`` inside the ``with`` block, then restore the earlier filling.
+
+    If there was none, the slot stays filled, so that graphs stay valid that were compiled for the class of
+    ``instance``.
+    """
+    earlier = filled_slots(instance).get((slot, ""))
+    changes = earlier is None or earlier.methods != methods
+    if changes:
+        fill_slot(instance, slot, methods, owner=owner)
+    try:
+        yield
+    finally:
+        if earlier is not None and changes:
+            fill_slot(instance, slot, earlier.methods, owner=earlier.owner, permits_copies=earlier.permits_copies)
+
+
+@contextmanager
+def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
+    """Restore the slots of ``instances``, and therefore their classes, if the ``with`` block raises."""
+    # A model has over a thousand modules, so there is no Python call for each.
+    before: list[tuple[Any, Mapping[Key, Filling]]] = []
+    for instance in instances:
+        record = instance.__dict__.get(RECORD)
+        before.append((instance, _NOTHING if record is None else record.fillings))
+    try:
+        yield
+    except BaseException:
+        for instance, fillings in before:
+            if filled_slots(instance) is not fillings:
+                _set_fillings(instance, fillings)
+        raise
+
+
+@contextmanager
+def emptied_during(instances: Iterable[Any], keep: Collection[Slot] = ()) -> Iterator[None]:
+    """Empty the slots of ``instances`` inside the ``with`` block, except those of ``keep``, and fill them again
+    afterwards.
+
+    Code such as FSDP2, which derives a new class from an instance's class, must run inside the block, so that it does
+    not derive it from the private class. The slots are then those of the new class.
+    """
+    before = [(instance, filled_slots(instance)) for instance in instances]
+    before = [(instance, fillings) for instance, fillings in before if fillings]
+    try:
+        for instance, fillings in before:
+            kept = {key: filling for key, filling in fillings.items() if key[0] in keep}
+            if len(kept) < len(fillings):
+                _set_fillings(instance, kept)
+        yield
+    finally:
+        for instance, fillings in before:
+            _set_fillings(instance, fillings)
+
+
+def _set_fillings(instance: Any, fillings: Mapping[Key, Filling]) -> None:
+    if not fillings:
+        leave_private_class(instance)
+        instance.__dict__.pop(RECORD, None)
+        return
+    record = instance.__dict__.get(RECORD) or InstanceRecord()
+    record.fillings = dict(fillings)
+    record.compose(instance)
+    instance.__dict__[RECORD] = record
+    enter_private_class(instance, record.chains)

@@ -1,0 +1,63 @@
+"""The slots of an instance, in the order in which a call passes them."""
+
+from __future__ import annotations
+
+from enum import IntEnum, auto
+
+
+class Slot(IntEnum):
+    """A named place for one feature in the record of an instance, from the outermost to the innermost.
+
+    A feature registers itself by its line here, and uses its slot on every instance that it changes.
+    """
+
+    # An instance whose weights are incomplete raises, whatever is called.
+    UNUSABLE = auto()
+    # A rank that only encodes prompts stops before anything else runs.
+    ENCODE_FIRST = auto()
+    # A progress callback sees every step of a modular pipeline.
+    STEP_CALLBACK = auto()
+    # Kept outputs of text encoders are returned before the ranks meet.
+    ENCODED_PROMPTS = auto()
+    # Before anything else, ranks check that they all make the same call.
+    PARALLEL_PIPE = auto()
+    FIRST_RANK = auto()
+    WEIGHTS = auto()
+    # Weights are loaded once per call of an autoencoder, not once per tile.
+    VAE_OFFLOAD = auto()
+    PARALLEL_VAE = auto()
+    # CFG parallelism runs outside the cache, so that the cache sees only the CFG branches that this rank computes.
+    GUIDANCE = auto()
+    CHECKED_CALLBACK = auto()
+    # A rank verifies the CFG branches that it computes, with everything inside that may change their result.
+    VERIFIED = auto()
+    # The cache identifies CFG branches from unsharded arguments, so it runs outside the plan.
+    CACHE = auto()
+    SCHEDULED_ATTENTION = auto()
+    SCHEDULER_TRACKER = auto()
+    # Pipeline stages exchange gathered tensors, so they run outside the plan.
+    PIPEFUSION = auto()
+    STAGES = auto()
+    PATCH_INPUTS = auto()
+    TENSOR_WEIGHTS = auto()
+    LORA = auto()
+    STAGED_WEIGHTS = auto()
+    STAGED_MERGE = auto()
+    PARALLEL_DENOISER = auto()
+    PLAN = auto()
+    ATTENTION_CHECK = auto()
+    # If a submodule returns all tokens, PipeFusion takes its patch of them inside the plan, before the plan shards the
+    # output.
+    PATCH_OUTPUTS = auto()
+    # The cache compares the sharded outputs of blocks, so the cached block runs inside the plan.
+    CACHED_BLOCK = auto()
+    # Stages run inside the cache, because a block that the cache skips must not wait for another stage.
+    FUSED_BLOCK = auto()
+    STAGED_BLOCK = auto()
+    # Offloading is innermost, so that weights are copied to the device only for a block that runs.
+    OFFLOADED_BLOCK = auto()
+
+    @property
+    def label(self) -> str:
+        """The name of the slot in messages."""
+        return self.name.lower().replace("_", " ")
