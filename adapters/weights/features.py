@@ -70,9 +70,12 @@ def changes_for(request: ChangeRequest) -> list[FeatureChange]:
 
 def _check_known(request: ChangeRequest) -> None:
     """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
-    options = {feature.option for feature in features().values()}
-    for option in ("offload", "pipefusion"):
-        if request.options.get(option) is not None and option not in options:
+    known = {feature.option for feature in features().values()}
+    asked = [option for option in ("offload", "pipefusion") if request.options.get(option) is not None]
+    placements = ("text_encoders", "vae_placement")
+    asked += [option for option in placements if request.options.get(option) in ("offload", "first")]
+    for option in asked:
+        if option not in known:
             raise ValueError(f"{option}= is given, and no feature of this copy of para_core has it. Leave it out.")
     mesh_dims = {feature.mesh_dim for feature in features().values()}
     for dim in (request.mesh.pipe, request.mesh.tensor):

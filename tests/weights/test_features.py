@@ -61,3 +61,7 @@ def test_missing_feature_is_refused(monkeypatch):
     request = ChangeRequest(object(), {}, one_guided_rank("cpu"), {"offload": "blocks"}, lambda module: lambda _: None)
     with pytest.raises(ValueError, match="offload= "):
         changes_for(request)
+    del left["vae_offload"]
+    request = ChangeRequest(object(), {}, one_guided_rank("cpu"), {"vae_placement": "first"}, request.require_equal)
+    with pytest.raises(ValueError, match="vae_placement= "):
+        changes_for(request)
