@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from para_core.adapters.features import feature
-from para_core.adapters.weights.block_offload import num_resident
 from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.model_files import GGUF
 from para_core.fleet.recipe import Recipe
+from para_core.option_values import num_resident
 
 logger = logging.getLogger(__name__)
 
