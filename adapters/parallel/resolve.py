@@ -88,12 +88,14 @@ def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOp
 
     Also None if ``weights`` shards text encoders like transformers, and the user chose no placement.
     """
-    if options.text_encoders is not None:
-        return "replicate" if options.text_encoders == "fsdp" and mesh.ranks == 1 else options.text_encoders
-    if mesh.ranks == 1 or not _shards_transformers_alone(options) or not encoders_with_blocks(pipe):
-        return None
+    if options.text_encoders == "fsdp" and mesh.ranks == 1:
+        return "replicate"
+    if options.places_encoders or not _shards_transformers_alone(options) or mesh.ranks == 1:
+        return options.text_encoders
     # If the user has offloaded the text encoders, leave them in host memory.
-    return None if any(map(offloader_of, text_encoders_of(pipe).values())) else "fsdp"
+    if not encoders_with_blocks(pipe) or any(map(offloader_of, text_encoders_of(pipe).values())):
+        return None
+    return "fsdp"
 
 
 def _shards_transformers_alone(options: ParallelOptions) -> bool:

@@ -158,7 +158,7 @@ def offloader_of(module: nn.Module) -> Offloader | None:
     registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
     grouped = any(registry is not None and registry.get_hook("group_offloading") is not None for registry in registries)
     undo = (
-        "unparallelize_pipe(pipe) if it is that of parallelize_pipe (text_encoders=, vae_placement=); if it "
+        "unparallelize_pipe(pipe) if parallelize_pipe placed it there; if it "
         "is diffusers' own, HookRegistry.check_if_exists_or_initialize(module).remove_hook(name) of "
         f"diffusers.hooks, for each name of {', '.join(_HOOKS)}"
     )
