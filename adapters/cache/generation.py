@@ -27,7 +27,7 @@ from para_core.instance.modules import uncompiled
 from para_core.instance.record import empty_slot, fill_slot, is_filled, slot_owner
 from para_core.instance.slots import Slot
 from para_core.plans.module_matching import parameters_of
-from para_core.plans.samples import number_of_samples
+from para_core.plans.samples import count_samples
 from para_core.user_warnings import CacheWarning, ThresholdWarning, WarningLog
 
 
@@ -152,7 +152,7 @@ class PipelineCache:
         guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
         tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
         cache.num_branches = 2 if guided else 1
-        cache.batch = number_of_samples(arguments.get(tokens), dim) or 0
+        cache.batch = count_samples(arguments.get(tokens), dim) or 0
         return cache.run(
             partial(call, module, *args, **kwargs),
             arguments,

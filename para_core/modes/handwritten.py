@@ -137,7 +137,7 @@ class HandwrittenAttention:
                 grown = zip(part.shape, output.shape, strict=True)
                 self._extended |= {after for before, after in grown if before in tokens and after > before}
 
-    def described(self, root: nn.Module | None) -> str:
+    def describe(self, root: nn.Module | None) -> str:
         """Return the modules that computed scores by hand, named as in ``root``, with the shapes of the scores."""
         names = {} if root is None else {id(module): name for name, module in root.named_modules()}
         texts = []

@@ -104,7 +104,7 @@ def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) ->
     return func(*args, **kwargs)
 
 
-def refuse_replaced_attention(ranks: int) -> None:
+def check_replaced_attention(ranks: int) -> None:
     """Refuse a function that has replaced torch's own scaled_dot_product_attention."""
     function: Any = F.scaled_dot_product_attention
     if function is SDPA:

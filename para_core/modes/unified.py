@@ -30,8 +30,8 @@ from para_core.modes.interceptor import (
     THREAD_STATE,
     Disabled,
     call_original,
+    check_replaced_attention,
     intercept,
-    refuse_replaced_attention,
     unintercepted,
 )
 from para_core.modes.layout_mode import LayoutMode
@@ -152,7 +152,7 @@ class UnifiedAttnMode(LayoutMode):
 
     def _begin(self) -> None:
         if not (self._is_sdpa or torch.compiler.is_compiling()):
-            refuse_replaced_attention(self._mesh.ranks)
+            check_replaced_attention(self._mesh.ranks)
         self.intercepted = False
         self._by_hand.clear()
         fused_encoder.disable()
@@ -177,7 +177,7 @@ class UnifiedAttnMode(LayoutMode):
         if self._by_hand.places:
             message = (
                 f"{type(self).__name__} on {self._mesh.ranks} ranks: scores over this rank's tokens were normalized by "
-                f"hand, in {self._by_hand.described(None)}. That is attention to this rank's tokens only. Use "
+                f"hand, in {self._by_hand.describe(None)}. That is attention to this rank's tokens only. Use "
                 "F.scaled_dot_product_attention (in transformers attn_implementation='sdpa'; an attention sink is "
                 "one more key, with a float attn_mask for its score); where a rank's tokens shall attend to "
                 "themselves, UnifiedAttnMode.disable()."

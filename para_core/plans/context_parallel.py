@@ -99,9 +99,10 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
             raise ValueError(f"{name} is {degree!r}; expected a positive integer, or None for 1.")
     mesh = getattr(config, "mesh", None)
     if mesh is not None:
-        sequence = sequence_mesh(
-            mesh["ring", "ulysses"] if {"ring", "ulysses"} <= {*(mesh.mesh_dim_names or ())} else mesh
-        )
+        sub_mesh = mesh
+        if {"ring", "ulysses"} <= {*(mesh.mesh_dim_names or ())}:
+            sub_mesh = mesh["ring", "ulysses"]
+        sequence = sequence_mesh(sub_mesh)
         degrees = {"ring": config.ring_degree, "ulysses": config.ulysses_degree}
         if any(degree not in (None, 1, getattr(sequence, name).size) for name, degree in degrees.items()):
             raise ValueError(

@@ -25,7 +25,7 @@ def bind_to_call(region: Region, planned: PlannedAttention, function: Callable[.
         region.interceptions.append(interception)
         region.executor.segments = dict(segments)
         try:
-            with fused_encoder.disabled_if(region.has_encoders), interception.entered():
+            with fused_encoder.disabled_if(region.has_encoders), interception.intercept_calls():
                 return function(*args, **kwargs)
         finally:
             region.interceptions.pop()
