@@ -255,8 +255,12 @@ class CacheOptions:
 
     def _require_steps(self) -> tuple[int | bool, ...]:
         value: Any = self.compute_steps
-        values = value.tolist() if hasattr(value, "tolist") else value
-        steps = tuple(values) if isinstance(values, Collection) and not isinstance(values, (str, bytes)) else ()
+        values = value
+        if hasattr(value, "tolist"):
+            values = value.tolist()
+        steps: tuple[Any, ...] = ()
+        if isinstance(values, Collection) and not isinstance(values, (str, bytes)):
+            steps = tuple(values)
         if not steps or not all(isinstance(step, int) for step in steps) or len({type(step) for step in steps}) > 1:
             raise TypeError(
                 f"compute_steps is {value!r}; expected indices of the steps to compute, or a bool for each step of "
@@ -293,7 +297,9 @@ class CacheOptions:
         Raises:
             TypeError: The policy returned something else.
         """
-        skip: Any = None if self.policy is None else self.policy(observation)
+        skip: Any = None
+        if self.policy is not None:
+            skip = self.policy(observation)
         # Accept tensors and NumPy bools as well, both of which have a dtype.
         if not isinstance(skip, bool) and not hasattr(skip, "dtype"):
             raise TypeError(
@@ -321,7 +327,9 @@ class CacheOptions:
     @cached_property
     def chosen_forecast(self) -> Forecast:
         """The forecast that ``forecast`` or ``forecast_order`` selects."""
-        return self.forecast if isinstance(self.forecast, Forecast) else taylor(self.forecast_order or 0)
+        if isinstance(self.forecast, Forecast):
+            return self.forecast
+        return taylor(self.forecast_order or 0)
 
     @property
     def decides_before_blocks(self) -> bool:
@@ -335,8 +343,9 @@ class CacheOptions:
 
     def on_schedule(self) -> CacheOptions:
         """Return these options for a pipeline with a schedule, in which ``forecast_order`` defaults to 1."""
-        unset = self.forecast is None and self.forecast_order is None
-        return replace(self, forecast_order=1) if unset else self
+        if self.forecast is None and self.forecast_order is None:
+            return replace(self, forecast_order=1)
+        return self
 
     @property
     def needs_schedule(self) -> tuple[str, ...]:
