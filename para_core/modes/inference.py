@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 
 from para_core.layout.sequence import Segment, SequenceLayout, even_layout
 
@@ -135,12 +135,16 @@ def _order_matters(fitting: SequenceLayout, kind: str) -> ValueError:
 
 
 def _fits_nothing(held: int, segments: tuple[Segment, ...], rank: int, ranks: int, kind: str) -> ValueError:
-    few = len(segments) <= _MAX_LISTED
-    listed = _concatenations(segments, ranks) if few else [SequenceLayout((segment,), ranks) for segment in segments]
-    candidates = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in listed])
+    if len(segments) <= _MAX_LISTED:
+        layouts = _concatenations(segments, ranks)
+        further = ""
+    else:
+        layouts = [SequenceLayout((segment,), ranks) for segment in segments]
+        further = ", and concatenations of these"
+    candidates = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in layouts])
     return ValueError(
         f"{kind} has {held} tokens on this rank, which fits nothing that was sharded with cp.shard here ({candidates}"
-        f"{'' if few else ', and concatenations of these'}). "
+        f"{further}). "
         "Shard it with cp.shard too, or say who holds what with cp.using(SequenceLayout(...))."
     )
 
@@ -186,7 +190,12 @@ def _choices(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
     """
     up_to = (1 << total + 1) - 1
     # Bit i of sums[k] is set if a subset of the first k sizes has the sum i.
-    sums = list(accumulate(sizes, lambda sums, size: sums | (sums << size & up_to if size <= total else 0), initial=1))
+    sums = [1]
+    for size in sizes:
+        with_size = 0
+        if size <= total:
+            with_size = sums[-1] << size & up_to
+        sums.append(sums[-1] | with_size)
     # A stack of partly chosen subsets: (number k of leading sizes that are still undecided, the sum that must be chosen
     # among the first k sizes, the chosen indices from k on).
     open_: list[tuple[int, int, tuple[int, ...]]] = [(len(sizes), total, ())]

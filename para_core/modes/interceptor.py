@@ -226,7 +226,9 @@ def outer_attention(call: SdpaCall) -> Tensor:
     there is none, compute it on one device. Only the handler of the innermost context may call this function.
     """
     handlers = THREAD_STATE.handlers
-    return handlers[-2](call) if len(handlers) > 1 else call.on_one_device()
+    if len(handlers) <= 1:
+        return call.on_one_device()
+    return handlers[-2](call)
 
 
 def _handle_dispatched(call: SdpaCall) -> Tensor:

@@ -37,7 +37,7 @@ from para_core.torch_internals import (
 
 # Maximum number of stack frames that are searched for CheckpointFunction.forward. Between this frame and the mode's
 # handler there are two frames of torch.no_grad, and the frames of other modes.
-_MOST_FRAMES = 16
+_MAX_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
 
 
@@ -50,12 +50,18 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
     Raises:
         RuntimeError: torch's checkpoint does not store its function under that name, so it cannot be replaced.
     """
-    frame, depth = sys._getframe(1), 0
-    while frame.f_back is not None and depth < _MOST_FRAMES:
-        frame, depth = frame.f_back, depth + 1
+    frame = sys._getframe(1)
+    depth = 0
+    while frame.f_back is not None and depth < _MAX_FRAMES:
+        frame = frame.f_back
+        depth += 1
+        context: Any = None
         # Reading f_locals copies all local variables of a frame, so do it only if one of them is called ctx.
-        context: Any = frame.f_locals.get("ctx") if "ctx" in frame.f_code.co_varnames else None
-        function = getattr(context, "run_function", None) if isinstance(context, FunctionCtx) else None
+        if "ctx" in frame.f_code.co_varnames:
+            context = frame.f_locals.get("ctx")
+        function: Any = None
+        if isinstance(context, FunctionCtx):
+            function = getattr(context, "run_function", None)
         if callable(function):
             context.run_function = bind(function)
             return

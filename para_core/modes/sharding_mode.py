@@ -183,7 +183,9 @@ class ShardingMode(TorchFunctionMode):
         if torch.compiler.is_compiling() and self._depth == 0:
             self._end()
         self._gathered = True
-        return y if self._mesh.ranks == 1 else gather_tokens(y, dim, layout, self._mesh)
+        if self._mesh.ranks == 1:
+            return y
+        return gather_tokens(y, dim, layout, self._mesh)
 
     def _agree(
         self,
@@ -217,8 +219,10 @@ class ShardingMode(TorchFunctionMode):
             held = x.shape[dim]
             if sequence is not None:
                 layout = self._checked(sequence)
+            elif whole:
+                layout = self.sequence(held, balance=balance)
             else:
-                layout = self.sequence(held, balance=balance) if whole else self._only_sequence(held)
+                layout = self._only_sequence(held)
             if whole and held != layout.total:
                 raise ValueError(f"x has {held} tokens in dim {dim}, but sequence= says {layout.total}.")
             own = layout.size(self._mesh.rank)
@@ -255,8 +259,13 @@ def _signature(layout: SequenceLayout, dim: int, shape: tuple[int, ...], dtype: 
 
 def _difference(records: list[Record]) -> str:
     rank = next(rank for rank, record in enumerate(records) if record != records[0])
-    first, other = (", ".join([f"{name} {value}" for name, value in records[i].items()]) for i in (0, rank))
+    first = _describe(records[0])
+    other = _describe(records[rank])
     return f"the ranks disagree about a sequence: rank 0 has {first}; rank {rank} has {other}. {EQUAL_PARTS}"
+
+
+def _describe(record: Record) -> str:
+    return ", ".join([f"{name} {value}" for name, value in record.items()])
 
 
 def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLayout:

@@ -22,7 +22,7 @@ from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.create_mesh import require_own_gpus
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
-from para_core.layout.sequence import SequenceLayout
+from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes import fused_encoder
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import (
@@ -36,7 +36,7 @@ from para_core.modes.interceptor import (
 )
 from para_core.modes.layout_mode import LayoutMode
 from para_core.modes.registry import RECOMPUTATION, MeshAccess, explain
-from para_core.modes.sharding_mode import segments_of
+from para_core.modes.sharding_mode import TraceSafeLayout, segments_of
 from para_core.torch_internals import (
     OpOverload,
     is_in_backward,
@@ -139,9 +139,16 @@ class UnifiedAttnMode(LayoutMode):
         self._is_resumed = False
 
     def _note_state(self) -> None:
-        layouts = () if self._explicit is None else self._explicit
-        explicit = tuple([None if layout is None else segments_of(layout) for layout in layouts])
-        self._attention.under((explicit, segments_of(self._known)))
+        layouts: Sequence[TraceSafeLayout | None] = ()
+        if self._explicit is not None:
+            layouts = self._explicit
+        explicit: list[tuple[Segment, ...] | None] = []
+        for layout in layouts:
+            if layout is None:
+                explicit.append(None)
+            else:
+                explicit.append(segments_of(layout))
+        self._attention.under((tuple(explicit), segments_of(self._known)))
         # If a user forgets to shard the inputs, every rank computes the same result. Look for this mistake only while
         # no layout and no sharded sequence is known.
         self._attention.looks_for_copies = self._mesh.ranks > 1 and not (layouts or self._known)
@@ -264,7 +271,9 @@ class UnifiedAttnMode(LayoutMode):
         segments = segments_of(self._known)
         sizes = [segment.size(self._mesh.rank, self._mesh.ranks) for segment in segments]
         sharded = {size for segment, size in zip(segments, sizes, strict=True) if not segment.replicated}
-        return sharded | {sum(sizes)} if sharded else set()
+        if not sharded:
+            return set()
+        return sharded | {sum(sizes)}
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise ``error`` on every rank."""

@@ -319,7 +319,7 @@ class PlannedAttnMode(TorchFunctionMode):
         if by_hand is None or torch.compiler.is_compiling():
             return intercept(self, planned, func, args, kwargs or {})
         # Another mode of this plan may be around this one. It must not take our own attention for the model's.
-        with by_hand.paused():
+        with by_hand.pause():
             output = intercept(self, planned, func, args, kwargs or {})
         if may_be_scores(func):
             by_hand.note(func, args, kwargs or {}, output, planned.numbers_of_tokens())
