@@ -194,7 +194,11 @@ class BlockRole:
         return tuple(outputs.values())
 
     def measured_index(self, given: Mapping[str, Any], before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
-        """Return the index of the measured tensor: if it is a dataclass, of its first float field that changed."""
+        """Return the index of the measured tensor: if it is a dataclass, of its first float field that changed.
+
+        Raises:
+            ValueError: The stream is a dataclass, and the block changed none of its float fields.
+        """
         if self._are_plain(given.values()):
             return self.streams.index(self.measured)
         begin = sum(len(self._leaves(name, given)) for name in self.streams[: self.streams.index(self.measured)])

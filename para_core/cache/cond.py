@@ -38,6 +38,9 @@ def cond(
         if_true, if_false: Functions that return the outputs, a tuple of tensors and None.
         present: Indices of the outputs that are tensors; the others are None.
         inputs: Tensors with the shapes that the outputs have.
+
+    Raises:
+        RuntimeError: A function returned None for an output of ``present``.
     """
 
     def flatten(make: Callable[[], Streams]) -> tuple[Tensor, ...]:

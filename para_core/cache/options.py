@@ -66,7 +66,7 @@ RULES = {rule.name: rule for rule in (FIRST_BLOCK, MODULATED_INPUT)}
 Value = TypeVar("Value", Rule, Forecast)
 
 
-def _named(option: str, value: Any, kind: type[Value], by_name: Mapping[str, Value], otherwise: str = "") -> Value:
+def _look_up(option: str, value: Any, kind: type[Value], by_name: Mapping[str, Value], otherwise: str = "") -> Value:
     """Return ``value`` if it is a ``kind``, else the one with this name in ``by_name``.
 
     Raises:
@@ -84,7 +84,7 @@ def _named(option: str, value: Any, kind: type[Value], by_name: Mapping[str, Val
 
 def rule_of(rule: str | Rule) -> Rule:
     """Return the rule with the name ``rule``, or ``rule`` itself. Raise ``TypeError`` or ``ValueError`` for others."""
-    return _named("rule", rule, Rule, RULES)
+    return _look_up("rule", rule, Rule, RULES)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class CacheOptions:
         object.__setattr__(self, "rule", rule_of(self.rule))
         check_options(self)
         if self.forecast is not None:
-            chosen = _named("forecast", self.forecast, Forecast, FORECASTS, ", or None: forecast_order=1")
+            chosen = _look_up("forecast", self.forecast, Forecast, FORECASTS, ", or None: forecast_order=1")
             object.__setattr__(self, "forecast", chosen)
             if self.forecast_order is not None:
                 raise ValueError(
@@ -266,7 +266,7 @@ class CacheOptions:
                 f"compute_steps is {value!r}; expected indices of the steps to compute, or a bool for each step of "
                 "the schedule."
             )
-        void = self._changed(_VOID)
+        void = self._find_changed(_VOID)
         if void:
             raise ValueError(f"compute_steps decides alone, so {void[0]} has no effect. Leave one of the two out.")
         return steps
@@ -350,12 +350,12 @@ class CacheOptions:
     @property
     def needs_schedule(self) -> tuple[str, ...]:
         """The names of options that are set and need the schedule of a pipeline."""
-        changed = self._changed(SCHEDULED)
+        changed = self._find_changed(SCHEDULED)
         if self.num_residuals == 1:
             changed = [name for name in changed if name not in ("forecast_order", "forecast")]
         return tuple(changed)
 
-    def _changed(self, names: Sequence[str]) -> list[str]:
+    def _find_changed(self, names: Sequence[str]) -> list[str]:
         defaults = {field.name: field.default for field in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 

@@ -160,7 +160,13 @@ class Guidance:
         return form.with_tensors([LazyTensor.make(*pair) for pair in zip(sources, call.expected, strict=True)])
 
     def finish(self) -> None:
-        """End the round: give all ranks the results of its calls, then run the postponed operators. Collective."""
+        """End the round: give all ranks the results of its calls, then run the postponed operators. Collective.
+
+        Raises:
+            ValueError: The ranks predicted different forms of an output.
+            Exception: A call of the round failed on a rank: its own exception there, and on the other ranks one that
+                names that rank.
+        """
         if not self._round.calls:
             return
         done = self._round

@@ -185,7 +185,7 @@ def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size:
     batch, heads = table.shape[:2]
     row_block, key_block = block_size
 
-    def masked(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def mask_mod_of_blocks(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         # A table with one sample or one head is valid for all of them.
         of_batch = b
         if batch <= 1:
@@ -195,4 +195,4 @@ def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size:
             of_head = h * 0
         return mask_mod(b, h, q, k) & table[of_batch, of_head, positions[q] // row_block, k // key_block]
 
-    return masked
+    return mask_mod_of_blocks

@@ -105,7 +105,11 @@ def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) ->
 
 
 def check_replaced_attention(ranks: int) -> None:
-    """Refuse a function that has replaced torch's own scaled_dot_product_attention."""
+    """Refuse a function that has replaced torch's own scaled_dot_product_attention.
+
+    Raises:
+        RuntimeError: It was replaced. The calls of the other function cannot be intercepted on ``ranks`` ranks.
+    """
     function: Any = F.scaled_dot_product_attention
     if function is SDPA:
         return
@@ -154,7 +158,7 @@ class Disabled(TorchFunctionMode):
         return call_original(func, args, kwargs)
 
 
-def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def without_interception(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Return a wrapper of ``attn_func`` in which no mode intercepts attention; None if ``attn_func`` is None."""
     if attn_func is None:
         return None

@@ -141,7 +141,7 @@ class LayoutMode(ShardingMode):
         the mode, else that of the sharded sequence with ``total`` tokens, else equal parts.
         """
         if sequence is not None:
-            return self._checked(sequence)
+            return self._check_ranks(sequence)
         if self._explicit is not None:
             return self._explicit_layout_of(kind, self._explicit)
         return layout_of_total(total, segments_of(self._known), self._mesh.ranks, kind=kind)
@@ -222,8 +222,8 @@ class LayoutMode(ShardingMode):
 
     def _layouts(self, num_queries: int, num_keys: int, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
         query_layout = self._layout_of(num_queries, "query", ordered)
-        keys_apart = self._explicit is not None and self._explicit[1] is not None
-        if num_keys == num_queries and not keys_apart:
+        has_key_layout = self._explicit is not None and self._explicit[1] is not None
+        if num_keys == num_queries and not has_key_layout:
             return query_layout, query_layout
         return query_layout, self._layout_of(num_keys, "key", ordered)
 

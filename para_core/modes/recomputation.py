@@ -108,9 +108,9 @@ def recomputed_under(bind: Bind, module: nn.Module) -> Iterator[None]:
     Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing without gradients,
     or while tracing, because a graph contains its own recomputation.
     """
-    checkpointing = _checkpointing(module)
+    checkpointing = _find_checkpointing(module)
     for submodule, checkpoint in checkpointing:
-        submodule._gradient_checkpointing_func = partial(_checkpoint_bound, bind, checkpoint)
+        submodule._gradient_checkpointing_func = partial(_run_bound_checkpoint, bind, checkpoint)
     try:
         yield
     finally:
@@ -122,7 +122,7 @@ def check_checkpointing(module: nn.Module) -> None:
     """Raise ``RuntimeError`` if activation checkpointing of a diffusers model is on and gradients are enabled. Its
     recomputation intercepts attention only, and would miss the sums over ranks and halos of a plan.
     """
-    if _checkpointing(module):
+    if _find_checkpointing(module):
         raise RuntimeError(
             f"{type(module).__name__} has activation checkpointing on, and its plan has sums or halos over ranks, "
             "which would be missing where the backward computes its blocks again. Call "
@@ -130,7 +130,7 @@ def check_checkpointing(module: nn.Module) -> None:
         )
 
 
-def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
+def _find_checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
     """Return ``(submodule, its checkpoint function)`` for each submodule with activation checkpointing on. The list is
     empty if gradients are disabled and while tracing.
     """
@@ -143,7 +143,7 @@ def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
     ]
 
 
-def _checkpoint_bound(bind: Any, checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_bound_checkpoint(bind: Any, checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(bind(function), *args, **kwargs)
 
 

@@ -32,7 +32,7 @@ from para_core.modes.interceptor import (
     call_original,
     check_replaced_attention,
     intercept,
-    unintercepted,
+    without_interception,
 )
 from para_core.modes.layout_mode import LayoutMode
 from para_core.modes.registry import RECOMPUTATION, MeshAccess, explain
@@ -116,7 +116,8 @@ class UnifiedAttnMode(LayoutMode):
             guided = guided_mesh(mesh, group_dim=self.group_dim)
             if not assume_equal:
                 require_own_gpus(mesh, guided)
-            mesh, self._batch = guided.sequence, guided.batch
+            mesh = guided.sequence
+            self._batch = guided.batch
         super().__init__(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
         # Not a property, because Dynamo cannot read one of a mode while it traces an operator under it.
         self.ranks = self._mesh.ranks
@@ -128,7 +129,11 @@ class UnifiedAttnMode(LayoutMode):
                 "UnifiedAttnMode for both at once."
             )
         self._attention = MeshAttention(
-            self._mesh, self._layouts, self._options, assume_equal=assume_equal, attn_func=unintercepted(attn_func)
+            self._mesh,
+            self._layouts,
+            self._options,
+            assume_equal=assume_equal,
+            attn_func=without_interception(attn_func),
         )
         # Whether this mode leaves attention unchanged, so that calls go straight to SDPA.
         self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None

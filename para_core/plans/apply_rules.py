@@ -80,7 +80,8 @@ class RuleExecutor:
         Arguments and fields that are not passed, or are None, are skipped. ``parameters`` are the names of the
         positional parameters, in order. Raise ``TypeError`` or ``ValueError`` if an argument does not fit its rule.
         """
-        positional, named = list(args), dict(kwargs)
+        positional = list(args)
+        named = dict(kwargs)
         prefix = f"{module_name}." if module_name else ""
         for key, cut in cuts.items():
             name = prefix + key
@@ -102,6 +103,9 @@ class RuleExecutor:
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
         """Return ``value``, an argument or output called ``name``, with the rule ``cut`` applied to it, or to each
         entry of a list, tuple or dict that is not None, or to each field of a dataclass that holds tensors or masks.
+
+        Raises:
+            TypeError, ValueError: ``value`` is of a kind, or has a shape, that does not fit the rule.
         """
         if isinstance(value, Tensor) and isinstance(cut, Split):
             return self._split(value, cut, name)

@@ -104,7 +104,8 @@ class AttentionCheck:
         # The number of changes of the model's code. verify=True compares a call again after each.
         self.version = 0
         self.warnings = WarningLog()
-        self._ranks, self._current = ranks, current
+        self._ranks = ranks
+        self._current = current
         # Whether the next eager call is checked. A graph must not read it, or it would be a guard.
         self.due = ranks > 1
         self._code: ModelCode | None = None
@@ -123,7 +124,8 @@ class AttentionCheck:
 
     def reset(self) -> None:
         """Make the check due, because code inside the model has changed."""
-        self._code, self.due = None, self._ranks > 1
+        self._code = None
+        self.due = self._ranks > 1
         self.version += 1
 
     def begin(self, module: nn.Module, planned: Mapping[str, nn.Module]) -> None:

@@ -111,7 +111,8 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
             )
         require_own_gpus(mesh, sequence)
         return sequence
-    ring, ulysses = config.ring_degree or 1, config.ulysses_degree or 1
+    ring = config.ring_degree or 1
+    ulysses = config.ulysses_degree or 1
     device_type = next((x.device.type for x in module.parameters()), "cpu")
     if ring * ulysses == 1:
         return one_rank(device_type)

@@ -149,7 +149,8 @@ class HeadExchange:
         def narrow_heads(cache: Any, dim: int) -> Any:
             return pytree.tree_map_only(Tensor, lambda x: x.narrow(dim, *self._heads_on_rank), cache)
 
-        positional, named = list(args), dict(kwargs)
+        positional = list(args)
+        named = dict(kwargs)
         for name, dim in self._attention.caches:
             if name in named:
                 named[name] = narrow_heads(named[name], dim)

@@ -135,7 +135,10 @@ class PlannedAttention:
         no key is sharded. Raise ``ValueError`` if the number of queries or keys does not fit the plan.
         """
         self.bind_checkpoint()
-        query, key, value, attn_mask = call.query, call.key, call.value, call.attn_mask
+        query = call.query
+        key = call.key
+        value = call.value
+        attn_mask = call.attn_mask
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
         if len(self.attending) > 1:
             self._calls += 1
@@ -315,7 +318,8 @@ class PlannedAttnMode(TorchFunctionMode):
                 recomputation.gradients_disabled(partial(self.planned.bind, self.planned))
         if not self.planned.active[0]:
             return call_original(func, args, kwargs or {})
-        planned, by_hand = self.planned, self.by_hand
+        planned = self.planned
+        by_hand = self.by_hand
         if by_hand is None or torch.compiler.is_compiling():
             return intercept(self, planned, func, args, kwargs or {})
         # Another mode of this plan may be around this one. It must not take our own attention for the model's.

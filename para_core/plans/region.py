@@ -28,7 +28,7 @@ from para_core.layout.sequence import Segment
 from para_core.modes import fused_encoder
 from para_core.modes.foreign_operators import has_other_builds
 from para_core.modes.handwritten import HandwrittenAttention
-from para_core.modes.interceptor import dispatcher_is_available, unintercepted
+from para_core.modes.interceptor import dispatcher_is_available, without_interception
 from para_core.modes.registry import check_exchanges, explain, needs_mode, recomputed_under
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
@@ -71,7 +71,7 @@ class Region:
     written_for: type | None = None
 
     def __post_init__(self, module: nn.Module) -> None:
-        self.attn_func = unintercepted(self.attn_func)
+        self.attn_func = without_interception(self.attn_func)
         if self.batch is not None and (self.batch.size == 1 or not self.plan.batched):
             self.batch = None
         # Whether the caller has verified that all ranks pass equal arguments (agree.inputs_verified).
@@ -206,7 +206,7 @@ class Region:
             args, kwargs = self.executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
             encoders: AbstractContextManager[None] = nullcontext()
             if self.has_encoders:
-                encoders = fused_encoder.disabled_if(True)
+                encoders = fused_encoder.disable_if(True)
             with encoders, interception.intercept_calls():
                 inputs = [*args, *kwargs.values()]
                 caches = None
