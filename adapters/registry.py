@@ -21,7 +21,7 @@ from para_core.instance.private_class import original_class
 from para_core.instance.record import slot_owner
 from para_core.instance.slots import Slot
 from para_core.plans.plan import Plan
-from para_core.plans.published_plan import published_plan
+from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import mesh_of_plan
 from para_core.weights.tensor_plan import TensorPlan, published_tensor_plan
 
@@ -50,7 +50,7 @@ def plan_for(module: nn.Module, text: Text | None = None, adapter: Adapter | Non
         if adapter.complete is not None:
             plan = adapter.complete(plan, uncompiled(module))
     elif published is not None:
-        plan, segment, default = published_plan(published), "encoder_hidden_states", "shard"
+        plan, segment, default = convert_published_plan(published), "encoder_hidden_states", "shard"
     else:
         return None
     if (text or default) == "replicate":

@@ -26,7 +26,9 @@ def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> Non
 
     ``options=None`` leaves out the checks that need them.
     """
-    owner, module, adapter = model.owner, model.module, model.adapter
+    owner = model.owner
+    module = model.module
+    adapter = model.adapter
     if model.component:
         check_no_second_cache(model.called, module, model.name)
     check_cache_has_transformer(owner, module)
@@ -44,7 +46,8 @@ def check_cache(model: CheckedModel, options: CacheOptions | None = None) -> Non
 
 def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
     """Run the checks before a cached call of the pipeline of ``model``. The first check that fails raises."""
-    module, name = model.module, model.name
+    module = model.module
+    name = model.name
     check_cached_model_not_replaced(model.called, module, name)
     check_no_second_cache(model.called, module, name)
     check_has_scheduler(model.owner, options)
@@ -54,7 +57,11 @@ def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
 
 
 def check_cache_has_transformer(owner: Any, module: Any) -> None:
-    """Refuse a cache for a pipeline without a transformer."""
+    """Refuse a cache for a pipeline without a transformer.
+
+    Raises:
+        TypeError: The pipeline has none.
+    """
     if module is None:
         raise refusal(
             TypeError,
@@ -64,7 +71,11 @@ def check_cache_has_transformer(owner: Any, module: Any) -> None:
 
 
 def check_blocks_can_be_skipped(owner: Any, module: nn.Module, adapter: Adapter | None) -> None:
-    """Refuse a cache on blocks that cannot be skipped."""
+    """Refuse a cache on blocks that cannot be skipped.
+
+    Raises:
+        TypeError: The adapter says that they cannot be skipped.
+    """
     adapter = adapter_for(module, adapter)
     if adapter is not None and adapter.blocks is None and adapter.uncached is not None:
         raise TypeError(
@@ -74,7 +85,11 @@ def check_blocks_can_be_skipped(owner: Any, module: nn.Module, adapter: Adapter 
 
 
 def check_blocks_are_described(owner: Any, module: nn.Module, adapter: Adapter | None) -> None:
-    """Refuse a cache on blocks that no adapter describes."""
+    """Refuse a cache on blocks that no adapter describes.
+
+    Raises:
+        TypeError: No adapter describes them.
+    """
     adapter = adapter_for(module, adapter)
     if adapter is None or adapter.blocks is None:
         raise refusal(
@@ -88,7 +103,11 @@ def check_blocks_are_described(owner: Any, module: nn.Module, adapter: Adapter |
 
 
 def check_cached_model_not_replaced(called: Any, module: nn.Module, name: str) -> None:
-    """Refuse a transformer that replaced the one that has the cache."""
+    """Refuse a transformer that replaced the one that has the cache.
+
+    Raises:
+        RuntimeError: The transformer was replaced.
+    """
     if uncompiled(called) is not module:
         raise RuntimeError(
             f"{name} is another module than when the cache was applied. Call apply_cache_on_pipe(pipe, ...) again."
@@ -96,7 +115,11 @@ def check_cached_model_not_replaced(called: Any, module: nn.Module, name: str) -
 
 
 def check_no_second_cache(called: Any, module: nn.Module, name: str) -> None:
-    """Refuse a cache of a pipeline whose transformer has a cache of its own."""
+    """Refuse a cache of a pipeline whose transformer has a cache of its own.
+
+    Raises:
+        ValueError: The transformer has a cache of its own.
+    """
     if (cache_options(called) or cache_options(module)) is not None:
         raise ValueError(
             f"{name} has a cache of its own (apply_cache, apply_cache_on_transformer), and two caches would skip the "

@@ -27,7 +27,7 @@ from para_core.instance.modules import uncompiled
 from para_core.instance.record import empty_slot, fill_slot, is_filled, slot_owner
 from para_core.instance.slots import Slot
 from para_core.plans.module_matching import parameters_of
-from para_core.plans.samples import number_of_samples
+from para_core.plans.samples import count_samples
 from para_core.user_warnings import CacheWarning, ThresholdWarning, WarningLog
 
 
@@ -77,23 +77,25 @@ class PipelineCache:
                 rollback.callback(cache.attach)
                 cache.detach()
             rollback.pop_all()
-        self.caches, self._adapter = caches, adapter
+        self.caches = caches
+        self._adapter = adapter
         self._warnings.clear()
         self._with_copies = any(each is not None and each.steps_with_copies for each in adapters)
-        self._batched = {name: {} if plan is None else plan.batched for name, plan in plans.items()}
+        self._batched = {name: plan.batched for name, plan in plans.items() if plan is not None}
         self._parameters = {name: parameters_of(cache.module) for name, cache in caches.items()}
 
     def undo(self) -> Callable[[], None]:
         """Return a function that restores the present caches, if :meth:`replace` has been called in between."""
-        caches, adapter = self.caches, self._adapter
+        caches = self.caches
+        adapter = self._adapter
 
-        def put_back() -> None:
+        def restore() -> None:
             if self.caches is not caches:
                 self.replace(caches, adapter)
 
-        return put_back
+        return restore
 
-    def around(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Run one generation of ``pipe`` with the caches, around ``pipe.__call__``."""
         for name, cache in self.caches.items():
             check_cached_call(CheckedModel(pipe, cache.module, name), cache.options)
@@ -101,10 +103,10 @@ class PipelineCache:
             stack.enter_context(self._tracker.following(pipe, self._reset, with_copies=self._with_copies))
             stack.enter_context(self._generation(pipe))
             self._thread = get_ident()
-            kwargs = stack.enter_context(around_callbacks(kwargs, Slot.CACHE, self._apart))
+            kwargs = stack.enter_context(around_callbacks(kwargs, Slot.CACHE, self._call_without_cache))
             return call(pipe, *args, **kwargs)
 
-    def _apart(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _call_without_cache(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run ``callback`` with the cache off, because it may run another pipeline that shares the models."""
         self._in_callback += 1
         try:
@@ -130,7 +132,9 @@ class PipelineCache:
             yield
             for component, cache in self.caches.items():
                 owner = type(pipe).__name__
-                self._warn_of_transformer(owner if len(self.caches) == 1 else f"{owner}'s {component}", cache)
+                if len(self.caches) > 1:
+                    owner = f"{owner}'s {component}"
+                self._warn_of_transformer(owner, cache)
         finally:
             self._pipe = None
             self._reset()
@@ -147,12 +151,14 @@ class PipelineCache:
             return call(module, *args, **kwargs)
         cache = self.caches[name]
         arguments = {**dict(zip(self._parameters[name], args, strict=False)), **kwargs}
-        batched = self._batched[name]
+        batched = self._batched.get(name, {})
         # A pipeline without this property may still use guidance, so assume two branches.
         guided = bool(batched) and getattr(self._pipe, "do_classifier_free_guidance", True)
         tokens, dim = next(iter(batched.items()), ("hidden_states", 0))
-        cache.num_branches = 2 if guided else 1
-        cache.batch = number_of_samples(arguments.get(tokens), dim) or 0
+        cache.num_branches = 1
+        if guided:
+            cache.num_branches = 2
+        cache.batch = count_samples(arguments.get(tokens), dim) or 0
         return cache.run(
             partial(call, module, *args, **kwargs),
             arguments,
@@ -198,7 +204,8 @@ class PipelineCache:
 
         Each kind of warning appears once until the caches or thresholds change.
         """
-        rows, threshold = rows_of(cache.readings), cache.threshold
+        rows = rows_of(cache.readings)
+        threshold = cache.threshold
         decisions = [row for row in rows if row.verdict in (Verdict.HIT, Verdict.MISS)]
         if any(row.verdict is Verdict.NOT_FINITE for row in rows):
             self._warnings.warn(
@@ -220,25 +227,26 @@ class PipelineCache:
         differences = [
             row.difference for row in decisions if row.difference is not None and math.isfinite(row.difference)
         ]
-        ranging = (
-            f"differences ranged from {min(differences):.4g} to {max(differences):.4g}"
-            if differences
-            else "no difference was finite"
-        )
-        policy = None if cache.options.policy is None else cache.options.as_text()["policy"]
-        decided = f"residual_diff_threshold is {threshold:g}" if policy is None else f"policy={policy} decides"
+        ranging = "no difference was finite"
+        if differences:
+            ranging = f"differences ranged from {min(differences):.4g} to {max(differences):.4g}"
+        decided = f"residual_diff_threshold is {threshold:g}"
+        skip_more = "Raise it"
+        skip_less = "Lower it"
+        if cache.options.policy is not None:
+            decided = f"policy={cache.options.as_text()['policy']} decides"
+            skip_more = "Let it return True at some steps"
+            skip_less = "Let it return False at some steps"
         if not any(row.hit for row in decisions):
             self._warnings.warn(
                 f"{name}: no hits",
-                f"the cache of the {name} skipped no step: {ranging}, and {decided}. "
-                f"{'Raise it.' if policy is None else 'Let it return True at some steps.'}",
+                f"the cache of the {name} skipped no step: {ranging}, and {decided}. {skip_more}.",
                 ThresholdWarning,
             )
         elif all(row.hit for row in decisions) and not any(row.verdict is Verdict.LIMIT for row in rows):
             self._warnings.warn(
                 f"{name}: only hits",
                 f"the cache of the {name} skipped every step that it could: {ranging}, and {decided}. "
-                f"{'Lower it' if policy is None else 'Let it return False at some steps'}, or set "
-                "max_consecutive_hits.",
+                f"{skip_less}, or set max_consecutive_hits.",
                 ThresholdWarning,
             )

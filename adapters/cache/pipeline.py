@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -65,14 +65,18 @@ def apply_cache_on_pipe(
     require_kind("pipeline", pipe, "apply_cache_on_transformer takes a transformer.")
     mesh = mesh_of(pipe)
     # The ranks decide together whether to skip a step, so either all of them get the new cache or none.
-    agreed = nullcontext() if mesh is None else raising_on_all(mesh, "the cache could not be applied")
+    agreement: AbstractContextManager[None] = nullcontext()
+    if mesh is not None:
+        agreement = raising_on_all(mesh, "the cache could not be applied")
+    if per_transformer is None:
+        per_transformer = {}
     with restored_on_failure(instances_in(pipe)), ExitStack() as rollback:
-        with agreed:
-            caches = _resolve(pipe, adapter, {} if per_transformer is None else per_transformer, options)
+        with agreement:
+            caches = _resolve(pipe, adapter, per_transformer, options)
             caching = caching_of(pipe)
             if caching is None:
                 caching = PipelineCache()
-                fill_slot(pipe, Slot.CACHE, {"__call__": caching.around}, owner=caching)
+                fill_slot(pipe, Slot.CACHE, {"__call__": caching.run}, owner=caching)
             rollback.callback(caching.undo())
             caching.replace(caches, adapter)
         rollback.pop_all()
@@ -102,11 +106,13 @@ def _resolve(
     caches: dict[str, BlockCache] = {}
     for model in models:
         resolved = require_adapter(model.module, adapter)
-        chosen = _options("apply_cache_on_pipe", {**options, **per_transformer.get(model.component, {})}, resolved)
+        chosen = _resolve_options(
+            "apply_cache_on_pipe", {**options, **per_transformer.get(model.component, {})}, resolved
+        )
         check_cache(model, chosen)
-        scheduled = getattr(pipe, "scheduler", None) is not None
-        blocks = require_blocks(model.module, adapter)
-        caches[model.component] = BlockCache(model.module, blocks, chosen.on_schedule() if scheduled else chosen)
+        if getattr(pipe, "scheduler", None) is not None:
+            chosen = chosen.on_schedule()
+        caches[model.component] = BlockCache(model.module, require_blocks(model.module, adapter), chosen)
     return caches
 
 
@@ -133,17 +139,17 @@ def apply_cache_on_transformer(
     require_kind("model", transformer, "apply_cache_on_pipe takes a pipeline.")
     module = uncompiled(transformer)
     check_cache(CheckedModel(module, module, adapter=adapter))
-    chosen = _options("apply_cache_on_transformer", options, require_adapter(module, adapter))
+    chosen = _resolve_options("apply_cache_on_transformer", options, require_adapter(module, adapter))
     settings = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
     return apply_cache(transformer, require_blocks(module, adapter), **settings)
 
 
-def _options(function: str, options: Mapping[str, Any], adapter: Adapter) -> CacheOptions:
-    threshold = options.get("residual_diff_threshold")
-    chosen = options_of(
-        function, {**options, "residual_diff_threshold": adapter.threshold if threshold is None else threshold}
-    )
-    if threshold is None and rule_of(chosen.rule) is not FIRST_BLOCK and chosen.compute_steps is None:
+def _resolve_options(function: str, options: Mapping[str, Any], adapter: Adapter) -> CacheOptions:
+    has_threshold = options.get("residual_diff_threshold") is not None
+    if not has_threshold:
+        options = {**options, "residual_diff_threshold": adapter.threshold}
+    chosen = options_of(function, options)
+    if not has_threshold and rule_of(chosen.rule) is not FIRST_BLOCK and chosen.compute_steps is None:
         raise ValueError(
             f"rule {chosen.rule_name} was given without residual_diff_threshold; {adapter.threshold:g}, the "
             "default of these models, is one for first_block. Give one."

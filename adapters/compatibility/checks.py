@@ -45,7 +45,7 @@ from para_core.adapters.weights.shard import check_one_device
 from para_core.distributed.agree import Record, differing_fields
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance.private_class import original_class
-from para_core.modes.interceptor import refuse_replaced_attention
+from para_core.modes.interceptor import check_replaced_attention
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
             check_attention_is_seen(backends, name, mesh.sequence.ranks)
             check_one_attention_backend(backends, name)
             check_attention_named_once(backends, module, name)
-            refuse_replaced_attention(mesh.sequence.ranks)
+            check_replaced_attention(mesh.sequence.ranks)
         if mesh.ranks > 1:
             check_no_cache_of_diffusers(module, name)
             check_hooks_of_diffusers(module, name, mesh.sequence.ranks)

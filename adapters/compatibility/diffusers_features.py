@@ -9,7 +9,7 @@ from torch import nn
 
 from para_core.adapters.inspect.components import mesh_of_diffusers
 from para_core.adapters.refusal import refusal
-from para_core.cache.attachment import foreign_cache
+from para_core.cache.attachment import find_foreign_cache
 from para_core.instance.modules import has_compiled_parts, submodules_of
 
 
@@ -24,7 +24,7 @@ def check_no_parallelism_of_diffusers(module: Any) -> None:
 
 def check_no_cache_of_diffusers(module: nn.Module, name: str) -> None:
     """Refuse a cache of diffusers on the transformer."""
-    cache = foreign_cache(module)
+    cache = find_foreign_cache(module)
     if cache is not None:
         raise RuntimeError(
             f"{name} has a cache of diffusers ({cache}), which decides per rank: ranks would skip different steps, and "

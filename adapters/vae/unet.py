@@ -23,9 +23,9 @@ from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot, fill_slot
 from para_core.instance.slots import Slot
 from para_core.plans.attention_check import ModelCode
-from para_core.plans.foreign_code import foreign_code
+from para_core.plans.foreign_code import find_foreign_code
 from para_core.plans.module_matching import parameters_of
-from para_core.plans.samples import own_samples
+from para_core.plans.samples import select_samples
 from para_core.spatial.mode import SpatialShardMode, dim_groups, one_group
 from para_core.torch_internals import pytree
 from para_core.user_warnings import ForeignCodeWarning, ParallelWarning, WarningLog
@@ -92,7 +92,7 @@ class UnetRun:
         if self.mesh.sequence.ranks == 1:
             return
         written_for = next(cls for cls in original_class(self.unet).__mro__ if cls.__name__ in UNETS)
-        for code in foreign_code(self.unet, written_for):
+        for code in find_foreign_code(self.unet, written_for):
             self.warnings.warn(
                 code,
                 f"{code} sees only this rank's rows of the image. What counts or indexes rows, or looks at the whole "
@@ -139,7 +139,7 @@ class UnetRun:
                 )
             if not shares or num_samples % batch.size:
                 return self.run_rows(partial(call, unet), inputs)
-            inputs = {name: own_samples(value, 0, num_samples, batch) for name, value in inputs.items()}
+            inputs = {name: select_samples(value, 0, num_samples, batch) for name, value in inputs.items()}
             out = self.run_rows(partial(call, unet), inputs)
             sizes = [num_samples // batch.size] * batch.size
             return pytree.tree_map_only(Tensor, lambda x: all_gather(x, sizes, 0, batch).contiguous(), out)

@@ -41,7 +41,7 @@ from para_core.plans.plan import (
     attention_calls,
     coarse_segments,
 )
-from para_core.plans.samples import number_of_samples, own_samples
+from para_core.plans.samples import count_samples, select_samples
 from para_core.recorder.events import (
     AttentionStart,
     Event,
@@ -268,12 +268,12 @@ def _parts(arguments: dict[str, Any], plan: Plan, batch: int) -> list[dict[str, 
     if batch == 1 or not plan.batched or any(arguments.get(name) is not None for name in plan.unshared):
         return [arguments]
     name, dim = next(iter(plan.batched.items()))
-    total = number_of_samples(arguments[name], dim)
+    total = count_samples(arguments[name], dim)
     if total is None or total % batch:
         return [arguments]
     batched = {name: dim for name, dim in plan.batched.items() if name in arguments}
     return [
-        {**arguments, **{name: own_samples(arguments[name], dim, total, rank) for name, dim in batched.items()}}
+        {**arguments, **{name: select_samples(arguments[name], dim, total, rank) for name, dim in batched.items()}}
         for rank in (MeshDim("batch", batch, index, "", None) for index in range(batch))
     ]
 

@@ -63,7 +63,10 @@ def apply_cache(
             f"{name}={getattr(settings, name)!r} needs the schedule of a pipeline, and a model alone has none. Leave "
             "it out, or use apply_cache_on_pipe(pipe, ...)."
         )
-    cache = BlockCache(module, blocks, settings, None if mesh is None else sequence_mesh(mesh))
+    ranks = None
+    if mesh is not None:
+        ranks = sequence_mesh(mesh)
+    cache = BlockCache(module, blocks, settings, ranks)
     remove_cache(model)
     host = cache.attach()
     host.resident = cache
@@ -128,18 +131,25 @@ def model_cache_report(model: nn.Module) -> CacheReport:
         ValueError: The model has no cache.
     """
     cache = require_cache(model)
-    options, readings = cache.options, cache.readings
-    return CacheReport(rows_of(readings), options.rule_name, options.chosen_forecast.name, readings.dropped)
+    options = cache.options
+    rows = rows_of(cache.readings)
+    return CacheReport(rows, options.rule_name, options.chosen_forecast.name, cache.readings.dropped)
 
 
 def cache_options(model: nn.Module) -> CacheOptions | None:
     """Return the options of the cache of ``model``; None if it has no cache."""
     cache = slot_owner(model, Slot.CACHE, BlockCache)
-    return None if cache is None else cache.options
+    if cache is None:
+        return None
+    return cache.options
 
 
 def require_cache(model: nn.Module) -> BlockCache:
-    """Return the cache of :func:`apply_cache` on ``model``. Raise ``ValueError`` if there is none."""
+    """Return the cache of :func:`apply_cache` on ``model``.
+
+    Raises:
+        ValueError: The model has no cache.
+    """
     cache = slot_owner(model, Slot.CACHE, BlockCache) or slot_owner(uncompiled(model), Slot.CACHE, BlockCache)
     if cache is None:
         raise ValueError(f"this {type(model).__name__} has no cache: call apply_cache(model, ...) first.")

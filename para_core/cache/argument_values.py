@@ -21,9 +21,10 @@ _CLOCK = re.compile(r"(.*_)?(t|times?|timesteps?|sigmas?|noise_levels?)(_r)?")
 # A clock with more elements is compared on the device; a smaller one is read by the host.
 MOST_READ = 1 << 16
 # Larger tensors, in bytes, such as residuals of a ControlNet, are not kept alive to compare them with a later call.
-_MOST_KEPT = 1 << 20
+_MAX_KEPT_BYTES = 1 << 20
 # Bounds of the search in nested arguments. What is nested more deeply, or has more values, is compared by identity.
-_DEEPEST, _MOST_LEAVES = 8, 512
+_MAX_DEPTH = 8
+_MAX_LEAVES = 512
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, range, slice, type)
 
 
@@ -35,16 +36,21 @@ class Leaf:
 
     def __init__(self, value: Any, keep: bool = False) -> None:
         self.is_tensor = isinstance(value, Tensor)
-        is_large = self.is_tensor and not keep and value.numel() * value.element_size() > _MOST_KEPT
+        is_large = self.is_tensor and not keep and value.numel() * value.element_size() > _MAX_KEPT_BYTES
         # A large tensor is held by a weak reference, any other value in a tuple of its own.
-        self._value = ref(value) if is_large else (value,)
+        self._value: ref[Any] | tuple[Any] = (value,)
+        if is_large:
+            self._value = ref(value)
         self.is_plain = type(value) in (Tensor, nn.Parameter)
         self.has_version = self.is_plain and not value.is_inference()
-        self.version = version_of(value) if self.has_version else 0
+        self.version = 0
+        if self.has_version:
+            self.version = version_of(value)
 
     def compare(self, other: Leaf) -> bool | None:
         """Return whether the values are equal; None if two tensors must be compared by value to know."""
-        x, y = self.value, other.value
+        x = self.value
+        y = other.value
         if not (self.is_tensor and other.is_tensor):
             return self.is_tensor == other.is_tensor and _values_are_same(x, y)
         if x is None or y is None:
@@ -52,7 +58,9 @@ class Leaf:
         if x.shape != y.shape or x.dtype != y.dtype or x.device != y.device:
             return False
         if not (self.is_plain and other.is_plain):
-            return True if x is y else None
+            if x is y:
+                return True
+            return None
         if x is y or x.is_meta or _place_of(x) == _place_of(y):
             return self.version == other.version
         if self._is_changed() or other._is_changed():
@@ -61,7 +69,10 @@ class Leaf:
 
     @property
     def value(self) -> Any:
-        return self._value[0] if isinstance(self._value, tuple) else self._value()
+        """The value; None if it was a large tensor that is gone."""
+        if isinstance(self._value, tuple):
+            return self._value[0]
+        return self._value()
 
     def _is_changed(self) -> bool:
         return self.has_version and version_of(self.value) != self.version
@@ -104,8 +115,10 @@ def _add_leaves(leaves: Leaves, path: str, value: Any, outer: tuple[int, ...]) -
         # This is a NumPy array or number.
         leaves[path] = Leaf((str(value.dtype), str(value.shape), value.tobytes()))
         return
-    inner = None if id(value) in outer or len(outer) == _DEEPEST else _items_of(value)
-    if inner is None or len(leaves) + len(inner) > _MOST_LEAVES:
+    inner = None
+    if id(value) not in outer and len(outer) != _MAX_DEPTH:
+        inner = _items_of(value)
+    if inner is None or len(leaves) + len(inner) > _MAX_LEAVES:
         leaves[path] = Leaf(value)
         return
     leaves[path] = Leaf(type(value))
@@ -132,7 +145,9 @@ def _items_of(value: Any) -> dict[str, Any] | None:
     if isinstance(value, (nn.Module, torch.Generator, types.CodeType, types.ModuleType)):
         return None
     attributes = getattr(value, "__dict__", None)
-    return {f".{name}": item for name, item in attributes.items()} if isinstance(attributes, dict) else None
+    if not isinstance(attributes, dict):
+        return None
+    return {f".{name}": item for name, item in attributes.items()}
 
 
 def _cells_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -58,15 +58,20 @@ class BlockHookHost:
     @contextmanager
     def _run_named(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Run diffusers' ``cache_context(name)``, and record the name of the CFG branch."""
-        with self.in_branch(str(args[0] if args else kwargs["name"])), call(module, *args, **kwargs):
+        name = args[0] if args else kwargs["name"]
+        with self.in_branch(str(name)), call(module, *args, **kwargs):
             yield
 
     @contextmanager
     def in_branch(self, name: str) -> Iterator[None]:
         """Name the CFG branch of the model calls of this thread inside the ``with`` block."""
-        before, self._local.branch = self.branch, name
+        before = self.branch
+        self._local.branch = name
+        state: AbstractContextManager[None] = nullcontext()
+        if self.resident is not None:
+            state = self.resident.in_branch(name)
         try:
-            with nullcontext() if self.resident is None else self.resident.in_branch(name):
+            with state:
                 yield
         finally:
             self._local.branch = before
@@ -74,7 +79,9 @@ class BlockHookHost:
     def install(self, module: nn.Module, roles: Roles) -> None:
         """Put hooks on the blocks in ``roles``, in place of earlier ones, and on ``module``."""
         self.remove(module)
-        contexts = {"cache_context": self._run_named} if hasattr(module, "cache_context") else {}
+        contexts: dict[str, Around] = {}
+        if hasattr(module, "cache_context"):
+            contexts["cache_context"] = self._run_named
         fill_slot(module, Slot.CACHED_BLOCK, contexts, owner=self)
         # Blocks with equal roles share a function, and so a graph.
         arounds = {role: self._around_block(role) for _, role in roles}
@@ -130,17 +137,21 @@ def host_of(module: nn.Module) -> BlockHookHost | None:
 def last_outcomes(module: nn.Module) -> list[Any]:
     """Return the outcome of the last decision of each cache on ``module``."""
     host = host_of(module)
-    return [] if host is None else [cache.outcome for cache in host.owners]
+    if host is None:
+        return []
+    return [cache.outcome for cache in host.owners]
 
 
-def foreign_cache(module: nn.Module) -> str | None:
+def find_foreign_cache(module: nn.Module) -> str | None:
     """Return the config or hook class name of diffusers' cache on ``module``; None if no such cache is enabled."""
     config: Any = getattr(module, "_cache_config", None)
     if config is not None:
         return type(config).__name__
     for part in submodules_of(module):
         registry: Any = part.__dict__.get("_diffusers_hook")
-        for hook in () if registry is None else registry.hooks.values():
+        if registry is None:
+            continue
+        for hook in registry.hooks.values():
             # Look for hooks too, because apply_first_block_cache(transformer, ...) and similar functions set no
             # _cache_config.
             if type(hook).__module__.rsplit(".", maxsplit=1)[-1] in _DIFFUSERS_CACHES:
@@ -148,9 +159,9 @@ def foreign_cache(module: nn.Module) -> str | None:
     return None
 
 
-def require_no_foreign_cache(module: nn.Module) -> None:
+def check_no_foreign_cache(module: nn.Module) -> None:
     """Raise ``ValueError`` if one of diffusers' own caches is enabled on ``module``."""
-    cache = foreign_cache(module)
+    cache = find_foreign_cache(module)
     if cache is not None:
         raise ValueError(
             f"this {type(module).__name__} has a cache of diffusers ({cache}), and two caches would skip the same "

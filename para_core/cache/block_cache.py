@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from para_core.cache.argument_values import is_clock
-from para_core.cache.attachment import BlockHookHost, attach, detach, require_no_foreign_cache
+from para_core.cache.attachment import BlockHookHost, attach, check_no_foreign_cache, detach
 from para_core.cache.blocks import BlockRole, CachedBlocks, roles_of, tensors_in
 from para_core.cache.branch_search import MOST_BRANCHES, Agree
 from para_core.cache.branches import Branches, conditions_of
@@ -69,7 +69,7 @@ class BlockCache:
     def __init__(
         self, module: nn.Module, blocks: CachedBlocks, options: CacheOptions, mesh: SequenceMesh | None = None
     ) -> None:
-        require_no_foreign_cache(module)
+        check_no_foreign_cache(module)
         self.module = module
         self.blocks = blocks
         self.options = options
@@ -83,7 +83,8 @@ class BlockCache:
         self.idle = False
         self._warnings = WarningLog()
         # The report needs the number of CFG branches in a batch, and the number of samples in it (0 if unknown).
-        self.num_branches, self.batch = 1, 0
+        self.num_branches = 1
+        self.batch = 0
         # The name of the argument that made the last call run without the cache; None if the cache was used.
         self.uncached_by: str | None = None
         self.conditions = conditions_of(module, blocks)
@@ -92,7 +93,9 @@ class BlockCache:
         self.readings = Readings()
         self.step = Step()
         parameter = next(module.parameters(), None)
-        device = torch.device("cpu") if parameter is None else parameter.device
+        device = torch.device("cpu")
+        if parameter is not None:
+            device = parameter.device
         self.params = DecisionParams.of(self.step, options, self.threshold)
         # The values of self.params as one tensor, because a graph reads them from the device.
         self.params_on_device = self.params.tensor(device)
@@ -132,7 +135,7 @@ class BlockCache:
                 the user's policy function branches on values of tensors, so it cannot be compiled.
         """
         if getattr(self.module, "_cache_config", None) is not None:
-            require_no_foreign_cache(self.module)
+            check_no_foreign_cache(self.module)
         host = self.attach()
         if host.running is not None:
             raise RuntimeError(
@@ -145,7 +148,7 @@ class BlockCache:
                 self.uncached_by = name
                 break
         if self.uncached_by is not None:
-            with self.paused():
+            with self.pause():
                 return call()
         self.find_mesh()
         device = self.device_of(arguments)
@@ -153,10 +156,10 @@ class BlockCache:
         if branch is None:
             self.reset_states()
             self._warnings.warn("branches", self._branches.why_unknown(), CacheWarning)
-            with self.paused():
+            with self.pause():
                 return call()
-        # Ask for the step before looking up the state: for the first call of a section of a video, step_of() resets the
-        # cache.
+        # Ask for the step before looking up the state: for the first call of a section of a video, step_of() resets
+        # the cache.
         step = step_of(branch)
         if repeated:
             step = replace(step, forced=Verdict.REPEATED)
@@ -165,7 +168,8 @@ class BlockCache:
         if begins or state.signature != signature:
             state.clear()
             state.signature = signature
-        self.state, self.step = state, step
+        self.state = state
+        self.step = step
         for index, group in enumerate(self.blocks.groups):
             self.unchained[index] = not group.chained
             for name in group.between:
@@ -175,12 +179,16 @@ class BlockCache:
         self.params_on_device = self.params.tensor(device)
         stopwatch = Stopwatch(device)
         decider = state.decider
-        host.running, host.thread = self, get_ident()
+        host.running = self
+        host.thread = get_ident()
         try:
             output = call()
             if isinstance(state.decider, TensorDecider):
                 # Clone tensors, because the next replay of a CUDA graph overwrites them.
-                values: list[Any] = [x.clone() if isinstance(x, Tensor) else x for x in self.outcome]
+                values: list[Any] = list(self.outcome)
+                for index, value in enumerate(values):
+                    if isinstance(value, Tensor):
+                        values[index] = value.clone()
                 self.outcome = DecisionOutcome(*values)
                 if state.decider is not decider:
                     state.leave_graph()
@@ -195,9 +203,18 @@ class BlockCache:
         finally:
             host.running = None
         stopwatch.stop()
-        self._branches.decided(self.outcome)
-        position = step.index, branch, self.num_branches, self.batch, self.threshold
-        self.readings.append(StepRecord(*position, self.outcome, self.options.num_residuals, stopwatch))
+        self._branches.record_outcome(self.outcome)
+        record = StepRecord(
+            step=step.index,
+            branch=branch,
+            num_branches=self.num_branches,
+            batch=self.batch,
+            threshold=self.threshold,
+            outcome=self.outcome,
+            room=self.options.num_residuals,
+            stopwatch=stopwatch,
+        )
+        self.readings.append(record)
         return output
 
     def announce(self, arguments: Mapping[str, Any], moment: int | None) -> None:
@@ -257,7 +274,8 @@ class BlockCache:
 
         This selects the state for a graph of the whole model, which cannot look it up by name itself.
         """
-        before, self.state = self.state, self.state_of(name)
+        before = self.state
+        self.state = self.state_of(name)
         try:
             yield
         finally:
@@ -267,9 +285,10 @@ class BlockCache:
         return CacheState(len(self.blocks.groups), self.options.num_residuals)
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Run the model without the cache inside the ``with`` block."""
-        before, self.idle = self.idle, True
+        before = self.idle
+        self.idle = True
         try:
             yield
         finally:
@@ -319,7 +338,7 @@ class BlockCache:
             output = call(block, *args, **kwargs)
             if role.decides:
                 output = on_all_stages(self.module, block, output)
-                outputs = role.checked_outputs(block, inputs, output)
+                outputs = role.check_outputs(block, inputs, output)
                 before = self._before or ()
                 measured = role.measured_index(given, before, outputs)
                 self._decide(outputs[measured] - before[measured])
@@ -332,11 +351,15 @@ class BlockCache:
         if self.skip is None or self.skip is False:
             output = call(block, *args, **kwargs)
             if role.exits:
-                entries, outputs = self.entries[role.group] or (), role.checked_outputs(block, inputs, output)
+                entries = self.entries[role.group] or ()
+                outputs = role.check_outputs(block, inputs, output)
                 in_graph = isinstance(self.state.decider, TensorDecider)
                 self.state.groups[role.group].store(entries, outputs, in_graph=in_graph)
         elif self.skip is True:
-            output = role.as_output(given, self.forecast(role) if role.exits else inputs)
+            streams = inputs
+            if role.exits:
+                streams = self.forecast(role)
+            output = role.as_output(given, streams)
         else:
             output = self.graph.run_block(role, block, call, args, kwargs)
         if role.exits:
@@ -355,13 +378,19 @@ class BlockCache:
         # Some models pass tokens as ``[S, C]``, so add a batch dim of 1.
         if sample.dim() < 3:
             sample = sample[None]
-        params = self.graph.params() if traced else self.params
+        params: DecisionParams | Tensor = self.params
+        if traced:
+            params = self.graph.params()
         inputs = DecisionInput(sample, self.options, params, self.mesh, ranks_sharing_samples(self.module))
         decider = state.decider
         if decider is None or isinstance(decider, TensorDecider) != traced or _form(decider.first) != _form(sample):
-            self.skip, self.outcome = None, DecisionOutcome(None, Verdict.WARMUP, 0, inputs.samples)
+            self.skip = None
+            self.outcome = DecisionOutcome(None, Verdict.WARMUP, 0, inputs.samples)
             state.drop_residuals()
-            state.decider = TensorDecider(inputs) if traced else NumberDecider(inputs)
+            if traced:
+                state.decider = TensorDecider(inputs)
+            else:
+                state.decider = NumberDecider(inputs)
             return
         self.skip, self.outcome = decider.decide(inputs)
         if isinstance(self.skip, Tensor):
@@ -370,7 +399,9 @@ class BlockCache:
     def forecast(self, role: BlockRole) -> Streams:
         """Return the forecast output of the block group of ``role``: its input plus weighted stored residuals."""
         decider: Any = self.state.decider
-        params = self.params_on_device if isinstance(decider, TensorDecider) else self.params
+        params: DecisionParams | Tensor = self.params
+        if isinstance(decider, TensorDecider):
+            params = self.params_on_device
         weights = decider.weights(self.options, params)
         return self.state.groups[role.group].forecast(self.entries[role.group] or (), weights)
 

@@ -48,7 +48,7 @@ class BlockGroup:
 
     def __post_init__(self) -> None:
         for name in ("lists", "streams", "between"):
-            _require_names("BlockGroup", name, getattr(self, name))
+            _check_names("BlockGroup", name, getattr(self, name))
         if not self.lists or not self.streams:
             raise ValueError(
                 f"BlockGroup(lists={self.lists}, streams={self.streams}): name at least one list and one stream."
@@ -94,12 +94,14 @@ class CachedBlocks:
             raise ValueError("CachedBlocks(groups=()): name at least one BlockGroup.")
         for name in ("conditions", "uncached"):
             if getattr(self, name) is not None:
-                _require_names("CachedBlocks", name, getattr(self, name))
+                _check_names("CachedBlocks", name, getattr(self, name))
 
 
-def _require_names(cls: str, name: str, value: Any) -> None:
+def _check_names(cls: str, name: str, value: Any) -> None:
     if not isinstance(value, tuple) or not all(isinstance(item, str) for item in value):
-        example = f"('{value}',)" if isinstance(value, str) else "('…',)"
+        example = "('…',)"
+        if isinstance(value, str):
+            example = f"('{value}',)"
         raise TypeError(f"{cls}({name}={value!r}): expected a tuple of names: {name}={example}.")
 
 
@@ -174,19 +176,29 @@ class BlockRole:
         A dataclass keeps its other fields, and those whose value is None.
         """
         if self._are_plain(given.values()):
-            return values[0] if len(values) == 1 else values
-        outputs, remaining = dict(given), list(values)
+            if len(values) == 1:
+                return values[0]
+            return values
+        outputs = dict(given)
+        remaining = list(values)
         for name in self.streams:
             parameter = name.partition(".")[0]
             for path, _ in self._leaves(name, given):
                 value = remaining.pop(0)
-                if path:
-                    value = outputs[parameter] if value is None else _with_field(outputs[parameter], path, value)
-                outputs[parameter] = value
-        return next(iter(outputs.values())) if len(outputs) == 1 else tuple(outputs.values())
+                if not path:
+                    outputs[parameter] = value
+                elif value is not None:
+                    outputs[parameter] = _with_field(outputs[parameter], path, value)
+        if len(outputs) == 1:
+            return next(iter(outputs.values()))
+        return tuple(outputs.values())
 
     def measured_index(self, given: Mapping[str, Any], before: tuple[Any, ...], after: tuple[Any, ...]) -> int:
-        """Return the index of the measured tensor: if it is a dataclass, of its first float field that changed."""
+        """Return the index of the measured tensor: if it is a dataclass, of its first float field that changed.
+
+        Raises:
+            ValueError: The stream is a dataclass, and the block changed none of its float fields.
+        """
         if self._are_plain(given.values()):
             return self.streams.index(self.measured)
         begin = sum(len(self._leaves(name, given)) for name in self.streams[: self.streams.index(self.measured)])
@@ -208,11 +220,13 @@ class BlockRole:
         parameter, *path = name.split(".")
         value = given[parameter]
         for field_name in path:
-            if value is not None and not hasattr(value, field_name):
+            if value is None:
+                break
+            if not hasattr(value, field_name):
                 raise TypeError(
                     f"BlockGroup(streams={self.streams}): a {type(value).__name__} has no field {field_name!r}."
                 )
-            value = None if value is None else getattr(value, field_name)
+            value = getattr(value, field_name)
         leaves = _tensor_fields(tuple(path), value)
         if not leaves:
             raise TypeError(
@@ -221,7 +235,7 @@ class BlockRole:
             )
         return leaves
 
-    def checked_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
+    def check_outputs(self, block: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Any, ...]:
         """Return the block's ``output`` as a tuple of streams.
 
         A block may broadcast one sample to a batch: the text of FLUX, if one negative prompt is given for several
@@ -239,10 +253,11 @@ class BlockRole:
             else:
                 return returned
         names = self.stream_parameters
-        outputs = self.tensors(dict(zip(names, returned, strict=True))) if len(names) == len(returned) else returned
-        before, after = (
-            [tuple(x.shape) if isinstance(x, Tensor) else None for x in tensors] for tensors in (inputs, outputs)
-        )
+        outputs = returned
+        if len(names) == len(returned):
+            outputs = self.tensors(dict(zip(names, returned, strict=True)))
+        before = _shapes_of(inputs)
+        after = _shapes_of(outputs)
         broadcasts = not (self.skipped and torch.compiler.is_compiling())
         if len(before) != len(after) or not all(
             x is None or y is None or x == y or (broadcasts and self._is_broadcast(x, y))
@@ -285,7 +300,8 @@ def roles_of(
         for name in group.lists
         for block in _module_list(module, name).children()
     ]
-    first, stop = first_blocks, len(stack) - last_blocks
+    first = first_blocks
+    stop = len(stack) - last_blocks
     in_first_group = sum(group_index == 0 for group_index, _, _ in stack)
     if first >= stop or first > in_first_group:
         raise ValueError(
@@ -320,7 +336,9 @@ def roles_of(
 
 def as_tuple(output: Any) -> tuple[Any, ...]:
     """Return the output of a block as a tuple: a tensor or a dataclass is its only item."""
-    return (output,) if isinstance(output, Tensor) or is_dataclass(output) else tuple(output)
+    if isinstance(output, Tensor) or is_dataclass(output):
+        return (output,)
+    return tuple(output)
 
 
 # The names of the fields that lead from an argument to a tensor, and the tensor.
@@ -344,12 +362,23 @@ def tensors_in(items: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
 
 def _with_field(value: Any, path: tuple[str, ...], new: Any) -> Any:
     """Return the dataclass ``value`` with ``new`` in the field at ``path``."""
-    inner = new if len(path) == 1 else _with_field(getattr(value, path[0]), path[1:], new)
-    return replace(value, **{path[0]: inner})
+    if len(path) > 1:
+        new = _with_field(getattr(value, path[0]), path[1:], new)
+    return replace(value, **{path[0]: new})
 
 
 # The shapes of a block's streams, with None for a stream whose value is None.
 _Shapes = list[tuple[int, ...] | None]
+
+
+def _shapes_of(streams: Iterable[Any]) -> _Shapes:
+    shapes: _Shapes = []
+    for x in streams:
+        if isinstance(x, Tensor):
+            shapes.append(tuple(x.shape))
+        else:
+            shapes.append(None)
+    return shapes
 
 
 def _wrong_streams(cls: str, streams: tuple[str, ...], before: _Shapes, after: _Shapes) -> str:

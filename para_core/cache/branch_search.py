@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,7 +102,9 @@ def all_equal(cases: Sequence[Sequence[Pair]], agree: Agree | None) -> list[bool
     differ = torch.stack(
         [torch.stack([(x.value != y.value).any().to(first) for x, y in pairs]).any() for pairs in cases]
     )
-    return [not value for value in (differ if agree is None else agree(differ.to(torch.uint8))).tolist()]
+    if agree is not None:
+        differ = agree(differ.to(torch.uint8))
+    return [not value for value in differ.tolist()]
 
 
 class BranchSearch:
@@ -134,12 +136,12 @@ class BranchSearch:
         group = self._group
         if not group.branches:
             return self._add()
-        equal = [branch for branch in group.branches if not self._keyed(branch)]
+        equal = [branch for branch in group.branches if not self._paths_of_difference(branch)]
         if not equal:
-            return self._unseen()
+            return self._place_unseen()
         branch = equal[-1]
         if self._is_same_step(branch):
-            return self._again(branch)
+            return self._place_repeated(branch)
         return self._continue(branch)
 
     def _add(self) -> BranchCall:
@@ -147,7 +149,9 @@ class BranchSearch:
         group = self._group
         if len(group.branches) == MOST_BRANCHES:
             return self._give_up([])
-        name = f"{group.name}.{len(group.branches)}" if group.branches else group.name
+        name = group.name
+        if group.branches:
+            name = f"{group.name}.{len(group.branches)}"
         branch = Branch(name, self._leaves, self._moment)
         group.branches.append(branch)
         self._owner.last = branch
@@ -156,19 +160,21 @@ class BranchSearch:
     def _continue(self, branch: Branch) -> BranchCall:
         """Return the call of ``branch`` that continues it by one step."""
         begins = self._is_begin(branch)
-        branch.before, branch.leaves, branch.moment = branch.leaves, self._leaves, self._moment
+        branch.before = branch.leaves
+        branch.leaves = self._leaves
+        branch.moment = self._moment
         # A new list order, the branch that was called last at the end, decides between branches that become equal.
         self._group.branches.remove(branch)
         self._group.branches.append(branch)
         self._owner.last = branch
         return BranchCall(branch.name, begins=begins)
 
-    def _unseen(self) -> BranchCall:
+    def _place_unseen(self) -> BranchCall:
         """Return the branch of a call whose values at some paths no branch of the group had in its last call."""
         group = self._group
         neighbours = [branch for branch in group.branches if self._is_same_step(branch)]
         if neighbours:
-            paths = self._keyed(neighbours[-1])
+            paths = self._paths_of_difference(neighbours[-1])
             self._warn_of(paths)
             for branch in neighbours:
                 branch.has_neighbour = True
@@ -177,14 +183,14 @@ class BranchSearch:
                 group.branches[-1].has_neighbour = True
             return call
         # The values changed from one step to the next.
-        nearest = min(reversed(group.branches), key=lambda branch: len(self._keyed(branch)))
-        for path in self._keyed(nearest):
+        nearest = min(reversed(group.branches), key=lambda branch: len(self._paths_of_difference(branch)))
+        for path in self._paths_of_difference(nearest):
             group.unseen[path] += 1
             if path in group.told_by:
                 group.told_by.discard(path)
             elif group.unseen[path] >= 2:
                 group.varying.add(path)
-        equal = [branch for branch in group.branches if not self._keyed(branch)]
+        equal = [branch for branch in group.branches if not self._paths_of_difference(branch)]
         if not equal:
             return self._add()
         if len(equal) > 1:
@@ -193,10 +199,10 @@ class BranchSearch:
             group.branches = [branch for branch in group.branches if branch not in equal[:-1]]
         return self._continue(equal[-1])
 
-    def _again(self, branch: Branch) -> BranchCall:
+    def _place_repeated(self, branch: Branch) -> BranchCall:
         """Return the branch of a call in the same step as the last call of ``branch``."""
         group = self._group
-        paths = self._differing(branch)
+        paths = self._all_paths_of_difference(branch)
         # If the last call differed from the call before it where this call does not, it was no call of this branch.
         was_other = branch.before is not None and any(
             not self._is_same(branch.before.get(path), branch.leaves.get(path))
@@ -251,11 +257,12 @@ class BranchSearch:
             "`with cache_context(model, name)`, of para_core.",
         )
 
-    def _keyed(self, branch: Branch) -> list[str]:
+    def _paths_of_difference(self, branch: Branch) -> list[str]:
         """Return the paths at which this call differs from ``branch`` in what tells branches apart."""
         keyed = []
         for path in self._paths(branch):
-            before, now = branch.leaves.get(path), self._leaves.get(path)
+            before = branch.leaves.get(path)
+            now = self._leaves.get(path)
             if path in self._group.varying:
                 continue
             are_tensors = before is not None and now is not None and before.is_tensor and now.is_tensor
@@ -265,7 +272,7 @@ class BranchSearch:
                 keyed.append(path)
         return keyed
 
-    def _differing(self, branch: Branch) -> list[str]:
+    def _all_paths_of_difference(self, branch: Branch) -> list[str]:
         """Return all paths, except the timestep, at which this call differs from the last call of ``branch``."""
         return [
             path for path in self._paths(branch) if not self._is_same(branch.leaves.get(path), self._leaves.get(path))
@@ -280,28 +287,32 @@ class BranchSearch:
             return False
         clocks = [path for path in self._leaves if path in self._clocks and path in branch.leaves]
         if self._moment is not None or clocks:
-            return self._agreed(all(self._is_same(branch.leaves[path], self._leaves[path]) for path in clocks))
+            return self._agree_on_all(all(self._is_same(branch.leaves[path], self._leaves[path]) for path in clocks))
         # Without a timestep, only equal latents say that a call belongs to the same step.
         if self._latents is None or self._latents not in branch.leaves:
             return False
-        before, now = branch.leaves[self._latents], self._leaves[self._latents]
+        before = branch.leaves[self._latents]
+        now = self._leaves[self._latents]
         return before.has_version and now.has_version and before.compare(now) is True
 
     def _is_begin(self, branch: Branch) -> bool:
         """Whether the timestep returned to that of the first call of ``branch``, so that a generation begins."""
         path = next((path for path in self._leaves if path in self._clocks and path in branch.leaves), "")
-        clock = self._leaves[path].value if path else None
-        values = clock if isinstance(clock, tuple) else (clock,)
+        if not path:
+            return False
+        values = _as_times(self._leaves[path].value)
         if self._moment is not None or not values or not all(isinstance(value, (int, float)) for value in values):
             return False
         now = float(max(values))
         if branch.start is None:
-            before = branch.leaves[path].value
-            branch.start = float(max(before if isinstance(before, tuple) else (before,)))
+            branch.start = float(max(_as_times(branch.leaves[path].value)))
         change = now - branch.start
-        begins = self._agreed(branch.direction != 0.0 and change * branch.direction <= 0.0)
-        branch.start = now if begins else branch.start
-        branch.direction = 0.0 if begins else branch.direction or float(change > 0) - float(change < 0)
+        begins = self._agree_on_all(branch.direction != 0.0 and change * branch.direction <= 0.0)
+        if begins:
+            branch.start = now
+            branch.direction = 0.0
+        elif branch.direction == 0.0:
+            branch.direction = float(change > 0) - float(change < 0)
         return begins
 
     def _is_same(self, x: Leaf | None, y: Leaf | None) -> bool:
@@ -311,11 +322,22 @@ class BranchSearch:
         if same is None and not (x.is_plain and y.is_plain):
             # Do not compare the values of a lazy tensor (see para_core.cfg), which would compute it.
             return False
-        return all_equal([[(x, y)]], self._agree)[0] if same is None else same
+        if same is not None:
+            return same
+        return all_equal([[(x, y)]], self._agree)[0]
 
-    def _agreed(self, value: bool) -> bool:
+    def _agree_on_all(self, value: bool) -> bool:
         """Return whether ``value`` is True on all ranks."""
-        return value if self._agree is None else not self._agree(torch.tensor([int(not value)])).item()
+        if self._agree is None:
+            return value
+        return not self._agree(torch.tensor([int(not value)])).item()
+
+
+def _as_times(clock: Any) -> tuple[Any, ...]:
+    """Return the timesteps in ``clock``: the values of a tensor, or one value."""
+    if isinstance(clock, tuple):
+        return clock
+    return (clock,)
 
 
 def _names(paths: Sequence[str]) -> str:

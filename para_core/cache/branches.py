@@ -41,7 +41,9 @@ def conditions_of(module: nn.Module, blocks: CachedBlocks) -> tuple[str, ...]:
     """
     parameters = inspect.signature(original_class(module).forward).parameters  # type: ignore[attr-defined]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return DEFAULT_CONDITIONS if blocks.conditions is None else blocks.conditions
+        if blocks.conditions is None:
+            return DEFAULT_CONDITIONS
+        return blocks.conditions
     if blocks.conditions is None:
         return tuple([name for name in DEFAULT_CONDITIONS if name in parameters])
     unknown = [name for name in blocks.conditions if argument_of(name) not in parameters]
@@ -105,12 +107,13 @@ class Branches:
         Raises:
             RuntimeError: The cache has skipped a call of this step that belongs to another branch.
         """
-        announced, self._announced = self._announced, None
+        announced = self._announced
+        self._announced = None
         if announced is not None and context is None:
             return announced
         return self._identify(arguments, context, moment, agree, raises=True)
 
-    def decided(self, outcome: DecisionOutcome) -> None:
+    def record_outcome(self, outcome: DecisionOutcome) -> None:
         """Record the decision about the call that was identified last."""
         if self.last is not None:
             self.last.outcome = outcome
@@ -121,7 +124,9 @@ class Branches:
         The host waits for the device once if conditions are new tensors, to compare their values.
         """
         group = self._group_of(arguments, None)
-        return None if group is None else group.name
+        if group is None:
+            return None
+        return group.name
 
     def why_unknown(self) -> str:
         """Return the text of the warning to show after :meth:`identify` returned no name."""

@@ -53,14 +53,14 @@ def digest_of(
     Tensors other than ``conditions`` and ``clocks`` are left out, because they may change from step to step.
     ``arguments`` are in the order of the model's parameters.
     """
-    held = [_sums(x, device) for name in conditions for x in pytree.tree_leaves(value_at(arguments, name))]
+    sums = [_sums(x, device) for name in conditions for x in pytree.tree_leaves(value_at(arguments, name))]
     for name, value in arguments.items():
         if name not in clocks:
-            held += [_sums(x, device) for x in pytree.tree_leaves(value) if not isinstance(x, Tensor)]
+            sums += [_sums(x, device) for x in pytree.tree_leaves(value) if not isinstance(x, Tensor)]
     times = [_sums(x, device) for name in clocks for x in pytree.tree_leaves(arguments.get(name))]
     none = torch.zeros(0, dtype=torch.float64, device=device)
     return CallDigest(
-        torch.cat([none, *held]), torch.cat([none, *times]), torch.zeros(1, dtype=torch.float64, device=device)
+        torch.cat([none, *sums]), torch.cat([none, *times]), torch.zeros(1, dtype=torch.float64, device=device)
     )
 
 
@@ -74,5 +74,7 @@ def _sums(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, (bool, int, float)):
         return torch.full((2,), float(value), dtype=torch.float64, device=device)
     # A graph is compiled for one string, so its length tells apart most that select something else.
-    number = float(len(value)) if isinstance(value, str) else 0.5
+    number = 0.5
+    if isinstance(value, str):
+        number = float(len(value))
     return torch.full((2,), number, dtype=torch.float64, device=device)

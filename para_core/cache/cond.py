@@ -38,9 +38,12 @@ def cond(
         if_true, if_false: Functions that return the outputs, a tuple of tensors and None.
         present: Indices of the outputs that are tensors; the others are None.
         inputs: Tensors with the shapes that the outputs have.
+
+    Raises:
+        RuntimeError: A function returned None for an output of ``present``.
     """
 
-    def flattened(make: Callable[[], Streams]) -> tuple[Tensor, ...]:
+    def flatten(make: Callable[[], Streams]) -> tuple[Tensor, ...]:
         # torch.cond requires that its outputs are not views, and that both branches return equal strides. If a size is
         # symbolic, it derives the strides of the result from the sizes, and fails if a dim has size 1 or if the
         # branches have different expressions for a size. A tensor with one dim always has stride 1.
@@ -50,7 +53,7 @@ def cond(
             raise RuntimeError("a block returned None where it returned a tensor before; call it without the cache.")
         return tuple([x.clone(memory_format=torch.contiguous_format).view(-1) for x in tensors])
 
-    flat = torch.cond(condition, lambda: flattened(if_true), lambda: flattened(if_false), ())
+    flat = torch.cond(condition, lambda: flatten(if_true), lambda: flatten(if_false), ())
     outputs: list[Tensor | None] = [None] * len(inputs)
     for i, x in zip(present, flat, strict=True):
         shape: Any = inputs[i]
@@ -74,7 +77,7 @@ class WrappedLinear(NamedTuple):
     linear: Callable[..., Tensor]
 
 
-def wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
+def find_wrapped_linears(block: nn.Module, before: Iterable[WrappedLinear] = ()) -> list[WrappedLinear]:
     """Return the linear layers of ``block`` whose weights are tensor wrapper subclasses, such as torchao's.
 
     Entries of the previous result ``before`` that are still valid are returned again: graphs guard on these objects.
@@ -107,7 +110,7 @@ class GroupBlocks:
     def refresh(self) -> None:
         """Search the blocks again for quantized weights, because the user may have quantized some in the meantime."""
         self._layers = [
-            wrapped_linears(block, before) for (block, _), before in zip(self._blocks, self._layers, strict=True)
+            find_wrapped_linears(block, before) for (block, _), before in zip(self._blocks, self._layers, strict=True)
         ]
 
     def __iter__(self) -> Iterator[Callable[..., Any]]:
@@ -144,7 +147,9 @@ class _PlainWeights(TorchFunctionMode):
             for layer in self._layers:
                 weight = layer.module.weight
                 if args[1] is weight:
-                    bias = args[2] if len(args) > 2 else None
+                    bias = None
+                    if len(args) > 2:
+                        bias = args[2]
                     return layer.linear(args[0], bias, *[_at(weight, path) for path in layer.paths])
         return call_original(func, args, kwargs or {})
 
@@ -184,7 +189,12 @@ def _flatten(weight: Any) -> tuple[list[Path], _WeightStructure]:
 
 def _build(structure: _WeightStructure, tensors: list[Tensor]) -> Any:
     """Rebuild a weight of this ``structure`` from the first plain ``tensors``, which are removed from the list."""
-    inner = {name: tensors.pop(0) if inside is None else _build(inside, tensors) for name, inside in structure.inner}
+    inner = {}
+    for name, inside in structure.inner:
+        if inside is None:
+            inner[name] = tensors.pop(0)
+        else:
+            inner[name] = _build(inside, tensors)
     cls: Any = structure.cls
     return cls.__tensor_unflatten__(inner, structure.context, structure.size, structure.stride)
 

@@ -65,10 +65,13 @@ class Step:
 def step_of(options: CacheOptions, index: int, total: int, time: float) -> Step:
     """Return the :class:`Step` with this index, number of steps and timestep, forced if ``options`` determine it."""
     if options.compute_steps is not None:
-        return Step(index, total, time, Verdict.SCHEDULE if options.computes(index, total) else Verdict.MASKED)
-    outside = not options.start <= index / total < options.end
-    computed = outside or (options.always_compute_last and index == total - 1)
-    return Step(index, total, time, Verdict.SCHEDULE if computed else None)
+        if options.computes(index, total):
+            return Step(index, total, time, Verdict.SCHEDULE)
+        return Step(index, total, time, Verdict.MASKED)
+    is_outside = not options.start <= index / total < options.end
+    if is_outside or (options.always_compute_last and index == total - 1):
+        return Step(index, total, time, Verdict.SCHEDULE)
+    return Step(index, total, time)
 
 
 class DecisionParams(NamedTuple):
@@ -88,16 +91,29 @@ class DecisionParams(NamedTuple):
 
     @staticmethod
     def of(step: Step, options: CacheOptions, threshold: float) -> DecisionParams:
-        limits = [math.inf if x is None else x for x in (options.max_consecutive_hits, options.max_hits)]
-        forced = float(step.forced or 0)
-        return DecisionParams(forced, step.time, step.index, step.total, threshold, options.warmup_steps, *limits)
+        return DecisionParams(
+            forced=float(step.forced or 0),
+            time=step.time,
+            step=step.index,
+            num_steps=step.total,
+            threshold=threshold,
+            warmup_steps=options.warmup_steps,
+            max_consecutive_hits=_limit_of(options.max_consecutive_hits),
+            max_hits=_limit_of(options.max_hits),
+        )
 
     def tensor(self, device: torch.device) -> Tensor:
         """Return the fields as a float64 tensor ``[8]`` on ``device``, for which the host does not wait."""
         return torch.tensor(self, dtype=torch.float64).to(device, non_blocking=True)
 
 
-def forced_if_mixed(params: Tensor, mixed: Tensor) -> Tensor:
+def _limit_of(option: int | None) -> float:
+    if option is None:
+        return math.inf
+    return option
+
+
+def force_if_mixed(params: Tensor, mixed: Tensor) -> Tensor:
     """Return the tensor ``params`` of a graph, forced to compute the step if ``mixed``, of one element, is not 0."""
     return torch.cat([torch.where(mixed > 0, _REPEATED, params[:1]), params[1:]])
 
@@ -133,7 +149,9 @@ Where = Callable[[Any, Any, Any], Any]
 
 
 def _where(condition: bool, a: Any, b: Any) -> Any:
-    return a if condition else b
+    if condition:
+        return a
+    return b
 
 
 def _verdict_without_difference(params: DecisionParams, counts: BranchCounters, where: Where) -> Number:
@@ -183,7 +201,9 @@ class DecisionInput:
     @property
     def samples(self) -> int:
         """The number of samples in the call, over all ranks that share the batch."""
-        return self.sample.shape[0] * (1 if self.sharing is None else self.sharing.size)
+        if self.sharing is None:
+            return self.sample.shape[0]
+        return self.sample.shape[0] * self.sharing.size
 
     def differences(self, first: Tensor) -> Tensor:
         """Return how much each sample differs from ``first``, its values in the last computed step, by the rule.
@@ -194,9 +214,10 @@ class DecisionInput:
         sums = rule.sums(self.sample.flatten(1), first.flatten(1))
         # Gather the sums and add them on each rank, so that all ranks add in the same order: different rounding could
         # make their decisions differ.
-        for dim in () if self.mesh is None else self.mesh.dims:
-            if dim.size > 1:
-                sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
+        if self.mesh is not None:
+            for dim in self.mesh.dims:
+                if dim.size > 1:
+                    sums = all_gather(sums[None], [1] * dim.size, 0, dim).sum(dim=0)
         differences = rule.difference(sums)
         if self.sharing is not None:
             differences = all_gather(differences, [differences.shape[0]] * self.sharing.size, 0, self.sharing)
@@ -234,7 +255,9 @@ class NumberDecider:
             differences = inputs.differences(self.first).tolist()
             verdict = Verdict.NOT_FINITE
             if all(map(math.isfinite, differences)):
-                verdict = Verdict.HIT if bool(inputs.may_skip(max(differences), params, counts)) else Verdict.MISS
+                verdict = Verdict.MISS
+                if bool(inputs.may_skip(max(differences), params, counts)):
+                    verdict = Verdict.HIT
         skip = verdict.skips
         self._counts = counts.after(skip, params.time, _where)
         if not skip:
@@ -270,7 +293,9 @@ class TensorDecider:
 
     def decide(self, inputs: DecisionInput) -> tuple[Tensor, DecisionOutcome]:
         numbers: Any = inputs.params
-        params, counts, first = DecisionParams(*numbers.unbind()), self._counts, self.first
+        params = DecisionParams(*numbers.unbind())
+        counts = self._counts
+        first = self.first
         differences = inputs.differences(first).double()
         may_skip = torch.as_tensor(inputs.may_skip(differences.max(), params, counts), device=first.device)
         verdict = torch.where(may_skip, _HIT, _MISS)
@@ -285,7 +310,8 @@ class TensorDecider:
 
     def leave_graph(self) -> None:
         """Clone the stored tensors that a graph returned, because the next replay of a CUDA graph overwrites them."""
-        self.first, self._numbers = self.first.clone(), self._numbers.clone()
+        self.first = self.first.clone()
+        self._numbers = self._numbers.clone()
 
     def weights(self, options: CacheOptions, params: Any) -> list[Any]:
         if options.num_residuals == 1:

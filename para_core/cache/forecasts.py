@@ -71,17 +71,18 @@ def forecast_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor
     Returns:
         Float64 weights whose sum is 1.
     """
-    times, now = times.double(), now.double()
+    times = times.double()
+    now = now.double()
     count = times.shape[0]
     weights = torch.zeros_like(times)
     weights[0] = 1.0
     for points in range(2, count + 1):
         gaps = times[:points, None] - times[None, :points]
-        apart = gaps + torch.eye(points, dtype=times.dtype, device=times.device)
-        factors = (now - times[None, :points]) / apart
+        divisors = gaps + torch.eye(points, dtype=times.dtype, device=times.device)
+        factors = (now - times[None, :points]) / divisors
         itself = torch.eye(points, dtype=torch.bool, device=times.device)
         polynomial = torch.where(itself, 1.0, factors).prod(dim=1)
-        usable = (num_computed >= points) & (apart != 0).all()
+        usable = (num_computed >= points) & (divisors != 0).all()
         padded = torch.cat([polynomial, torch.zeros_like(times[points:])])
         weights = torch.where(usable, padded, weights)
     return weights
@@ -95,9 +96,12 @@ def foca_weights(times: Tensor, now: Tensor, num_computed: Tensor) -> Tensor:
     residuals, because with the slope of eq. 6 at both steps the result would be the Taylor forecast of order 1.
     Arguments and result are those of :func:`forecast_weights`, with n = 3.
     """
-    gap, older = times[0] - times[1], times[1] - times[2]
-    safe, safe_older = torch.where(gap == 0, 1.0, gap), torch.where(older == 0, 1.0, older)
-    zero, unit = torch.zeros_like(gap), torch.ones_like(gap)
+    gap = times[0] - times[1]
+    older = times[1] - times[2]
+    safe = torch.where(gap == 0, 1.0, gap)
+    safe_older = torch.where(older == 0, 1.0, older)
+    zero = torch.zeros_like(gap)
+    unit = torch.ones_like(gap)
     straight = torch.stack([unit, -unit, zero]) / safe
     curve = (straight - torch.stack([zero, unit, -unit]) / safe_older) / (safe + safe_older)
     newest = torch.stack([unit, zero, zero])

@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from para_core.cache.blocks import BlockRole, as_tuple
 from para_core.cache.call_digest import CallDigest, digest_of
 from para_core.cache.cond import GroupBlocks, Streams, cond
-from para_core.cache.decision import forced_if_mixed
+from para_core.cache.decision import force_if_mixed
 
 if TYPE_CHECKING:
     from para_core.cache.block_cache import BlockCache
+
+
+def _return_unchanged(values: Tensor) -> Tensor:
+    return values
 
 
 class GraphForm:
@@ -51,13 +55,16 @@ class GraphForm:
         """Compare a call that the graph makes with the last call of the state, which may have been another branch's."""
         cache = self.cache
         device = cache.device_of(arguments)
-        now, last = digest_of(arguments, cache.conditions, cache.clocks, device), cache.state.last_call
+        now = digest_of(arguments, cache.conditions, cache.clocks, device)
+        last = cache.state.last_call
         mixed = None
         if last is None:
             cache.state.last_call = now
         elif last.conditions.shape == now.conditions.shape and last.clock.shape == now.clock.shape:
             agree = cache.agreement(device)
-            mixed = last.update(now, (lambda x: x) if agree is None else agree)
+            if agree is None:
+                agree = _return_unchanged
+            mixed = last.update(now, agree)
         else:
             mixed = torch.ones_like(now.mixed)
             cache.state.last_call = CallDigest(now.conditions, now.clock, mixed)
@@ -66,7 +73,9 @@ class GraphForm:
     def params(self) -> Tensor:
         """Return the numbers by which the step is decided, as a tensor on the device."""
         params = self.cache.params_on_device
-        return params if self._mixed is None else forced_if_mixed(params, self._mixed)
+        if self._mixed is None:
+            return params
+        return force_if_mixed(params, self._mixed)
 
     def copy_to_host(self, skip: Tensor) -> Tensor:
         """Return the decision ``skip`` on the CPU, copied once, because otherwise every torch.cond would wait for the
@@ -86,16 +95,16 @@ class GraphForm:
         blocks = self._groups[role.group]
 
         def compute() -> Streams:
-            return role.checked_outputs(block, inputs, blocks.call(block, call, *args, **kwargs))
+            return role.check_outputs(block, inputs, blocks.call(block, call, *args, **kwargs))
 
         if role.exits:
             return role.as_output(given, self._end_group(role, inputs, compute))
 
-        def skipped() -> Streams:
+        def allocate() -> Streams:
             # The values are not used, because the last block of the group replaces the outputs of skipped blocks.
             return tuple([x.new_empty(x.shape) for x in inputs])
 
-        return role.as_output(given, cond(self.cache.skip, skipped, compute, list(range(len(inputs))), inputs))
+        return role.as_output(given, cond(self.cache.skip, allocate, compute, list(range(len(inputs))), inputs))
 
     def _run_group(
         self, role: BlockRole, inputs: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -66,7 +66,7 @@ RULES = {rule.name: rule for rule in (FIRST_BLOCK, MODULATED_INPUT)}
 Value = TypeVar("Value", Rule, Forecast)
 
 
-def _named(option: str, value: Any, kind: type[Value], by_name: Mapping[str, Value], otherwise: str = "") -> Value:
+def _look_up(option: str, value: Any, kind: type[Value], by_name: Mapping[str, Value], otherwise: str = "") -> Value:
     """Return ``value`` if it is a ``kind``, else the one with this name in ``by_name``.
 
     Raises:
@@ -84,7 +84,7 @@ def _named(option: str, value: Any, kind: type[Value], by_name: Mapping[str, Val
 
 def rule_of(rule: str | Rule) -> Rule:
     """Return the rule with the name ``rule``, or ``rule`` itself. Raise ``TypeError`` or ``ValueError`` for others."""
-    return _named("rule", rule, Rule, RULES)
+    return _look_up("rule", rule, Rule, RULES)
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ class CacheOptions:
         object.__setattr__(self, "rule", rule_of(self.rule))
         check_options(self)
         if self.forecast is not None:
-            chosen = _named("forecast", self.forecast, Forecast, FORECASTS, ", or None: forecast_order=1")
+            chosen = _look_up("forecast", self.forecast, Forecast, FORECASTS, ", or None: forecast_order=1")
             object.__setattr__(self, "forecast", chosen)
             if self.forecast_order is not None:
                 raise ValueError(
@@ -255,14 +255,18 @@ class CacheOptions:
 
     def _require_steps(self) -> tuple[int | bool, ...]:
         value: Any = self.compute_steps
-        values = value.tolist() if hasattr(value, "tolist") else value
-        steps = tuple(values) if isinstance(values, Collection) and not isinstance(values, (str, bytes)) else ()
+        values = value
+        if hasattr(value, "tolist"):
+            values = value.tolist()
+        steps: tuple[Any, ...] = ()
+        if isinstance(values, Collection) and not isinstance(values, (str, bytes)):
+            steps = tuple(values)
         if not steps or not all(isinstance(step, int) for step in steps) or len({type(step) for step in steps}) > 1:
             raise TypeError(
                 f"compute_steps is {value!r}; expected indices of the steps to compute, or a bool for each step of "
                 "the schedule."
             )
-        void = self._changed(_VOID)
+        void = self._find_changed(_VOID)
         if void:
             raise ValueError(f"compute_steps decides alone, so {void[0]} has no effect. Leave one of the two out.")
         return steps
@@ -293,7 +297,9 @@ class CacheOptions:
         Raises:
             TypeError: The policy returned something else.
         """
-        skip: Any = None if self.policy is None else self.policy(observation)
+        skip: Any = None
+        if self.policy is not None:
+            skip = self.policy(observation)
         # Accept tensors and NumPy bools as well, both of which have a dtype.
         if not isinstance(skip, bool) and not hasattr(skip, "dtype"):
             raise TypeError(
@@ -321,7 +327,9 @@ class CacheOptions:
     @cached_property
     def chosen_forecast(self) -> Forecast:
         """The forecast that ``forecast`` or ``forecast_order`` selects."""
-        return self.forecast if isinstance(self.forecast, Forecast) else taylor(self.forecast_order or 0)
+        if isinstance(self.forecast, Forecast):
+            return self.forecast
+        return taylor(self.forecast_order or 0)
 
     @property
     def decides_before_blocks(self) -> bool:
@@ -335,18 +343,19 @@ class CacheOptions:
 
     def on_schedule(self) -> CacheOptions:
         """Return these options for a pipeline with a schedule, in which ``forecast_order`` defaults to 1."""
-        unset = self.forecast is None and self.forecast_order is None
-        return replace(self, forecast_order=1) if unset else self
+        if self.forecast is None and self.forecast_order is None:
+            return replace(self, forecast_order=1)
+        return self
 
     @property
     def needs_schedule(self) -> tuple[str, ...]:
         """The names of options that are set and need the schedule of a pipeline."""
-        changed = self._changed(SCHEDULED)
+        changed = self._find_changed(SCHEDULED)
         if self.num_residuals == 1:
             changed = [name for name in changed if name not in ("forecast_order", "forecast")]
         return tuple(changed)
 
-    def _changed(self, names: Sequence[str]) -> list[str]:
+    def _find_changed(self, names: Sequence[str]) -> list[str]:
         defaults = {field.name: field.default for field in fields(self)}
         return [name for name in names if getattr(self, name) != defaults[name]]
 

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -134,36 +134,69 @@ def rows_of(readings: Iterable[StepRecord]) -> list[CachedStep]:
 
 
 def _rows_of_call(reading: StepRecord, call: int) -> list[CachedStep]:
-    outcome: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in reading.outcome]
+    outcome: list[Any] = list(reading.outcome)
+    for index, value in enumerate(outcome):
+        if isinstance(value, Tensor):
+            outcome[index] = value.tolist()
     differences, verdict, computed, samples = outcome
     verdict = Verdict(int(verdict))
     if differences is None or verdict not in (Verdict.HIT, Verdict.MISS, Verdict.NOT_FINITE):
         # The differences did not decide this step, but a graph computes them anyway. Leave them out of the report.
         differences = [None] * samples
-    # The branches in the batch have equal parts of the samples, in order. A plan may give this rank only a part of the
-    # batch, so compute the number of branches in this part.
-    held = reading.num_branches if reading.batch == 0 else reading.num_branches * samples // reading.batch
+    # The branches in the batch have equal parts of the samples, in order. A plan may give this rank only a part of
+    # the batch, so compute the number of branches in this part.
+    num_branches = reading.num_branches
+    if reading.batch != 0:
+        num_branches = reading.num_branches * samples // reading.batch
     of_branches = {reading.branch: differences}
-    if held > 1 and samples % held == 0:
-        each = len(differences) // held
-        of_branches = {f"{reading.branch}/{i}": differences[i * each : (i + 1) * each] for i in range(held)}
+    if num_branches > 1 and samples % num_branches == 0:
+        each = len(differences) // num_branches
+        of_branches = {f"{reading.branch}/{i}": differences[i * each : (i + 1) * each] for i in range(num_branches)}
     held_back_by: tuple[str, ...] = ()
     if verdict is Verdict.MISS:
-        names = [
-            (name if len(part) == 1 else f"{name} sample {i}", difference)
-            for name, part in of_branches.items()
-            for i, difference in enumerate(part)
-        ]
-        above = tuple(name for name, difference in names if difference >= reading.threshold)
-        held_back_by = above if len(above) < len(names) else ()
-    seconds, num_used = reading.stopwatch.seconds, min(int(computed), reading.room) if verdict.skips else 0
+        held_back_by = _names_above(of_branches, reading.threshold)
+    num_used = 0
+    if verdict.skips:
+        num_used = min(int(computed), reading.room)
+    seconds = reading.stopwatch.seconds
     rows = []
     for name, part in of_branches.items():
         measured = [x for x in part if x is not None]
         largest = next((x for x in measured if math.isnan(x)), max(measured, default=None))
-        position = reading.step, name, largest, reading.threshold, verdict
-        rows.append(CachedStep(*position, seconds, call, tuple(part), held_back_by, num_used))
+        row = CachedStep(
+            step=reading.step,
+            branch=name,
+            difference=largest,
+            threshold=reading.threshold,
+            verdict=verdict,
+            seconds=seconds,
+            call=call,
+            samples=tuple(part),
+            held_back_by=held_back_by,
+            forecast_from=num_used,
+        )
+        rows.append(row)
     return rows
+
+
+def _names_above(of_branches: Mapping[str, Sequence[float]], threshold: float) -> tuple[str, ...]:
+    """Return the names of the branches and samples whose differences reach ``threshold``; none if all of them do."""
+    count = 0
+    names = []
+    for branch, differences in of_branches.items():
+        for index, difference in enumerate(differences):
+            count += 1
+            if difference >= threshold:
+                names.append(_name_of_sample(branch, index, len(differences)))
+    if len(names) == count:
+        return ()
+    return tuple(names)
+
+
+def _name_of_sample(branch: str, index: int, num_samples: int) -> str:
+    if num_samples == 1:
+        return branch
+    return f"{branch} sample {index}"
 
 
 @dataclass(frozen=True)
@@ -203,14 +236,19 @@ class CacheReport:
             return "no steps yet: call the pipeline first"
         lines = [f"{'step':>4}  {'branch':<14} {'difference':>10}  {'threshold':>9}  {'':<10} {'seconds':>8}"]
         for row in self.rows:
-            difference = "" if row.difference is None else f"{row.difference:.4f}"
+            difference = ""
+            if row.difference is not None:
+                difference = f"{row.difference:.4f}"
             verdict = row.verdict.name.lower().replace("_", " ")
-            lines.append(
+            line = (
                 f"{row.step:>4}  {row.branch:<14} {difference:>10}  {row.threshold:>9.4f}  {verdict:<10} "
                 f"{row.seconds:>8.4f}"
-                + (f"  held back by {', '.join(row.held_back_by)}" if row.held_back_by else "")
-                + (f"  forecast from {row.forecast_from} computed steps" if row.forecast_from > 1 else "")
             )
+            if row.held_back_by:
+                line += f"  held back by {', '.join(row.held_back_by)}"
+            if row.forecast_from > 1:
+                line += f"  forecast from {row.forecast_from} computed steps"
+            lines.append(line)
         lines.append(
             f"{self.computed} of {len(self.rows)} computed, {self.hits} skipped ({self.hits / len(self.rows):.0%}), "
             f"{self.seconds:.3f} s in the model; forecast {self.forecast}, rule {self.rule}"
@@ -280,4 +318,6 @@ class CacheReport:
 
 
 def _finite(x: float | None) -> float | None:
-    return x if x is not None and math.isfinite(x) else None
+    if x is None or not math.isfinite(x):
+        return None
+    return x

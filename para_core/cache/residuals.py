@@ -34,11 +34,21 @@ class Residuals:
         new = [_residual(x, y) for x, y in zip(outputs, entries, strict=True)]
         if not self.histories and not in_graph:
             pairs = zip(new, outputs, entries, strict=True)
-            self.histories.extend([[] if x is not None and x is y else _as_history(r) for r, x, y in pairs])
+            for residual, x, y in pairs:
+                if x is not None and x is y:
+                    self.histories.append([])
+                elif residual is None:
+                    self.histories.append(None)
+                else:
+                    self.histories.append([residual])
             return
         if not self.histories:
-            later = range(self.room - 1)
-            self.histories.extend([None if x is None else [x, *[torch.zeros_like(x) for _ in later]] for x in new])
+            for residual in new:
+                if residual is None:
+                    self.histories.append(None)
+                else:
+                    placeholders = [torch.zeros_like(residual) for _ in range(self.room - 1)]
+                    self.histories.append([residual, *placeholders])
             return
         for history, residual in zip(self.histories, new, strict=True):
             if history is None or residual is None:
@@ -61,7 +71,7 @@ class Residuals:
 
     def forecast(self, entries: Streams, weights: list[Any]) -> Streams:
         """Return the forecast outputs of the skipped blocks: their inputs ``entries`` plus weighted residuals."""
-        return tuple([_added(x, history, weights) for x, history in zip(entries, self.histories, strict=True)])
+        return tuple([_add_residuals(x, history, weights) for x, history in zip(entries, self.histories, strict=True)])
 
 
 class CacheState:
@@ -85,10 +95,18 @@ class CacheState:
         if isinstance(self.decider, TensorDecider):
             self.decider.leave_graph()
         for group in self.groups:
-            group.histories = [None if history is None else [x.clone() for x in history] for history in group.histories]
+            histories: list[list[Tensor] | None] = []
+            for history in group.histories:
+                if history is None:
+                    histories.append(None)
+                else:
+                    histories.append([x.clone() for x in history])
+            group.histories = histories
 
     def clear(self) -> None:
-        self.decider, self.signature, self.last_call = None, None, None
+        self.decider = None
+        self.signature = None
+        self.last_call = None
         self.drop_residuals()
 
     def drop_residuals(self) -> None:
@@ -99,18 +117,18 @@ class CacheState:
     def tensors(self) -> list[Tensor]:
         """Return all stored tensors, to count their memory."""
         kept = [x for group in self.groups for history in group.histories for x in history or ()]
-        return kept if self.decider is None else [self.decider.first, *kept]
+        if self.decider is None:
+            return kept
+        return [self.decider.first, *kept]
 
 
 def _residual(output: Tensor | None, entry: Tensor | None) -> Tensor | None:
-    return None if output is None or entry is None else output.detach() - entry.detach()
+    if output is None or entry is None:
+        return None
+    return output.detach() - entry.detach()
 
 
-def _as_history(residual: Tensor | None) -> list[Tensor] | None:
-    return None if residual is None else [residual]
-
-
-def _added(entry: Tensor | None, history: list[Tensor] | None, weights: list[Any]) -> Tensor | None:
+def _add_residuals(entry: Tensor | None, history: list[Tensor] | None, weights: list[Any]) -> Tensor | None:
     if entry is None or history is None:
         return None
     if not history:

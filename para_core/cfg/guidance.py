@@ -55,7 +55,13 @@ class _Form:
     def with_tensors(self, tensors: list[Any]) -> Any:
         """Return an output of this form that contains ``tensors``."""
         rest = iter(tensors)
-        return pytree.tree_unflatten([None if x is None else next(rest) for x in self.leaves], self.spec)
+        leaves: list[Any] = []
+        for x in self.leaves:
+            if x is None:
+                leaves.append(None)
+            else:
+                leaves.append(next(rest))
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 class Guidance:
@@ -87,7 +93,8 @@ class Guidance:
     def generation(self) -> Iterator[None]:
         """Distribute model calls over ranks inside the ``with`` block. At its end, lazy tensors get their data."""
         self._live = LiveTensors()
-        self._round, self.rounds = self._begin(), []
+        self._round = self._begin()
+        self.rounds = []
         self._drop_unverified()
         self.active = True
         try:
@@ -118,22 +125,21 @@ class Guidance:
             # computed that result, because ending a round is a collective call.
             self.finish()
         args, kwargs = materialize((args, kwargs))
-        # Bools and strings, such as return_dict and kv_cache_mode, may change the form of the output. Numbers are left
-        # out, because they change from step to step.
-        inputs = [x for x in leaves if isinstance(x, (Tensor, bool, str))]
-        key = (id(model), *[(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in inputs])
+        key = _key_of(model, leaves)
         if key not in self._forms:
             self._predict_form(key, model, args, kwargs)
         form = self._forms.get(key)
-        owner = None if form is None else len(self._round.calls) % self._dim.size
+        owner = None
+        if form is not None:
+            owner = len(self._round.calls) % self._dim.size
         computed: list[Tensor] = []
         failure = None
         if form is None:
-            form, computed = _computed(model, compute, args, kwargs)
+            form, computed = _compute_form(model, compute, args, kwargs)
             self._forms[key] = form
         elif owner == self._dim.index:
             try:
-                actual, computed = _computed(model, compute, args, kwargs)
+                actual, computed = _compute_form(model, compute, args, kwargs)
                 if key in self._unverified and actual.text != form.text:
                     self._mispredicted.add(key)
                     raise RuntimeError(
@@ -154,14 +160,26 @@ class Guidance:
         return form.with_tensors([LazyTensor.make(*pair) for pair in zip(sources, call.expected, strict=True)])
 
     def finish(self) -> None:
-        """End the round: give all ranks the results of its calls, then run the postponed operators. Collective."""
+        """End the round: give all ranks the results of its calls, then run the postponed operators. Collective.
+
+        Raises:
+            ValueError: The ranks predicted different forms of an output.
+            Exception: A call of the round failed on a rank: its own exception there, and on the other ranks one that
+                names that rank.
+        """
         if not self._round.calls:
             return
-        done, self._round = self._round, self._begin()
+        done = self._round
+        self._round = self._begin()
         if self._unverified:
             # Raise on all ranks if a call failed on any rank, or if the ranks predicted different forms.
             failure = next((call.failure for call in done.calls if call.failure is not None), None)
-            predicted = [None if form is None else form.text for form in self._unverified.values()]
+            predicted: list[str | None] = []
+            for form in self._unverified.values():
+                if form is None:
+                    predicted.append(None)
+                else:
+                    predicted.append(form.text)
             try:
                 check_consistent(failure or signature({"the form of a model's output": predicted}), self._mesh)
             except Exception:
@@ -203,16 +221,31 @@ class Guidance:
         if not distributed:
             return
         sizes = [sum(x.num_bytes for call in of_rank for x in call.expected) for of_rank in of_ranks]
-        own = [tensor_bytes(x) for call in of_ranks[self._dim.index] for x in call.leaves]
+        computed = [tensor_bytes(x) for call in of_ranks[self._dim.index] for x in call.leaves]
         empty = torch.empty(0, dtype=torch.uint8, device=distributed[0].expected[0].device)
-        received = all_gather(torch.cat([empty, *own]), sizes, 0, self._dim)
+        received = all_gather(torch.cat([empty, *computed]), sizes, 0, self._dim)
         parts = iter(received.split([x.num_bytes for call in distributed for x in call.expected]))
         for call in distributed:
             # Clone each part, because view(dtype) requires a storage offset that is aligned to the dtype.
             call.leaves = [next(parts).clone().view(x.like.dtype).view(x.like.shape) for x in call.expected]
 
 
-def _computed(
+def _key_of(model: Any, leaves: list[Any]) -> tuple[Any, ...]:
+    """Return the key of the form of a call of ``model`` whose arguments have these ``leaves``.
+
+    Bools and strings, such as return_dict and kv_cache_mode, may change the form of the output. Numbers are left out,
+    because they change from step to step.
+    """
+    key: list[Any] = [id(model)]
+    for x in leaves:
+        if isinstance(x, Tensor):
+            key.append((x.shape, x.dtype, x.device))
+        elif isinstance(x, (bool, str)):
+            key.append(x)
+    return tuple(key)
+
+
+def _compute_form(
     model: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[_Form, list[Tensor]]:
     output = compute(*args, **kwargs)
@@ -230,4 +263,12 @@ def _form_of(output: Any, expected: Callable[[Tensor], Expected]) -> tuple[_Form
     ``expected(x)`` describes a tensor x of ``output``, and becomes its entry in the form.
     """
     leaves, spec = pytree.tree_flatten(output)
-    return _Form([None if x is None else expected(x) for x in leaves], spec), [x for x in leaves if x is not None]
+    expected_leaves: list[Expected | None] = []
+    tensors = []
+    for x in leaves:
+        if x is None:
+            expected_leaves.append(None)
+        else:
+            expected_leaves.append(expected(x))
+            tensors.append(x)
+    return _Form(expected_leaves, spec), tensors

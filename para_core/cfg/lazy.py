@@ -75,7 +75,9 @@ class LiveTensors:
             if x.source.is_ready:
                 value = x.source.value().detach()
             else:
-                fill = float("nan") if x.is_floating_point() or x.is_complex() else 0
+                fill: float = 0
+                if x.is_floating_point() or x.is_complex():
+                    fill = float("nan")
                 value = torch.full(x.shape, fill, dtype=x.dtype, device=x.device)
             # If the user holds a weak reference to the tensor, it cannot be swapped, and remains a lazy tensor that has
             # its data.
@@ -128,7 +130,9 @@ class LazyTensor(Tensor):
 
 
 def _ready_value(x: LazyTensor) -> Tensor:
-    return x.source.value() if x.source.is_ready else x
+    if not x.source.is_ready:
+        return x
+    return x.source.value()
 
 
 def materialize(tree: Any) -> Any:
@@ -136,12 +140,14 @@ def materialize(tree: Any) -> Any:
     if not any(isinstance(x, LazyTensor) for x in pytree.tree_leaves(tree)):
         return tree
 
-    def change(x: Any) -> Any:
+    def materialize_leaf(x: Any) -> Any:
         if _is_model_output(x):
             return replace(x, **{name: materialize(value) for name, value in x.items()})
-        return x.source.value() if isinstance(x, LazyTensor) else x
+        if isinstance(x, LazyTensor):
+            return x.source.value()
+        return x
 
-    return pytree.tree_map(change, tree, is_leaf=_is_model_output)
+    return pytree.tree_map(materialize_leaf, tree, is_leaf=_is_model_output)
 
 
 def _is_model_output(x: Any) -> bool:
@@ -157,7 +163,13 @@ def copy_ordinary_tensors(tree: Any) -> Any:
     """Return ``tree``, arguments of a postponed operator, with copies of its ordinary tensors, because pipelines may
     change these (latents, for example) in place.
     """
-    return pytree.tree_map_only(Tensor, lambda x: x if isinstance(x, LazyTensor) else x.clone(), tree)
+
+    def copy_if_ordinary(x: Tensor) -> Tensor:
+        if isinstance(x, LazyTensor):
+            return x
+        return x.clone()
+
+    return pytree.tree_map_only(Tensor, copy_if_ordinary, tree)
 
 
 def run_without_data(func: Any, args: Any, kwargs: Any) -> Any:

@@ -68,7 +68,8 @@ class RoundOutput:
     """
 
     def __init__(self, round: Round, get: Callable[[], Any]) -> None:
-        self.round, self._get = round, get
+        self.round = round
+        self._get = get
         self.live = round.live
 
     @property

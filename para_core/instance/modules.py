@@ -12,7 +12,9 @@ from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, ORIGINAL
 
 def instances_in(instance: Any) -> list[Any]:
     """Return ``instance``, the modules among its attributes, and all modules inside these modules, each once."""
-    parts = [instance] if isinstance(instance, nn.Module) else getattr(instance, "__dict__", {}).values()
+    parts = [instance]
+    if not isinstance(instance, nn.Module):
+        parts = list(getattr(instance, "__dict__", {}).values())
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     return list({id(x): x for x in (instance, *modules)}.values())
 
@@ -43,7 +45,9 @@ def submodules_of(module: nn.Module) -> list[nn.Module]:
     # The loop appends to the list that it iterates over, without a Python call per module, unlike module.modules().
     for submodule in modules:
         children = submodule.__dict__[SUBMODULES].values()
-        modules.extend(children if None not in children else [child for child in children if child is not None])
+        if None in children:
+            children = [child for child in children if child is not None]
+        modules.extend(children)
     return modules
 
 

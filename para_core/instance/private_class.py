@@ -59,7 +59,8 @@ def enter_private_class(instance: Any, methods: Iterable[str]) -> None:
     base = original_class(instance)
     private = _PRIVATE_CLASSES.get(id(base))
     if private is None:
-        private = _PRIVATE_CLASSES[id(base)] = _private_class(base)
+        private = _make_private_class(base)
+        _PRIVATE_CLASSES[id(base)] = private
     for method in methods:
         if method not in vars(private):
             setattr(private, method, _entry(base, method))
@@ -76,7 +77,9 @@ def leave_private_class(instance: Any) -> None:
 
 def _shown_class(instance: Any) -> type:
     """Return the class that ``instance.__class__`` shows: the original, or the one whose methods Dynamo traces."""
-    return type(instance) if TracingContext.try_get() is not None else original_class(instance)
+    if TracingContext.try_get() is not None:
+        return type(instance)
+    return original_class(instance)
 
 
 def _replace_original(instance: Any, cls: type) -> None:
@@ -89,7 +92,7 @@ def _replace_original(instance: Any, cls: type) -> None:
         enter_private_class(instance, record.chains)
 
 
-def _private_class(base: type) -> type:
+def _make_private_class(base: type) -> type:
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -116,13 +119,15 @@ def _metaclass(base: type) -> type:
     which would otherwise find the private class again, and recurse without end.
     """
 
-    def same(cls: Any, other: Any) -> bool:
+    def is_equal(cls: Any, other: Any) -> Any:
+        if not isinstance(other, type):
+            return NotImplemented
         if TracingContext.try_get() is not None:
             return cls is other
         return vars(cls).get("_para_core_written", cls) is vars(other).get("_para_core_written", other)
 
     namespace = {
-        "__eq__": lambda cls, other: same(cls, other) if isinstance(other, type) else NotImplemented,
+        "__eq__": is_equal,
         "__hash__": lambda cls: hash(vars(cls).get("_para_core_written") or id(cls)),
     }
     return type(base.__name__, (base,), namespace)
@@ -156,8 +161,11 @@ def _entry(base: type, method: str) -> Callable[..., Any]:
         return record.chains[method](self, *args, **kwargs)
 
     original = getattr(base, method)
-    entry: Any = enter_module if method == "__call__" else enter
-    entry.__name__, entry.__doc__ = method, original.__doc__
+    entry: Any = enter
+    if method == "__call__":
+        entry = enter_module
+    entry.__name__ = method
+    entry.__doc__ = original.__doc__
     # Set __wrapped__, so that inspect.signature returns the signature of the original method.
     entry.__wrapped__ = original
     entry._para_core_entry = True
@@ -192,7 +200,9 @@ def _reduce_as_original(self: Any, protocol: Any) -> Any:
         TypeError: The copy would lose a slot that does not permit copies without it.
     """
     record = self.__dict__.get(RECORD)
-    fillings = {} if record is None else record.fillings
+    fillings: Any = {}
+    if record is not None:
+        fillings = record.fillings
     lost = sorted({slot.label for (slot, _), filling in fillings.items() if not filling.permits_copies})
     if lost:
         raise TypeError(
@@ -205,10 +215,13 @@ def _reduce_as_original(self: Any, protocol: Any) -> Any:
     if construct is copyreg.__newobj__:  # type: ignore[attr-defined]
         # Use _reconstructor, which accepts any class, because pickle accepts __newobj__ only for the object's own
         # class.
-        construct, arguments = copyreg._reconstructor, (type(self), object, None)  # type: ignore[attr-defined]
-    base = original_class(self)
-    arguments = tuple(base if argument is type(self) else argument for argument in arguments)
-    return (construct, arguments, *[_without_record(part) for part in rest])
+        construct = copyreg._reconstructor  # type: ignore[attr-defined]
+        arguments = (type(self), object, None)
+    arguments = list(arguments)
+    for index, argument in enumerate(arguments):
+        if argument is type(self):
+            arguments[index] = original_class(self)
+    return (construct, tuple(arguments), *[_without_record(part) for part in rest])
 
 
 def _without_record(state: Any) -> Any:

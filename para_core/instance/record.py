@@ -76,7 +76,9 @@ class InstanceRecord:
                 chains[method] = partial(around, chains.get(method) or getattr(base, method))
                 compiled = partial(around, compiled)
         self.chains = chains
-        self.compiled_call = compiled if [*chains] == ["__call__"] and issubclass(base, nn.Module) else None
+        self.compiled_call = None
+        if [*chains] == ["__call__"] and issubclass(base, nn.Module):
+            self.compiled_call = compiled
 
 
 def fill_slot(
@@ -109,12 +111,10 @@ def fill_slot(
         )
     fillings = dict(filled_slots(instance))
     earlier = fillings.get((slot, name), Filling({}))
-    fillings[slot, name] = replace(
-        earlier,
-        methods={**earlier.methods, **methods},
-        owner=earlier.owner if owner is None else owner,
-        permits_copies=permits_copies,
-    )
+    if owner is None:
+        owner = earlier.owner
+    all_methods = {**earlier.methods, **methods}
+    fillings[slot, name] = replace(earlier, methods=all_methods, owner=owner, permits_copies=permits_copies)
     _set_fillings(instance, fillings)
 
 
@@ -148,7 +148,9 @@ def is_filled(instance: Any, slot: Slot, name: str = "") -> bool:
 def filled_slots(instance: Any) -> Mapping[Key, Filling]:
     """Return the filled slots of ``instance``."""
     record: InstanceRecord | None = getattr(instance, "__dict__", {}).get(RECORD)
-    return _NOTHING if record is None else record.fillings
+    if record is None:
+        return _NOTHING
+    return record.fillings
 
 
 def slot_owner(instance: Any, slot: Slot, kind: type[Owner], name: str = "") -> Owner | None:
@@ -159,7 +161,9 @@ def slot_owner(instance: Any, slot: Slot, kind: type[Owner], name: str = "") -> 
     if record is None or (slot, name) not in record.fillings:
         return None
     owner = record.fillings[slot, name].owner
-    return owner if isinstance(owner, kind) else None
+    if isinstance(owner, kind):
+        return owner
+    return None
 
 
 @contextmanager
@@ -186,8 +190,11 @@ def restored_on_failure(instances: Iterable[Any]) -> Iterator[None]:
     # A model has over a thousand modules, so there is no Python call for each.
     before: list[tuple[Any, Mapping[Key, Filling]]] = []
     for instance in instances:
+        fillings = _NOTHING
         record = instance.__dict__.get(RECORD)
-        before.append((instance, _NOTHING if record is None else record.fillings))
+        if record is not None:
+            fillings = record.fillings
+        before.append((instance, fillings))
     try:
         yield
     except BaseException:

@@ -58,29 +58,39 @@ class BatchParallelAttnMode(ShardingMode):
         if func in RUN_FUNCTIONS and self._mesh.ranks > 1:
             return run_functions(self, func, args, kwargs)
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
-            dropout_p = args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0)
-            training = args[13] if len(args) > 13 else kwargs.get("training", True)
-            refuse_dropout(dropout_p if training else 0.0)
+            dropout_p = kwargs.get("dropout_p", 0.0)
+            if len(args) > 10:
+                dropout_p = args[10]
+            training = kwargs.get("training", True)
+            if len(args) > 13:
+                training = args[13]
+            if training:
+                refuse_dropout(dropout_p)
         return func(*args, **kwargs)
 
     def _attend(self, call: SdpaCall) -> Tensor:
         refuse_dropout(call.dropout_p)
-        query, mask = call.query, call.attn_mask
+        query = call.query
+        mask = call.attn_mask
         if mask is not None and mask.ndim == query.ndim >= 3:
-            call = call.with_tensors(query, call.key, call.value, self._of_own_samples(mask, query.shape[0]))
+            call = call.with_tensors(query, call.key, call.value, self._select_samples(mask, query.shape[0]))
         return call.original()
 
-    def _of_own_samples(self, mask: Tensor, held: int) -> Tensor:
-        if mask.shape[0] in (1, held):
+    def _select_samples(self, mask: Tensor, num_samples: int) -> Tensor:
+        """Return the rows of ``mask`` for the ``num_samples`` samples of this rank."""
+        if mask.shape[0] in (1, num_samples):
             return mask
-        rank, ranks = self._mesh.rank, self._mesh.ranks
+        rank = self._mesh.rank
+        ranks = self._mesh.ranks
         sequences = [SequenceLayout((segment,), ranks) for segment in segments_of(self._known)]
-        layouts = [layout for layout in sequences or [even_layout(held * ranks, ranks)] if layout.size(rank) == held]
+        if not sequences:
+            sequences = [even_layout(num_samples * ranks, ranks)]
+        layouts = [layout for layout in sequences if layout.size(rank) == num_samples]
         for layout in layouts:
             if layout.total == mask.shape[0]:
                 return shard_tokens(mask, 0, layout, self._mesh)
         expected = ", ".join([f"{layout.total} (the whole batch)" for layout in layouts])
         raise ValueError(
-            f"attn_mask {list(mask.shape)} is for {mask.shape[0]} samples; expected 1, {held} (this rank's)"
+            f"attn_mask {list(mask.shape)} is for {mask.shape[0]} samples; expected 1, {num_samples} (this rank's)"
             f"{expected and ' or '}{expected}."
         )

@@ -38,7 +38,8 @@ class ShardedMaskMod:
         self, of_rows: MaskMod, query_layout: SequenceLayout, key_layout: SequenceLayout, layout_ids: tuple[int, int]
     ) -> None:
         self.of_rows = of_rows
-        self.query_layout, self.key_layout = query_layout, key_layout
+        self.query_layout = query_layout
+        self.key_layout = key_layout
         self.layout_ids = layout_ids
 
     def __call__(self, *_: Any) -> NoReturn:
@@ -79,9 +80,13 @@ def shard_block_mask(
             f"Q_LEN={totals[0]}, KV_LEN={totals[1]})."
         )
     # If the keys are replicated, there is no Ulysses exchange, and a rank computes only the rows of its own tokens.
-    rows = query_rows(query_layout, mesh if key_layout.sharded else mesh.alone())
-    mask_mod, partial, full = _restricted(mask, rows)
-    ids = (0, 0) if torch.compiler.is_compiling() else (layout_id(query_layout), layout_id(key_layout))
+    mesh_of_queries = mesh
+    if not key_layout.sharded:
+        mesh_of_queries = mesh.alone()
+    mask_mod, partial, full = _restrict(mask, query_rows(query_layout, mesh_of_queries))
+    ids = (0, 0)
+    if not torch.compiler.is_compiling():
+        ids = (layout_id(query_layout), layout_id(key_layout))
     size = query_layout.size(mesh.rank)
     sharded = BlockMask.from_kv_blocks(
         *partial,
@@ -97,14 +102,15 @@ def shard_block_mask(
     return sharded
 
 
-def _restricted(
+def _restrict(
     mask: BlockMask, rows: Sequence[Run]
 ) -> tuple[MaskMod, tuple[Tensor, Tensor], tuple[Tensor | None, Tensor | None]]:
     """Return the ``mask_mod``, the partial blocks and the full blocks of ``mask``, restricted to the query ``rows``.
 
     The blocks are given as numbers and indices, as in a ``BlockMask``. ``rows`` are ascending runs ``(start, length)``.
     """
-    full_numbers, full_indices = mask.full_kv_num_blocks, mask.full_kv_indices
+    full_numbers = mask.full_kv_num_blocks
+    full_indices = mask.full_kv_indices
     num_rows = sum([length for _, length in rows])
     if len(rows) == 1 and num_rows == mask.seq_lengths[0]:
         return mask.mask_mod, (mask.kv_num_blocks, mask.kv_indices), (full_numbers, full_indices)
@@ -114,23 +120,30 @@ def _restricted(
     full = torch.zeros_like(partial)
     if full_numbers is not None and full_indices is not None:
         full = _as_table(full_numbers, full_indices, columns)
-    whole_mod, position = mask.mask_mod, position_of_row(rows, partial.device)
+    mod_of_all_rows = mask.mask_mod
+    position = position_of_row(rows, partial.device)
     indices = torch.arange(num_rows, device=partial.device)
     positions = position(indices)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return whole_mod(b, h, position(q), k)
+        return mod_of_all_rows(b, h, position(q), k)
 
     aligned = len(rows) == 1 and rows[0][0] % row_block == 0
-    own_mod = mask_mod if aligned else _and_blocks(mask_mod, partial | full, positions, mask.BLOCK_SIZE)
+    restricted_mod: MaskMod = mask_mod
+    if not aligned:
+        restricted_mod = _and_blocks(mask_mod, partial | full, positions, mask.BLOCK_SIZE)
     # touched[i, j] is 1 if row block i of the restricted mask contains a row of row block j of the whole mask.
     number = max(1, -(-num_rows // row_block))
     touched = torch.zeros(number, partial.shape[-2], device=partial.device)
     touched[indices // row_block, positions // row_block] = 1.0
     some = touched @ (partial | full).float() > 0
-    all_full = touched @ (~full).float() == 0 if num_rows else torch.zeros_like(some)
-    of_full = (None, None) if full_numbers is None else _ordered(some & all_full)
-    return own_mod, _ordered(some & ~all_full), of_full
+    all_full = torch.zeros_like(some)
+    if num_rows:
+        all_full = touched @ (~full).float() == 0
+    partial_blocks = _blocks_of(some & ~all_full)
+    if full_numbers is None:
+        return restricted_mod, partial_blocks, (None, None)
+    return restricted_mod, partial_blocks, _blocks_of(some & all_full)
 
 
 def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
@@ -143,7 +156,7 @@ def _as_table(numbers: Tensor, indices: Tensor, columns: int) -> Tensor:
     return table.scatter(-1, positions, torch.ones_like(positions, dtype=torch.bool))[..., :columns]
 
 
-def _ordered(table: Tensor) -> tuple[Tensor, Tensor]:
+def _blocks_of(table: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``kv_num_blocks`` and ``kv_indices`` of a ``BlockMask`` whose blocks are the True entries of ``table``."""
     numbers = table.sum(-1, dtype=torch.int32)
     indices = table.int().argsort(dim=-1, descending=True, stable=True).to(torch.int32)
@@ -155,7 +168,9 @@ def position_of_row(rows: Sequence[Run], device: torch.device) -> Callable[[Tens
     positions of this rank's rows, as ascending runs ``(start, length)``.
     """
     if len(rows) <= 1:
-        start = rows[0][0] if rows else 0
+        start = 0
+        if rows:
+            start = rows[0][0]
         return lambda q: q + start
     positions = torch.cat([torch.arange(start, start + length, device=device) for start, length in rows])
     return lambda q: positions[q]
@@ -170,8 +185,14 @@ def _and_blocks(mask_mod: MaskMod, table: Tensor, positions: Tensor, block_size:
     batch, heads = table.shape[:2]
     row_block, key_block = block_size
 
-    def masked(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        of_batch, of_head = b if batch > 1 else b * 0, h if heads > 1 else h * 0
+    def mask_mod_of_blocks(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        # A table with one sample or one head is valid for all of them.
+        of_batch = b
+        if batch <= 1:
+            of_batch = b * 0
+        of_head = h
+        if heads <= 1:
+            of_head = h * 0
         return mask_mod(b, h, q, k) & table[of_batch, of_head, positions[q] // row_block, k // key_block]
 
-    return masked
+    return mask_mod_of_blocks

@@ -81,7 +81,8 @@ def flash_attention(
             "F.scaled_dot_product_attention, call it uncompiled, or compile under torch.no_grad()."
         )
     if compiling or torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
-        out, graph = _run_as_sdpa(handler, call, *tensors), None
+        out = _run_as_sdpa(handler, call, *tensors)
+        graph = None
     else:
         # Gradients are disabled although an input requires one, so FlashAttention's autograd.Function is the caller.
         # Its backward passes the lse to the backward operator, so store the output with its autograd graph on the lse.
@@ -90,7 +91,9 @@ def flash_attention(
             graph = (inputs, _run_as_sdpa(handler, call, *inputs))
         out = graph[1].detach()
     query = arguments["q"]
-    shape = (query.shape[1], query.shape[0]) if call.is_varlen else (query.shape[0], query.shape[2], query.shape[1])
+    shape: tuple[int, ...] = (query.shape[0], query.shape[2], query.shape[1])
+    if call.is_varlen:
+        shape = (query.shape[1], query.shape[0])
     rest = [query.new_empty(0) for _ in range(num_outputs - 2)]
     if "dropout_p" in arguments and rest:
         # The last output of the operator is the RNG state of dropout, two int64 values.
@@ -101,12 +104,17 @@ def flash_attention(
 
 
 def _run_as_sdpa(handler: SdpaHandler, call: _FlashCall, *tensors: Tensor) -> Tensor:
+    batched: Sequence[Tensor] = tensors
+    if call.is_varlen:
+        batched = [x[None] for x in tensors]
     # FlashAttention takes [B, S, H, D], SDPA takes [B, H, S, D].
-    query, key, value = [(x[None] if call.is_varlen else x).transpose(1, 2) for x in tensors]
+    query, key, value = [x.transpose(1, 2) for x in batched]
     enable_gqa = query.shape[1] != key.shape[1]
     out = handler(SdpaCall(query, key, value, None, 0.0, call.is_causal, call.scale, enable_gqa, call.lengths))
     out = out.transpose(1, 2).contiguous()
-    return out[0] if call.is_varlen else out
+    if call.is_varlen:
+        return out[0]
+    return out
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -129,13 +137,17 @@ def _read(operator: str, arguments: Mapping[str, Any]) -> _FlashCall:
         if name in _READ or name in _WITHOUT_EFFECT or value is None:
             continue
         if isinstance(value, Tensor) or value:  # Each remaining option is turned off by 0, 0.0 or False.
-            shown = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"= {value}"
+            shown = f"= {value}"
+            if isinstance(value, Tensor):
+                shown = f"of shape {list(value.shape)}"
             raise ValueError(
                 f"{operator} got {name} {shown}, which is not computed over several ranks. Leave {name} out, or use "
                 "F.scaled_dot_product_attention with a mask for all tokens."
             )
-    left, right = arguments.get("window_size_left", -1), arguments.get("window_size_right", -1)
-    right = 0 if arguments.get("causal") or arguments.get("is_causal") else right
+    left = arguments.get("window_size_left", -1)
+    right = arguments.get("window_size_right", -1)
+    if arguments.get("causal") or arguments.get("is_causal"):
+        right = 0
     if left >= 0 or right > 0:
         raise ValueError(
             f"{operator} got window_size ({left}, {right}), and a sliding window is not computed over several ranks. "
@@ -160,7 +172,7 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
             not begin at token 0.
         RuntimeError: The call is inside a compiled function, where the values of ``cu_seqlens`` are unknown.
     """
-    offsets = arguments.get("cu_seqlens_q"), arguments.get("cu_seqlens_k")
+    offsets = (arguments.get("cu_seqlens_q"), arguments.get("cu_seqlens_k"))
     if offsets == (None, None):
         return None, None
     if offsets[0] is None or offsets[1] is None:
@@ -176,12 +188,15 @@ def _varlen_totals(operator: str, arguments: Mapping[str, Any]) -> tuple[int | N
         num_sequences = sum([end > start for start, end in pairwise(values)])
         if values[0] != 0 or num_sequences > 1:
             raise ValueError(
-                f"{operator} got cu_seqlens_{name} {_shortened(values)}: {num_sequences} sequence(s) from token "
+                f"{operator} got cu_seqlens_{name} {_shorten(values)}: {num_sequences} sequence(s) from token "
                 f"{values[0]} on. Over several ranks one sequence is computed, which begins at token 0. If the second "
                 "is padding (HunyuanVideo, Mochi), trim the text to its valid tokens before the model; otherwise call "
                 "the model once for each sequence."
             )
-        totals.append(None if values[-1] == x.shape[0] else values[-1])
+        if values[-1] == x.shape[0]:
+            totals.append(None)
+        else:
+            totals.append(values[-1])
     return totals[0], totals[1]
 
 
@@ -200,8 +215,10 @@ def _values(offsets: Any) -> list[int]:
     return list(values)
 
 
-def _shortened(values: Sequence[int]) -> str:
-    return str(list(values)) if len(values) <= 6 else f"{list(values[:5])}… ({len(values)} entries)"
+def _shorten(values: Sequence[int]) -> str:
+    if len(values) <= 6:
+        return str(list(values))
+    return f"{list(values[:5])}… ({len(values)} entries)"
 
 
 class _UnknownLse(Tensor):

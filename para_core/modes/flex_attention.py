@@ -83,7 +83,9 @@ class FlexOverMesh:
     """
 
     def __init__(self, mesh: SequenceMesh, layouts: ChooseLayouts, options: AttnOptions, *, assume_equal: bool) -> None:
-        self._mesh, self._layouts, self._assume_equal = mesh, layouts, assume_equal
+        self._mesh = mesh
+        self._layouts = layouts
+        self._assume_equal = assume_equal
         self._chooses_keys = options.by_position
 
     def __call__(self, operator: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
@@ -101,7 +103,7 @@ class FlexOverMesh:
         if torch.compiler.is_compiling():
             if in_eager_code:
                 return operator(*_with_noted_mask(args), **kwargs)
-            return self._traced(operator, _FlexCall(*args, **kwargs))
+            return self._trace(operator, _FlexCall(*args, **kwargs))
         if in_eager_code:
             return self._run(operator, _FlexCall(*_with_noted_mask(args)))
         return operator(*args, **kwargs)
@@ -111,7 +113,7 @@ class FlexOverMesh:
         if talk:
             self._mesh.check_alive()
         try:
-            call, plan = self._planned(call)
+            call, plan = self._plan(call)
         except (TypeError, ValueError, RuntimeError) as error:
             self._raise_everywhere(error)
         self._check_mask(call.mask, plan)
@@ -139,19 +141,20 @@ class FlexOverMesh:
         if (mask[0], mask[1]) != expected:
             self._raise_everywhere(ValueError(_OTHER_SEQUENCE.format(*lengths)))
 
-    def _traced(self, operator: Callable[..., Any], call: _FlexCall) -> Any:
-        call, plan = self._planned(call)
+    def _trace(self, operator: Callable[..., Any], call: _FlexCall) -> Any:
+        call, plan = self._plan(call)
         query_layout, key_layout = plan.spec.query_layout, plan.spec.key_layout
         if not _has_no_blocks(call.mask) and (query_layout.sharded or key_layout.sharded):
-            mod, lengths = call.mask[-1], [query_layout.total, key_layout.total]
+            mod = call.mask[-1]
+            lengths = [query_layout.total, key_layout.total]
             if not isinstance(mod, ShardedMaskMod):
-                return _refused(call, _NOT_SHARDED, [call.mask[0], call.mask[1], *lengths])
-            if not (_alike(mod.query_layout, query_layout) and _alike(mod.key_layout, key_layout)):
-                return _refused(call, _OTHER_SEQUENCE, lengths)
+                return _refuse_in_graph(call, _NOT_SHARDED, [call.mask[0], call.mask[1], *lengths])
+            if not (_are_alike(mod.query_layout, query_layout) and _are_alike(mod.key_layout, key_layout)):
+                return _refuse_in_graph(call, _OTHER_SEQUENCE, lengths)
             call = _FlexCall(*call[:4], (*call.mask[:-1], mod.of_rows), *call[5:])
         return _run_operator(operator, call, plan)
 
-    def _planned(self, call: _FlexCall) -> tuple[_FlexCall, AttentionPlan]:
+    def _plan(self, call: _FlexCall) -> tuple[_FlexCall, AttentionPlan]:
         """Return ``call`` with key and value expanded to the batch size of the query, and the plan of the call."""
         query, key, value = call[:3]
         if self._chooses_keys:
@@ -169,8 +172,15 @@ class FlexOverMesh:
             key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
         query_layout, key_layout = self._layouts(query.shape[2], key.shape[2], True)
         mesh = needed_mesh(self._mesh, key_layout, _OPTIONS)
-        heads = query.shape[1], key.shape[1]
-        spec = AttentionSpec(query_layout, key_layout, mesh, *heads, options=_OPTIONS, options_text=_OPTIONS_TEXT)
+        spec = AttentionSpec(
+            query_layout,
+            key_layout,
+            mesh,
+            query.shape[1],
+            key.shape[1],
+            options=_OPTIONS,
+            options_text=_OPTIONS_TEXT,
+        )
         return _FlexCall(query, key, value, *call[3:]), AttentionPlan(spec)
 
 
@@ -205,7 +215,7 @@ def _has_no_blocks(mask: tuple[Any, ...]) -> bool:
     return mask[-3] >= _NO_BLOCKS and mask[-2] >= _NO_BLOCKS  # type: ignore[no-any-return]
 
 
-def _alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
+def _are_alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
     if len(layout.segments) != len(other.segments):
         return False
     pairs = zip(layout.segments, other.segments, strict=True)
@@ -216,7 +226,8 @@ def _alike(layout: SequenceLayout, other: SequenceLayout) -> bool:
 
 
 def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: AttentionPlan) -> Any:
-    spec, ulysses = plan.spec, plan.spec.mesh.ulysses
+    spec = plan.spec
+    ulysses = spec.mesh.ulysses
     query, key, value = enter(call.query, call.key, call.value, plan)
     first_head, heads = Segment("heads", spec.num_heads).runs(ulysses.index, ulysses.size)[0]
     if heads == 0 or query.shape[2] == 0 or key.shape[2] == 0:
@@ -228,8 +239,12 @@ def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: Attention
     else:
         of_query = plan.heads.key_of_each_query(ulysses.index, key.device)
         if of_query is not None:
-            key, value = key.index_select(1, of_query), value.index_select(1, of_query)
-        score_mod, buffers = call.score_mod, call[7:] if any(call[7:]) else ()
+            key = key.index_select(1, of_query)
+            value = value.index_select(1, of_query)
+        score_mod = call.score_mod
+        buffers: tuple[Any, ...] = ()
+        if any(call[7:]):
+            buffers = call[7:]
         position = position_of_row(query_rows(spec.query_layout, spec.mesh), query.device)
         # Outer modes must not see the operator, because they would distribute its heads over the ranks again.
         with DisableTorchFunction():
@@ -239,7 +254,7 @@ def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: Attention
                 value,
                 # The user's function gets the indices of the head among all heads, and of the query in the sequence.
                 lambda score, b, h, q, k, *buffers: score_mod(score, b, h + first_head, position(q), k, *buffers),
-                _own_mask(call.mask, first_head, heads, position, query.shape[2], spec.key_layout.total),
+                _mask_of_heads(call.mask, first_head, heads, position, query.shape[2], spec.key_layout.total),
                 call.scale,
                 call.kernel_options,
                 *buffers,
@@ -247,19 +262,21 @@ def _run_operator(operator: Callable[..., Any], call: _FlexCall, plan: Attention
     out, *stats = results
     out = leave(out, plan)
     options = call.kernel_options
-    wanted = options.get("OUTPUT_LOGSUMEXP", True), options.get("OUTPUT_MAX", False)
-    own_stats = [
-        leave(stat[..., None], plan)[..., 0].contiguous()
-        if is_wanted
-        else stat.new_empty(call.query.shape[0], spec.num_heads, call.query.shape[2])
-        for stat, is_wanted in zip(stats, wanted, strict=False)
-    ]
+    is_wanted = (options.get("OUTPUT_LOGSUMEXP", True), options.get("OUTPUT_MAX", False))
+    local_stats = []
+    for stat, wanted in zip(stats, is_wanted, strict=False):
+        if wanted:
+            local_stats.append(leave(stat[..., None], plan)[..., 0].contiguous())
+        else:
+            local_stats.append(stat.new_empty(call.query.shape[0], spec.num_heads, call.query.shape[2]))
     # Like flex_attention, return the output with the memory order of the query: token by token, or head by head.
-    by_token = call.query.stride(1) < call.query.stride(2)
-    return (out if by_token else out.contiguous(), *own_stats)
+    is_by_token = call.query.stride(1) < call.query.stride(2)
+    if not is_by_token:
+        out = out.contiguous()
+    return (out, *local_stats)
 
 
-def _own_mask(
+def _mask_of_heads(
     mask: tuple[Any, ...],
     first_head: int,
     heads: int,
@@ -271,22 +288,29 @@ def _own_mask(
     rows of this rank, whose :func:`position_of_row` is ``position``, and for all ``num_keys`` keys.
     """
     *tensors, row_block, key_block, mask_mod = mask[2:]
-    own = [
-        x.narrow(1, first_head, heads) if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] > 1 else x
-        for x in tensors
-    ]
+    for index, x in enumerate(tensors):
+        if isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] > 1:
+            tensors[index] = x.narrow(1, first_head, heads)
     no_blocks = _has_no_blocks(mask)
 
-    def own_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *buffers: Tensor) -> Tensor:
-        out: Tensor = mask_mod(b, h + first_head, position(q) if no_blocks else q, k, *buffers)
+    def shifted_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor, *buffers: Tensor) -> Tensor:
+        if no_blocks:
+            q = position(q)
+        out: Tensor = mask_mod(b, h + first_head, q, k, *buffers)
         return out
 
-    lengths = mask[:2] if no_blocks else (num_rows, num_keys)
-    return (*lengths, *own, row_block, key_block, own_mod if no_blocks or first_head else mask_mod)
+    if no_blocks:
+        return (*mask[:2], *tensors, row_block, key_block, shifted_mod)
+    if first_head:
+        return (num_rows, num_keys, *tensors, row_block, key_block, shifted_mod)
+    return (num_rows, num_keys, *tensors, row_block, key_block, mask_mod)
 
 
 def _signature(call: _FlexCall, plan: AttentionPlan) -> Any:
     tensors = {"query": call.query, "key": call.key, "value": call.value}
+    block_mask: str | list[Any] = "none"
+    if not _has_no_blocks(call.mask):
+        block_mask = [*call.mask[:2], call.mask[-3], call.mask[-2]]
     return signature(
         {
             "operator": "flex_attention",
@@ -296,7 +320,7 @@ def _signature(call: _FlexCall, plan: AttentionPlan) -> Any:
             "dtype": str(call.query.dtype),
             "device type": call.query.device.type,
             "scale": call.scale,
-            "block_mask": "none" if _has_no_blocks(call.mask) else [*call.mask[:2], call.mask[-3], call.mask[-2]],
+            "block_mask": block_mask,
             "outputs": [bool(call.kernel_options.get(name)) for name in ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")],
             "requires_grad": [torch.is_grad_enabled() and x.requires_grad for x in tensors.values()],
         }
@@ -315,7 +339,7 @@ _OTHER_SEQUENCE = (
 )
 
 
-def _refused(call: _FlexCall, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
+def _refuse_in_graph(call: _FlexCall, message: str, numbers: list[int]) -> tuple[Tensor, ...]:
     """Add an operator to the traced graph that raises ``ValueError(message.format(*numbers))`` when the graph runs.
     Dynamo would replace an error that is raised while it traces. Return uninitialized results.
     """
@@ -343,7 +367,9 @@ def explain_unsharded_mask(error: BaseException | None) -> None:
     """
     # Without an error there is no message to search. Dynamo traces this function if a mode is left inside a graph, and
     # in torch 2.11 it could not trace a search in a string.
-    mismatch = None if error is None else mask_length_mismatch(error)
+    if error is None:
+        return
+    mismatch = mask_length_mismatch(error)
     if mismatch is not None:
         raise ValueError(
             f"{mismatch}: the query and the key are those of this rank. On several ranks each holds a part of the "
@@ -378,7 +404,10 @@ def _mentions_flex_attention(name: str) -> bool:
     for value in values.values():
         if getattr(value, "__module__", None) != values["__name__"]:
             continue
-        for function in vars(value).values() if isinstance(value, type) else (value,):
+        functions = [value]
+        if isinstance(value, type):
+            functions = list(vars(value).values())
+        for function in functions:
             code = getattr(function, "__code__", None)
             if not _NAMES.isdisjoint(getattr(code, "co_names", ())):
                 return True

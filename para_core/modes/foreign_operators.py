@@ -90,9 +90,11 @@ def is_called_by_a_graph(operator: Operator) -> bool:
     """
     if torch.compiler.is_compiling() or not isinstance(operator, OpOverload):
         return False
-    frame, depth = sys._getframe(1), 0
+    frame = sys._getframe(1)
+    depth = 0
     while frame.f_back is not None and depth < 6:
-        frame, depth = frame.f_back, depth + 1
+        frame = frame.f_back
+        depth += 1
         if frame.f_code is CustomOpDef.__call__.__code__:
             return False
     return True

@@ -48,33 +48,33 @@ _SWITCH = _CountedSwitch()
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def disable() -> None:
     """Disable torch's fused encoder kernels until :func:`restore`. In a compiled function this runs while tracing."""
-    own = threading.get_ident(), CompileContext.current_trace_id()
+    holder = (threading.get_ident(), CompileContext.current_trace_id())
     with _SWITCH.lock:
         if not _SWITCH.holders:
             _SWITCH.was_on = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
-        _SWITCH.drop_stale(*own)
-        _SWITCH.holders[own] += 1
+        _SWITCH.drop_stale(*holder)
+        _SWITCH.holders[holder] += 1
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def restore() -> None:
     """Undo one call of :func:`disable`. Once the calls of all threads are undone, the original state is restored."""
-    own = threading.get_ident(), CompileContext.current_trace_id()
+    holder = (threading.get_ident(), CompileContext.current_trace_id())
     with _SWITCH.lock:
         if not _SWITCH.holders:
             return
-        _SWITCH.drop_stale(*own)
+        _SWITCH.drop_stale(*holder)
         # A graph that calls cp.gather without cp.shard calls restore() without disable(). Unary + of a Counter drops
         # counts that are not positive.
-        _SWITCH.holders[own] -= 1
+        _SWITCH.holders[holder] -= 1
         _SWITCH.holders = +_SWITCH.holders
         if not _SWITCH.holders:
             torch.backends.mha.set_fastpath_enabled(_SWITCH.was_on)
 
 
 @contextmanager
-def disabled_if(needed: bool) -> Iterator[None]:
+def disable_if(needed: bool) -> Iterator[None]:
     """Return a context in which torch's fused encoder kernels are disabled if ``needed`` is True."""
     if needed:
         disable()

@@ -59,6 +59,13 @@ def _operator_name(func: Any) -> str:
     return str(func).split(".")[1]
 
 
+def _is_exp(func: Callable[..., Any]) -> bool:
+    """Whether ``func`` is a function of each score, by which a model spells a softmax."""
+    if type(func) is OpOverload or type(func) is OpOverloadPacket:
+        return _operator_name(func) in _EXP_OPERATORS
+    return func in _EXP
+
+
 class HandwrittenAttention:
     """A record of attention by hand that was seen during one call of a model.
 
@@ -77,9 +84,10 @@ class HandwrittenAttention:
         self._is_paused = False
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Ignore calls inside the ``with`` block."""
-        before, self._is_paused = self._is_paused, True
+        before = self._is_paused
+        self._is_paused = True
         try:
             yield
         finally:
@@ -106,7 +114,9 @@ class HandwrittenAttention:
         if func in _EXTEND:
             self._note_extended(args, kwargs, output, tokens)
             return
-        scores = args[0] if args else kwargs.get("input")
+        scores = kwargs.get("input")
+        if args:
+            scores = args[0]
         if not isinstance(scores, Tensor) or scores.ndim < _DIMS_OF_SCORES:
             return
         dims_of_tokens = [dim for dim, size in enumerate(scores.shape) if size in tokens | self._extended]
@@ -121,30 +131,42 @@ class HandwrittenAttention:
         func: Callable[..., Any], args: Sequence[Any], kwargs: Any, scores: Tensor, dims_of_tokens: Sequence[int]
     ) -> bool:
         """Whether ``func`` normalizes ``scores`` along a dim of tokens, or is a step of that."""
-        is_operator = type(func) is OpOverload or type(func) is OpOverloadPacket
-        if func in _EXP if not is_operator else _operator_name(func) in _EXP_OPERATORS:
+        if _is_exp(func):
             # A function of each entry says nothing about dims, so queries and keys must both be recognized.
             return {scores.ndim - 2, scores.ndim - 1} <= set(dims_of_tokens)
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        dims = None
+        if len(args) > 1:
+            dims = args[1]
+        dims = kwargs.get("dim", dims)
+        if not isinstance(dims, (tuple, list)):
+            dims = (dims,)
         return any(isinstance(dim, int) and dim % scores.ndim in dims_of_tokens for dim in dims)
 
     def _note_extended(self, args: Sequence[Any], kwargs: Any, output: Any, tokens: set[int]) -> None:
-        parts = args[0] if args else kwargs.get("tensors", kwargs.get("input"))
-        parts = parts if isinstance(parts, (tuple, list)) else [parts]
+        parts = kwargs.get("tensors", kwargs.get("input"))
+        if args:
+            parts = args[0]
+        if not isinstance(parts, (tuple, list)):
+            parts = [parts]
         for part in parts:
             if isinstance(part, Tensor) and isinstance(output, Tensor) and part.ndim == output.ndim:
                 grown = zip(part.shape, output.shape, strict=True)
                 self._extended |= {after for before, after in grown if before in tokens and after > before}
 
-    def described(self, root: nn.Module | None) -> str:
+    def describe(self, root: nn.Module | None) -> str:
         """Return the modules that computed scores by hand, named as in ``root``, with the shapes of the scores."""
-        names = {} if root is None else {id(module): name for name, module in root.named_modules()}
+        names: dict[int, str] = {}
+        if root is not None:
+            names = {id(module): name for name, module in root.named_modules()}
         texts = []
         for module, shape in self.places.values():
-            kind = "code outside of modules" if module is None else type(module).__name__
+            place = "code outside of modules"
+            if module is not None:
+                place = type(module).__name__
             name = names.get(id(module), "")
-            texts.append(f"{f'{name} ({kind})' if name else kind}, scores {list(shape)}")
+            if name:
+                place = f"{name} ({place})"
+            texts.append(f"{place}, scores {list(shape)}")
         return "; ".join(texts)
 
 
@@ -157,10 +179,12 @@ def _caller() -> tuple[nn.Module | None, str]:
 
     The module is ``self``, ``attn`` or ``module`` of the innermost frame that has one.
     """
-    frame, package = sys._getframe(1), ""
+    frame = sys._getframe(1)
+    package = ""
     while frame is not None:
-        own = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        package = package or ("" if own in _BETWEEN else own)
+        package_of_frame = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if not package and package_of_frame not in _BETWEEN:
+            package = package_of_frame
         for name in ("self", "attn", "module"):
             value = frame.f_locals.get(name)
             if package and isinstance(value, nn.Module):

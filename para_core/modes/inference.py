@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 
 from para_core.layout.sequence import Segment, SequenceLayout, even_layout
 
@@ -53,7 +53,7 @@ def sequence_of_length(
     if choice is None:
         raise _fits_nothing(held, segments, rank, ranks, kind)
     fitting = SequenceLayout(tuple([segments[i] for i in choice]), ranks)
-    return _checked(fitting, _rivals(fitting, choice, segments, ordered, kind), held, kind, ordered)
+    return _check_unambiguous(fitting, _rivals(fitting, choice, segments, ordered, kind), held, kind, ordered)
 
 
 def sequence_of_symbolic_length(
@@ -72,7 +72,7 @@ def sequence_of_symbolic_length(
     fitting = next((layout for layout in candidates if layout.size(rank) == held), None)
     if fitting is None:
         raise _fits_nothing(held, segments, rank, ranks, kind)
-    return _checked(fitting, [other for other in candidates if other is not fitting], held, kind, ordered)
+    return _check_unambiguous(fitting, [other for other in candidates if other is not fitting], held, kind, ordered)
 
 
 def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, kind: str) -> SequenceLayout:
@@ -100,11 +100,17 @@ def layout_of_total(total: int, segments: tuple[Segment, ...], ranks: int, *, ki
     return layouts[0]
 
 
-def _checked(
+def _check_unambiguous(
     fitting: SequenceLayout, others: Iterable[SequenceLayout], held: int, kind: str, ordered: bool
 ) -> SequenceLayout:
+    """Return ``fitting``, the layout of a query or key with ``held`` tokens on this rank.
+
+    Raises:
+        ValueError: One of ``others`` would fit too, or the order of the segments matters and is not known.
+    """
     for other in others:
-        same_length = [own == theirs for own, theirs in zip(fitting.sizes(), other.sizes(), strict=True)]
+        pairs = zip(fitting.sizes(), other.sizes(), strict=True)
+        same_length = [size == other_size for size, other_size in pairs]
         # Compare totals too: they may differ if all lengths are equal, because a total counts replicated tokens once.
         if any(same_length) and not (all(same_length) and fitting.total == other.total):
             raise ValueError(
@@ -135,12 +141,16 @@ def _order_matters(fitting: SequenceLayout, kind: str) -> ValueError:
 
 
 def _fits_nothing(held: int, segments: tuple[Segment, ...], rank: int, ranks: int, kind: str) -> ValueError:
-    few = len(segments) <= _MAX_LISTED
-    listed = _concatenations(segments, ranks) if few else [SequenceLayout((segment,), ranks) for segment in segments]
-    candidates = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in listed])
+    if len(segments) <= _MAX_LISTED:
+        layouts = _concatenations(segments, ranks)
+        further = ""
+    else:
+        layouts = [SequenceLayout((segment,), ranks) for segment in segments]
+        further = ", and concatenations of these"
+    candidates = ", ".join([f"{layout.size(rank)} of {layout.total}" for layout in layouts])
     return ValueError(
         f"{kind} has {held} tokens on this rank, which fits nothing that was sharded with cp.shard here ({candidates}"
-        f"{'' if few else ', and concatenations of these'}). "
+        f"{further}). "
         "Shard it with cp.shard too, or say who holds what with cp.using(SequenceLayout(...))."
     )
 
@@ -186,18 +196,23 @@ def _choices(sizes: Sequence[int], total: int) -> Iterator[tuple[int, ...]]:
     """
     up_to = (1 << total + 1) - 1
     # Bit i of sums[k] is set if a subset of the first k sizes has the sum i.
-    sums = list(accumulate(sizes, lambda sums, size: sums | (sums << size & up_to if size <= total else 0), initial=1))
+    sums = [1]
+    for size in sizes:
+        with_size = 0
+        if size <= total:
+            with_size = sums[-1] << size & up_to
+        sums.append(sums[-1] | with_size)
     # A stack of partly chosen subsets: (number k of leading sizes that are still undecided, the sum that must be chosen
     # among the first k sizes, the chosen indices from k on).
     open_: list[tuple[int, int, tuple[int, ...]]] = [(len(sizes), total, ())]
     while open_:
-        first, left, chosen = open_.pop()
-        if not sums[first] >> left & 1:
+        first, remaining, chosen = open_.pop()
+        if not sums[first] >> remaining & 1:
             continue
         if first == 0:
             if chosen:
                 yield chosen
             continue
-        if sizes[first - 1] <= left:
-            open_.append((first - 1, left - sizes[first - 1], (first - 1, *chosen)))
-        open_.append((first - 1, left, chosen))
+        if sizes[first - 1] <= remaining:
+            open_.append((first - 1, remaining - sizes[first - 1], (first - 1, *chosen)))
+        open_.append((first - 1, remaining, chosen))

@@ -104,8 +104,12 @@ def call_original(func: Callable[..., Any], args: Sequence[Any], kwargs: Any) ->
     return func(*args, **kwargs)
 
 
-def refuse_replaced_attention(ranks: int) -> None:
-    """Refuse a function that has replaced torch's own scaled_dot_product_attention."""
+def check_replaced_attention(ranks: int) -> None:
+    """Refuse a function that has replaced torch's own scaled_dot_product_attention.
+
+    Raises:
+        RuntimeError: It was replaced. The calls of the other function cannot be intercepted on ``ranks`` ranks.
+    """
     function: Any = F.scaled_dot_product_attention
     if function is SDPA:
         return
@@ -154,7 +158,7 @@ class Disabled(TorchFunctionMode):
         return call_original(func, args, kwargs)
 
 
-def unintercepted(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | None:
+def without_interception(attn_func: Callable[..., Any] | None) -> Callable[..., Any] | None:
     """Return a wrapper of ``attn_func`` in which no mode intercepts attention; None if ``attn_func`` is None."""
     if attn_func is None:
         return None
@@ -226,7 +230,9 @@ def outer_attention(call: SdpaCall) -> Tensor:
     there is none, compute it on one device. Only the handler of the innermost context may call this function.
     """
     handlers = THREAD_STATE.handlers
-    return handlers[-2](call) if len(handlers) > 1 else call.on_one_device()
+    if len(handlers) <= 1:
+        return call.on_one_device()
+    return handlers[-2](call)
 
 
 def _handle_dispatched(call: SdpaCall) -> Tensor:

@@ -40,10 +40,21 @@ class LayoutMode(ShardingMode):
         super().__init__(mesh, assume_equal=assume_equal)
         if layout is None and key_layout is not None:
             raise ValueError("key_layout was given without layout; give both, or neither.")
-        self._explicit = None if layout is None else self._explicit_layouts(layout, key_layout)
+        self._explicit: ExplicitLayouts | None = None
+        if layout is not None:
+            self._explicit = self._explicit_layouts(layout, key_layout)
 
     def _explicit_layouts(self, layout: SequenceLayout, key_layout: SequenceLayout | None) -> ExplicitLayouts:
-        return self._trace_safe(layout), None if key_layout is None else self._trace_safe(key_layout)
+        if key_layout is None:
+            return self._trace_safe(layout), None
+        return self._trace_safe(layout), self._trace_safe(key_layout)
+
+    def _explicit_layout_of(self, kind: Literal["query", "key"], explicit: ExplicitLayouts) -> SequenceLayout:
+        """Return the layout of the queries or keys in ``explicit``; without one for keys, it is that of the queries."""
+        of_queries, of_keys = explicit
+        if kind == "key" and of_keys is not None:
+            return SequenceLayout(segments_of(of_keys), self._mesh.ranks)
+        return SequenceLayout(segments_of(of_queries), self._mesh.ranks)
 
     @overload
     def shard(
@@ -130,11 +141,9 @@ class LayoutMode(ShardingMode):
         the mode, else that of the sharded sequence with ``total`` tokens, else equal parts.
         """
         if sequence is not None:
-            return self._checked(sequence)
+            return self._check_ranks(sequence)
         if self._explicit is not None:
-            of_queries, of_keys = self._explicit
-            held = of_queries if kind == "query" or of_keys is None else of_keys
-            return SequenceLayout(segments_of(held), self._mesh.ranks)
+            return self._explicit_layout_of(kind, self._explicit)
         return layout_of_total(total, segments_of(self._known), self._mesh.ranks, kind=kind)
 
     def replicated(self, x: Tensor, dim: int = -2) -> Tensor:
@@ -172,7 +181,9 @@ class LayoutMode(ShardingMode):
         if sequence is None and torch.compiler.is_compiling():
             raise RuntimeError("inside a compiled function cp.local_mask needs sequence=, as cp.gather does.")
         layout = self._agree(mask, -1, sequence, whole=False)
-        return mask if self._mesh.ranks == 1 else gather_tokens(mask, -1, layout, self._mesh)
+        if self._mesh.ranks == 1:
+            return mask
+        return gather_tokens(mask, -1, layout, self._mesh)
 
     @contextmanager
     def using(self, layout: SequenceLayout, *, key_layout: SequenceLayout | None = None) -> Iterator[None]:
@@ -211,8 +222,8 @@ class LayoutMode(ShardingMode):
 
     def _layouts(self, num_queries: int, num_keys: int, ordered: bool) -> tuple[SequenceLayout, SequenceLayout]:
         query_layout = self._layout_of(num_queries, "query", ordered)
-        keys_apart = self._explicit is not None and self._explicit[1] is not None
-        if num_keys == num_queries and not keys_apart:
+        has_key_layout = self._explicit is not None and self._explicit[1] is not None
+        if num_keys == num_queries and not has_key_layout:
             return query_layout, query_layout
         return query_layout, self._layout_of(num_keys, "key", ordered)
 
@@ -222,9 +233,7 @@ class LayoutMode(ShardingMode):
         """
         mesh = self._mesh
         if self._explicit is not None:
-            of_queries, of_keys = self._explicit
-            held_layout = of_queries if kind == "query" or of_keys is None else of_keys
-            layout = SequenceLayout(segments_of(held_layout), mesh.ranks)
+            layout = self._explicit_layout_of(kind, self._explicit)
             if held != layout.size(mesh.rank):
                 raise ValueError(
                     f"{kind} has {held} tokens, but the layout gives this rank {layout.size(mesh.rank)} of "
@@ -233,5 +242,7 @@ class LayoutMode(ShardingMode):
             return layout
         if not self._known:
             return even_layout(held * mesh.ranks, mesh.ranks)
-        infer = sequence_of_symbolic_length if torch.compiler.is_compiling() else sequence_of_length
-        return infer(held, segments_of(self._known), mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
+        segments = segments_of(self._known)
+        if torch.compiler.is_compiling():
+            return sequence_of_symbolic_length(held, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered)
+        return sequence_of_length(held, segments, mesh.rank, mesh.ranks, kind=kind, ordered=ordered)

@@ -70,9 +70,9 @@ def multi_head_attention(
             )
         )
     extra = {"bias_k": bias_k, "bias_v": bias_v, "static_k": static_k, "static_v": static_v}
-    unsupported = [name for name, tensor in extra.items() if tensor is not None] + ["add_zero_attn"] * bool(
-        add_zero_attn
-    )
+    unsupported = [name for name, tensor in extra.items() if tensor is not None]
+    if add_zero_attn:
+        unsupported.append("add_zero_attn")
     if unsupported:
         fail(
             ValueError(
@@ -86,7 +86,9 @@ def multi_head_attention(
     weights: tuple[Tensor | None, ...] = (q_proj_weight, k_proj_weight, v_proj_weight)
     if in_proj_weight is not None and not use_separate_proj_weight:
         weights = in_proj_weight.chunk(3)
-    biases = (None, None, None) if in_proj_bias is None else in_proj_bias.chunk(3)
+    biases: tuple[Tensor | None, ...] = (None, None, None)
+    if in_proj_bias is not None:
+        biases = in_proj_bias.chunk(3)
     heads = []
     for x, weight, bias in zip((query, key, value), weights, biases, strict=True):
         if weight is None:
@@ -103,12 +105,14 @@ def multi_head_attention(
                 "both for this rank's keys, or both for all."
             )
         )
-    mask = _merged_mask(key_padding_mask, attn_mask, query.dtype)
-    out = handler(SdpaCall(heads[0], heads[1], heads[2], mask, dropout_p if training else 0.0, is_causal))
+    mask = _merge_masks(key_padding_mask, attn_mask, query.dtype)
+    if not training:
+        dropout_p = 0.0
+    out = handler(SdpaCall(heads[0], heads[1], heads[2], mask, dropout_p, is_causal))
     return F.linear(out.movedim(-2, 0).flatten(-2), out_proj_weight, out_proj_bias), None
 
 
-def _merged_mask(key_padding_mask: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _merge_masks(key_padding_mask: Tensor | None, attn_mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Combine both masks to one mask for SDPA, bool or additive in ``dtype``; None if both are None.
 
     In bool arguments True hides a key; in a bool result True shows it. ``key_padding_mask`` is ``[B, S_k]`` or
@@ -117,15 +121,21 @@ def _merged_mask(key_padding_mask: Tensor | None, attn_mask: Tensor | None, dtyp
     if key_padding_mask is not None:
         key_padding_mask = key_padding_mask[..., None, None, :]
     if attn_mask is None or key_padding_mask is None:
-        only = key_padding_mask if attn_mask is None else attn_mask
-        return ~only if only is not None and only.dtype == torch.bool else only
+        mask = attn_mask
+        if mask is None:
+            mask = key_padding_mask
+        if mask is not None and mask.dtype == torch.bool:
+            return ~mask
+        return mask
     if attn_mask.dtype == key_padding_mask.dtype == torch.bool:
         return ~(attn_mask | key_padding_mask)
-    return _additive(attn_mask, dtype) + _additive(key_padding_mask, dtype)
+    return _to_additive(attn_mask, dtype) + _to_additive(key_padding_mask, dtype)
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
+def _to_additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 def _route(owner: AttentionOwner, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> tuple[Tensor, None]:

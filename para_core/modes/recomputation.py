@@ -37,7 +37,7 @@ from para_core.torch_internals import (
 
 # Maximum number of stack frames that are searched for CheckpointFunction.forward. Between this frame and the mode's
 # handler there are two frames of torch.no_grad, and the frames of other modes.
-_MOST_FRAMES = 16
+_MAX_FRAMES = 16
 _ADVICE = "Bind the function to the mode: checkpoint(cp.bound(function), ..., use_reentrant=False)."
 
 
@@ -50,12 +50,18 @@ def bind_reentrant_checkpoint(bind: Bind) -> None:
     Raises:
         RuntimeError: torch's checkpoint does not store its function under that name, so it cannot be replaced.
     """
-    frame, depth = sys._getframe(1), 0
-    while frame.f_back is not None and depth < _MOST_FRAMES:
-        frame, depth = frame.f_back, depth + 1
+    frame = sys._getframe(1)
+    depth = 0
+    while frame.f_back is not None and depth < _MAX_FRAMES:
+        frame = frame.f_back
+        depth += 1
+        context: Any = None
         # Reading f_locals copies all local variables of a frame, so do it only if one of them is called ctx.
-        context: Any = frame.f_locals.get("ctx") if "ctx" in frame.f_code.co_varnames else None
-        function = getattr(context, "run_function", None) if isinstance(context, FunctionCtx) else None
+        if "ctx" in frame.f_code.co_varnames:
+            context = frame.f_locals.get("ctx")
+        function: Any = None
+        if isinstance(context, FunctionCtx):
+            function = getattr(context, "run_function", None)
         if callable(function):
             context.run_function = bind(function)
             return
@@ -102,9 +108,9 @@ def recomputed_under(bind: Bind, module: nn.Module) -> Iterator[None]:
     Affects the checkpoints of ``module`` and its submodules inside the ``with`` block. Does nothing without gradients,
     or while tracing, because a graph contains its own recomputation.
     """
-    checkpointing = _checkpointing(module)
+    checkpointing = _find_checkpointing(module)
     for submodule, checkpoint in checkpointing:
-        submodule._gradient_checkpointing_func = partial(_checkpoint_bound, bind, checkpoint)
+        submodule._gradient_checkpointing_func = partial(_run_bound_checkpoint, bind, checkpoint)
     try:
         yield
     finally:
@@ -116,7 +122,7 @@ def check_checkpointing(module: nn.Module) -> None:
     """Raise ``RuntimeError`` if activation checkpointing of a diffusers model is on and gradients are enabled. Its
     recomputation intercepts attention only, and would miss the sums over ranks and halos of a plan.
     """
-    if _checkpointing(module):
+    if _find_checkpointing(module):
         raise RuntimeError(
             f"{type(module).__name__} has activation checkpointing on, and its plan has sums or halos over ranks, "
             "which would be missing where the backward computes its blocks again. Call "
@@ -124,7 +130,7 @@ def check_checkpointing(module: nn.Module) -> None:
         )
 
 
-def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
+def _find_checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
     """Return ``(submodule, its checkpoint function)`` for each submodule with activation checkpointing on. The list is
     empty if gradients are disabled and while tracing.
     """
@@ -137,7 +143,7 @@ def _checkpointing(module: nn.Module) -> list[tuple[Any, Any]]:
     ]
 
 
-def _checkpoint_bound(bind: Any, checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_bound_checkpoint(bind: Any, checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(bind(function), *args, **kwargs)
 
 

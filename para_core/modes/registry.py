@@ -154,8 +154,10 @@ def route_of_function(function: Callable[..., Any]) -> Route | None:
 
 def route_of_operator(operator: Any) -> Route | None:
     """Return what computes ``operator`` of another package over a mesh; None if no feature does."""
-    index = _constant_index(operator)
-    return None if index is None else _OPERATORS[index][1]
+    index: int | None = _constant_index(operator)
+    if index is None:
+        return None
+    return _OPERATORS[index][1]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -93,9 +93,10 @@ class ShardingMode(TorchFunctionMode):
             self._note_state()
 
     def _trace_safe(self, layout: SequenceLayout) -> TraceSafeLayout:
-        return to_trace_safe(self._checked(layout).segments, self._mesh.device_type)
+        return to_trace_safe(self._check_ranks(layout).segments, self._mesh.device_type)
 
-    def _checked(self, layout: SequenceLayout) -> SequenceLayout:
+    def _check_ranks(self, layout: SequenceLayout) -> SequenceLayout:
+        """Return ``layout``. Raise ``ValueError`` if it is for another number of ranks."""
         if layout.ranks != self._mesh.ranks:
             raise ValueError(f"the layout is for {layout.ranks} ranks, but the mesh has {self._mesh.ranks}.")
         return layout
@@ -183,7 +184,9 @@ class ShardingMode(TorchFunctionMode):
         if torch.compiler.is_compiling() and self._depth == 0:
             self._end()
         self._gathered = True
-        return y if self._mesh.ranks == 1 else gather_tokens(y, dim, layout, self._mesh)
+        if self._mesh.ranks == 1:
+            return y
+        return gather_tokens(y, dim, layout, self._mesh)
 
     def _agree(
         self,
@@ -216,14 +219,16 @@ class ShardingMode(TorchFunctionMode):
                 raise ValueError(f"dim={dim} is out of range for a tensor of shape {list(x.shape)}.")
             held = x.shape[dim]
             if sequence is not None:
-                layout = self._checked(sequence)
+                layout = self._check_ranks(sequence)
+            elif whole:
+                layout = self.sequence(held, balance=balance)
             else:
-                layout = self.sequence(held, balance=balance) if whole else self._only_sequence(held)
+                layout = self._only_sequence(held)
             if whole and held != layout.total:
                 raise ValueError(f"x has {held} tokens in dim {dim}, but sequence= says {layout.total}.")
-            own = layout.size(self._mesh.rank)
-            if not whole and held != own:
-                raise ValueError(f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {own}.")
+            size = layout.size(self._mesh.rank)
+            if not whole and held != size:
+                raise ValueError(f"y has {held} tokens in dim {dim}, but this rank's part of {layout.total} is {size}.")
         except (TypeError, ValueError) as error:
             if talk:
                 check_consistent(error, self._mesh)
@@ -255,8 +260,13 @@ def _signature(layout: SequenceLayout, dim: int, shape: tuple[int, ...], dtype: 
 
 def _difference(records: list[Record]) -> str:
     rank = next(rank for rank, record in enumerate(records) if record != records[0])
-    first, other = (", ".join([f"{name} {value}" for name, value in records[i].items()]) for i in (0, rank))
+    first = _describe(records[0])
+    other = _describe(records[rank])
     return f"the ranks disagree about a sequence: rank 0 has {first}; rank {rank} has {other}. {EQUAL_PARTS}"
+
+
+def _describe(record: Record) -> str:
+    return ", ".join([f"{name} {value}" for name, value in record.items()])
 
 
 def to_trace_safe(segments: Sequence[Segment], device_type: str) -> TraceSafeLayout:

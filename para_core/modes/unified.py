@@ -22,7 +22,7 @@ from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.collectives import all_gather
 from para_core.distributed.create_mesh import require_own_gpus
 from para_core.distributed.mesh import MeshDim, SequenceMesh, guided_mesh
-from para_core.layout.sequence import SequenceLayout
+from para_core.layout.sequence import Segment, SequenceLayout
 from para_core.modes import fused_encoder
 from para_core.modes.handwritten import HandwrittenAttention, may_be_scores
 from para_core.modes.interceptor import (
@@ -30,13 +30,13 @@ from para_core.modes.interceptor import (
     THREAD_STATE,
     Disabled,
     call_original,
+    check_replaced_attention,
     intercept,
-    refuse_replaced_attention,
-    unintercepted,
+    without_interception,
 )
 from para_core.modes.layout_mode import LayoutMode
 from para_core.modes.registry import RECOMPUTATION, MeshAccess, explain
-from para_core.modes.sharding_mode import segments_of
+from para_core.modes.sharding_mode import TraceSafeLayout, segments_of
 from para_core.torch_internals import (
     OpOverload,
     is_in_backward,
@@ -116,7 +116,8 @@ class UnifiedAttnMode(LayoutMode):
             guided = guided_mesh(mesh, group_dim=self.group_dim)
             if not assume_equal:
                 require_own_gpus(mesh, guided)
-            mesh, self._batch = guided.sequence, guided.batch
+            mesh = guided.sequence
+            self._batch = guided.batch
         super().__init__(mesh, layout=layout, key_layout=key_layout, assume_equal=assume_equal)
         # Not a property, because Dynamo cannot read one of a mode while it traces an operator under it.
         self.ranks = self._mesh.ranks
@@ -128,7 +129,11 @@ class UnifiedAttnMode(LayoutMode):
                 "UnifiedAttnMode for both at once."
             )
         self._attention = MeshAttention(
-            self._mesh, self._layouts, self._options, assume_equal=assume_equal, attn_func=unintercepted(attn_func)
+            self._mesh,
+            self._layouts,
+            self._options,
+            assume_equal=assume_equal,
+            attn_func=without_interception(attn_func),
         )
         # Whether this mode leaves attention unchanged, so that calls go straight to SDPA.
         self._is_sdpa = self._mesh.ranks == 1 and not self._options.by_position and self._options.backend is None
@@ -139,9 +144,16 @@ class UnifiedAttnMode(LayoutMode):
         self._is_resumed = False
 
     def _note_state(self) -> None:
-        layouts = () if self._explicit is None else self._explicit
-        explicit = tuple([None if layout is None else segments_of(layout) for layout in layouts])
-        self._attention.under((explicit, segments_of(self._known)))
+        layouts: Sequence[TraceSafeLayout | None] = ()
+        if self._explicit is not None:
+            layouts = self._explicit
+        explicit: list[tuple[Segment, ...] | None] = []
+        for layout in layouts:
+            if layout is None:
+                explicit.append(None)
+            else:
+                explicit.append(segments_of(layout))
+        self._attention.under((tuple(explicit), segments_of(self._known)))
         # If a user forgets to shard the inputs, every rank computes the same result. Look for this mistake only while
         # no layout and no sharded sequence is known.
         self._attention.looks_for_copies = self._mesh.ranks > 1 and not (layouts or self._known)
@@ -152,7 +164,7 @@ class UnifiedAttnMode(LayoutMode):
 
     def _begin(self) -> None:
         if not (self._is_sdpa or torch.compiler.is_compiling()):
-            refuse_replaced_attention(self._mesh.ranks)
+            check_replaced_attention(self._mesh.ranks)
         self.intercepted = False
         self._by_hand.clear()
         fused_encoder.disable()
@@ -177,7 +189,7 @@ class UnifiedAttnMode(LayoutMode):
         if self._by_hand.places:
             message = (
                 f"{type(self).__name__} on {self._mesh.ranks} ranks: scores over this rank's tokens were normalized by "
-                f"hand, in {self._by_hand.described(None)}. That is attention to this rank's tokens only. Use "
+                f"hand, in {self._by_hand.describe(None)}. That is attention to this rank's tokens only. Use "
                 "F.scaled_dot_product_attention (in transformers attn_implementation='sdpa'; an attention sink is "
                 "one more key, with a float attn_mask for its score); where a rank's tokens shall attend to "
                 "themselves, UnifiedAttnMode.disable()."
@@ -264,7 +276,9 @@ class UnifiedAttnMode(LayoutMode):
         segments = segments_of(self._known)
         sizes = [segment.size(self._mesh.rank, self._mesh.ranks) for segment in segments]
         sharded = {size for segment, size in zip(segments, sizes, strict=True) if not segment.replicated}
-        return sharded | {sum(sizes)} if sharded else set()
+        if not sharded:
+            return set()
+        return sharded | {sum(sizes)}
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise ``error`` on every rank."""

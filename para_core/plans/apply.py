@@ -17,7 +17,7 @@ from para_core.instance.record import empty_slots, fill_slot
 from para_core.instance.slots import Slot
 from para_core.option_values import Backend
 from para_core.plans.plan import Plan
-from para_core.plans.published_plan import published_plan
+from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import Region, region_of
 from para_core.torch_internals import CALL_WITH_HOOKS
 
@@ -59,7 +59,7 @@ def apply_plan(
     """
     remove_plan(module)
     if not isinstance(plan, Plan):
-        plan = published_plan(plan)
+        plan = convert_published_plan(plan)
     options = options or AttnOptions()
     region = Region(module, plan, mesh, batch, require_equal, options, attn_func, cross_backend, around, written_for)
     is_default_attention = options.backend is None and cross_backend is None and attn_func is None

@@ -80,13 +80,14 @@ class RuleExecutor:
         Arguments and fields that are not passed, or are None, are skipped. ``parameters`` are the names of the
         positional parameters, in order. Raise ``TypeError`` or ``ValueError`` if an argument does not fit its rule.
         """
-        positional, named = list(args), dict(kwargs)
+        positional = list(args)
+        named = dict(kwargs)
+        prefix = f"{module_name}." if module_name else ""
         for key, cut in cuts.items():
-            name = f"{module_name}.{key}" if module_name else key
+            name = prefix + key
             parameter, _, path = key.partition(".")
             if named.get(parameter) is not None:
-                value = named[parameter]
-                named[parameter] = self._cut_at(path, value, cut, name) if path else self.cut(value, cut, name)
+                named[parameter] = self._cut_at(path, named[parameter], cut, name)
             elif parameter in parameters[: len(positional)]:
                 index = parameters.index(parameter)
                 if positional[index] is not None:
@@ -95,16 +96,21 @@ class RuleExecutor:
 
     def _cut_at(self, path: str, value: Any, cut: ShardRule, name: str) -> Any:
         """Return ``value`` with the rule ``cut`` applied to its field ``path``, or to itself if the path is empty."""
-        return change_field(value, path, partial(self.cut, cut=cut, name=name)) if path else self.cut(value, cut, name)
+        if not path:
+            return self.cut(value, cut, name)
+        return change_field(value, path, partial(self.cut, cut=cut, name=name))
 
     def cut(self, value: Any, cut: ShardRule, name: str) -> Any:
         """Return ``value``, an argument or output called ``name``, with the rule ``cut`` applied to it, or to each
         entry of a list, tuple or dict that is not None, or to each field of a dataclass that holds tensors or masks.
+
+        Raises:
+            TypeError, ValueError: ``value`` is of a kind, or has a shape, that does not fit the rule.
         """
         if isinstance(value, Tensor) and isinstance(cut, Split):
             return self._split(value, cut, name)
         if isinstance(cut, Entries):
-            return self._entries(value, cut, name)
+            return self._cut_entries(value, cut, name)
         if isinstance(cut, Count):
             numbers = value
             for index in cut.at:
@@ -129,7 +135,7 @@ class RuleExecutor:
                 f"{name} is a {type(value).__name__}; the plan splits it, so a tensor or a list of tensors is expected."
             )
         if isinstance(cut, CumulativeLengths):
-            return self._own_lengths(value, cut, name)
+            return self._clamp_lengths(value, cut, name)
         if isinstance(cut, Gather):
             return self._gather(value, cut)
         if isinstance(cut, Replicate):
@@ -140,7 +146,9 @@ class RuleExecutor:
 
     def _cut_entry(self, entry: Any, cut: ShardRule, name: str) -> Any:
         # A ControlNet has residuals for some blocks only.
-        return None if entry is None else self.cut(entry, cut, name)
+        if entry is None:
+            return None
+        return self.cut(entry, cut, name)
 
     def _split_mask(self, value: Any, cut: SplitMask, name: str) -> Any:
         shard_mask = mask_sharder(value)
@@ -150,12 +158,12 @@ class RuleExecutor:
         key_layout = self._layout_of(cut.keys or cut.queries, value.seq_lengths[1])
         if not (query_layout.sharded or key_layout.sharded):
             return value
-        traced = torch.compiler.is_compiling()
-        sharded = None if traced else self._masks.get(value)
+        if torch.compiler.is_compiling():
+            return shard_mask(value, query_layout, key_layout, self.mesh)
+        sharded = self._masks.get(value)
         if sharded is None or sharded[:2] != (query_layout, key_layout):
             sharded = query_layout, key_layout, shard_mask(value, query_layout, key_layout, self.mesh)
-            if not traced:
-                self._masks[value] = sharded
+            self._masks[value] = sharded
         return sharded[2]
 
     def _layout_of(self, names: Sequence[str], total: int) -> SequenceLayout:
@@ -164,17 +172,27 @@ class RuleExecutor:
         """
         segments = self.segments
         rest = total - sum([segments[name].total for name in names if name in segments])
-        parts = [segments[name] if name in segments else Segment(name, rest, replicated=True) for name in names]
+        parts = []
+        for name in names:
+            if name in segments:
+                parts.append(segments[name])
+            else:
+                parts.append(Segment(name, rest, replicated=True))
         return SequenceLayout(tuple(parts), self.mesh.ranks)
 
-    def _entries(self, value: Any, cut: Entries, name: str) -> Any:
+    def _cut_entries(self, value: Any, cut: Entries, name: str) -> Any:
         if not isinstance(value, (list, tuple)) or len(value) != len(cut.cuts):
-            length = f" of {len(value)} entries" if isinstance(value, (list, tuple)) else ""
+            length = ""
+            if isinstance(value, (list, tuple)):
+                length = f" of {len(value)} entries"
             raise TypeError(
                 f"{name} is a {type(value).__name__}{length}; the plan expects a tuple of {len(cut.cuts)} entries."
             )
-        pairs = zip(value, cut.cuts, strict=True)
-        return like_sequence(value, [item if rule is None else self.cut(item, rule, name) for item, rule in pairs])
+        entries = list(value)
+        for index, rule in enumerate(cut.cuts):
+            if rule is not None:
+                entries[index] = self.cut(entries[index], rule, name)
+        return like_sequence(value, entries)
 
     def _split(self, value: Tensor, split: Split, name: str) -> Tensor:
         if split.ndim is not None and value.ndim != split.ndim:
@@ -186,15 +204,17 @@ class RuleExecutor:
                 )
         if split.per != 1:
             dim = split.dim % value.ndim
-            sizes = (-1, split.per) if split.per is not None else (self.segment(split.like or "").total, -1)
-            apart = torch.unflatten(value, dim, sizes)
-            return self._split(apart, replace(split, dim=dim, ndim=None, per=1), name).flatten(dim, dim + 1)
+            if split.per is not None:
+                grouped = torch.unflatten(value, dim, (-1, split.per))
+            else:
+                grouped = torch.unflatten(value, dim, (self.segment(split.like or "").total, -1))
+            return self._split(grouped, replace(split, dim=dim, ndim=None, per=1), name).flatten(dim, dim + 1)
         if split.runs:
             dim = split.dim % value.ndim
-            apart = torch.unflatten(value, dim, (-1, self.segment(split.like or "").total))
-            return self._split(apart, replace(split, dim=dim + 1, ndim=None, runs=False), name).flatten(dim, dim + 1)
+            grouped = torch.unflatten(value, dim, (-1, self.segment(split.like or "").total))
+            return self._split(grouped, replace(split, dim=dim + 1, ndim=None, runs=False), name).flatten(dim, dim + 1)
         if split.only is not None:
-            start, stop = self._own_range(split.only, value.shape[split.dim], self.segment(split.like or ""))
+            start, stop = self._range_on_rank(split.only, value.shape[split.dim], self.segment(split.like or ""))
             return value.narrow(split.dim, start, stop - start)
         if split.then_replicated:
             total = self.segment(split.like or "").total
@@ -202,12 +222,14 @@ class RuleExecutor:
             return torch.cat([self._split(cut, replace(split, then_replicated=False), name), rest], dim=split.dim)
         if split.after_replicated:
             segment = self.segment(split.segment or split.like or "")
-            layout = self._layout_with_prefix(value, split.dim, segment, whole=True)
+            layout = self._layout_with_prefix(value, split.dim, segment, segment.total)
             return shard_tokens(value, split.dim, layout, self.mesh)
         if split.together:
             segment = self._segment_of_groups(value, split)
             self._note(segment, split.dim, name)
-            return value if segment.replicated else self._shard_known(value, split.dim, segment)
+            if segment.replicated:
+                return value
+            return self._shard_known(value, split.dim, segment)
         segment_name = split.segment or split.like or name
         known = self.segments.get(segment_name)
         if known is not None and split.after is None:
@@ -218,7 +240,9 @@ class RuleExecutor:
                 return value
         if split.after is None and not torch.compiler.is_compiling():
             return self._split_eagerly(value, split, name, segment_name)
-        first = () if split.after is None else (self.segment(split.after),)
+        first: tuple[Segment, ...] = ()
+        if split.after is not None:
+            first = (self.segment(split.after),)
         total = value.shape[split.dim] - sum([segment.total for segment in first])
         segment = self.new_segment(segment_name, total)
         if split.segment is not None or not segment.replicated:
@@ -248,11 +272,14 @@ class RuleExecutor:
             return value
         # Copy the tokens, because a view would keep the whole sequence in memory.
         parts = [value.narrow(split.dim, start, length) for start, length in known.runs]
-        return parts[0].clone(memory_format=torch.contiguous_format) if len(parts) == 1 else torch.cat(parts, split.dim)
+        if len(parts) == 1:
+            return parts[0].clone(memory_format=torch.contiguous_format)
+        return torch.cat(parts, split.dim)
 
     def _segment_of_groups(self, value: Tensor, split: Split) -> Segment:
         """Return the segment of a tensor in which the tokens of each entry of a dim, such as a frame, stay together."""
-        entries, tokens = value.shape[split.dim], prod([value.shape[dim] for dim in split.together])
+        entries = value.shape[split.dim]
+        tokens = prod([value.shape[dim] for dim in split.together])
         name = split.segment or ""
         if entries < self.mesh.ranks:
             return Segment(name, entries * tokens, replicated=True)
@@ -276,8 +303,8 @@ class RuleExecutor:
 
     def new_segment(self, name: str, total: int) -> Segment:
         """Return a segment of ``total`` tokens: sharded, or replicated if there are too few tokens for every rank."""
-        # Branch on the comparison instead of passing it as ``replicated``, because for symbolic lengths it is not a
-        # bool.
+        # Branch on the comparison instead of passing it as ``replicated``, because for symbolic lengths it is
+        # not a bool.
         if total < self.mesh.ranks * self.fewest_on_a_rank(name):
             return Segment(name, total, replicated=True)
         return Segment(name, total)
@@ -293,11 +320,11 @@ class RuleExecutor:
         """Return the tokens of all ranks along ``dim``, given those of this rank in ``layout``. Collective."""
         return gather_tokens(part, dim, layout, self.mesh)
 
-    def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, *, whole: bool) -> SequenceLayout:
-        """Return the layout of ``value`` along ``dim``: a replicated prefix, followed by all tokens of ``segment``
-        (``whole``) or this rank's part.
+    def _layout_with_prefix(self, value: Tensor, dim: int, segment: Segment, tokens: int) -> SequenceLayout:
+        """Return the layout of ``value`` along ``dim``: a replicated prefix, followed by ``tokens`` tokens of
+        ``segment``, which are all of them or this rank's part.
         """
-        rest = value.shape[dim] - (segment.total if whole else segment.size(self.mesh.rank, self.mesh.ranks))
+        rest = value.shape[dim] - tokens
         return SequenceLayout((Segment("rest", rest, replicated=True), segment), self.mesh.ranks)
 
     def _note(self, segment: Segment, dim: int, name: str) -> None:
@@ -311,18 +338,20 @@ class RuleExecutor:
             )
 
     def _count(self, number: int, cut: FirstTokens | LastTokens) -> int:
-        which: Literal["first", "last"] = "first" if isinstance(cut, FirstTokens) else "last"
-        start, stop = self._own_range(which, number, self.segment(cut.segment))
+        which: Literal["first", "last"] = "last"
+        if isinstance(cut, FirstTokens):
+            which = "first"
+        start, stop = self._range_on_rank(which, number, self.segment(cut.segment))
         return stop - start
 
-    def _own_range(self, which: Literal["first", "last"], number: int, segment: Segment) -> tuple[int, int]:
+    def _range_on_rank(self, which: Literal["first", "last"], number: int, segment: Segment) -> tuple[int, int]:
         """Return which of the ``number`` first or last tokens of ``segment`` this rank holds, as a range of them."""
         ((start, length),) = segment.runs(self.mesh.rank, self.mesh.ranks)
         if which == "last":
             start = start - (segment.total - number)
         return min(max(start, 0), number), min(max(start + length, 0), number)
 
-    def _own_lengths(self, lengths: Tensor, cut: CumulativeLengths, name: str) -> Tensor:
+    def _clamp_lengths(self, lengths: Tensor, cut: CumulativeLengths, name: str) -> Tensor:
         if lengths.shape != (2,):
             raise ValueError(
                 f"{name} has shape {list(lengths.shape)}; expected [2], the cumulative lengths of one sequence, whose "
@@ -343,7 +372,7 @@ class RuleExecutor:
             else:
                 parts = list(output)
                 parts[int(index)] = self._cut_at(path, parts[int(index)], cut, name)
-                output = like_sequence(output, parts) if has_fields(output) else tuple(parts)
+                output = _rebuild_sequence(output, parts)
         return output
 
     def outputs(self, output: Any, gathers: Sequence[Gather | None]) -> Any:
@@ -355,8 +384,8 @@ class RuleExecutor:
         if has_fields(output):
             for name, gather in zip(fields_of(output), gathers, strict=False):
                 if gather is not None:
-                    alone = replace(gather, field="")
-                    output = change_field(output, gather.field or name, partial(self._gather, gather=alone))
+                    without_field = replace(gather, field="")
+                    output = change_field(output, gather.field or name, partial(self._gather, gather=without_field))
             return output
         if isinstance(output, (tuple, list)):
             gathered = [self._gather(value, gather) for value, gather in zip(output, gathers, strict=False)]
@@ -373,7 +402,8 @@ class RuleExecutor:
             return change_field(value, gather.field, partial(self._gather, gather=replace(gather, field="")))
         segment = self.segment(gather.segment)
         if gather.after_replicated or gather.then_replicated:
-            layout = self._layout_with_prefix(value, gather.dim, segment, whole=False)
+            tokens = segment.size(self.mesh.rank, self.mesh.ranks)
+            layout = self._layout_with_prefix(value, gather.dim, segment, tokens)
             if not gather.after_replicated:
                 layout = SequenceLayout(layout.segments[::-1], self.mesh.ranks)
             return self.put_together(value, gather.dim, layout)
@@ -382,12 +412,15 @@ class RuleExecutor:
             segment = groups
         layout = SequenceLayout((segment,), self.mesh.ranks)
         dim = gather.dim % value.ndim
-        apart = value if gather.per == 1 else torch.unflatten(value, dim, (layout.size(self.mesh.rank), -1))
+        if gather.per != 1:
+            value = torch.unflatten(value, dim, (layout.size(self.mesh.rank), -1))
         if segment.replicated:
-            whole = self.with_equal_bits(apart, dim, segment)
+            gathered = self.with_equal_bits(value, dim, segment)
         else:
-            whole = self.put_together(apart, dim, layout)
-        return whole if gather.per == 1 else whole.flatten(dim, dim + 1)
+            gathered = self.put_together(value, dim, layout)
+        if gather.per != 1:
+            return gathered.flatten(dim, dim + 1)
+        return gathered
 
     def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
         """Return ``value``, all tokens or groups of a replicated ``segment`` along ``dim``, with the same bits on every
@@ -414,9 +447,18 @@ class RuleExecutor:
         return self.segments[name]
 
 
+def _rebuild_sequence(output: Any, parts: list[Any]) -> Any:
+    """Return ``parts`` as a named tuple like ``output`` if that is one, and as a tuple otherwise."""
+    if has_fields(output):
+        return like_sequence(output, parts)
+    return tuple(parts)
+
+
 def _groups_of(segment: Segment) -> Segment:
     """Return a segment with an entry for each group of ``segment``, whose tokens stay together; itself if none do."""
-    return segment if segment.together == 1 else Segment(segment.name, segment.total // segment.together)
+    if segment.together == 1:
+        return segment
+    return Segment(segment.name, segment.total // segment.together)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -18,8 +18,8 @@ from para_core.instance.private_class import original_class
 from para_core.instance.record import Around, empty_slots, fill_slots
 from para_core.instance.slots import Slot
 from para_core.modes.handwritten import HandwrittenAttention
-from para_core.modes.interceptor import refuse_replaced_attention
-from para_core.plans.foreign_code import foreign_code, processor_of
+from para_core.modes.interceptor import check_replaced_attention
+from para_core.plans.foreign_code import find_foreign_code, processor_of
 from para_core.plans.planned_attention import PlannedAttention
 from para_core.torch_internals import FORWARD_HOOKS, FORWARD_PRE_HOOKS
 from para_core.user_warnings import ForeignCodeWarning, ParallelWarning, WarningLog
@@ -48,8 +48,9 @@ def _has_hooks_of_diffusers(module: nn.Module) -> bool:
 def _is_perturbed(module: nn.Module) -> bool:
     """Whether a hook of diffusers replaces the attention of ``module`` on purpose."""
     registry = module.__dict__.get(_HOOKS_OF_DIFFUSERS)
-    hooks = () if registry is None else registry.hooks.values()
-    return any(type(hook).__name__ in _PERTURBING_HOOKS for hook in hooks)
+    if registry is None:
+        return False
+    return any(type(hook).__name__ in _PERTURBING_HOOKS for hook in registry.hooks.values())
 
 
 class ModelCode:
@@ -103,7 +104,8 @@ class AttentionCheck:
         # The number of changes of the model's code. verify=True compares a call again after each.
         self.version = 0
         self.warnings = WarningLog()
-        self._ranks, self._current = ranks, current
+        self._ranks = ranks
+        self._current = current
         # Whether the next eager call is checked. A graph must not read it, or it would be a guard.
         self.due = ranks > 1
         self._code: ModelCode | None = None
@@ -122,7 +124,8 @@ class AttentionCheck:
 
     def reset(self) -> None:
         """Make the check due, because code inside the model has changed."""
-        self._code, self.due = None, self._ranks > 1
+        self._code = None
+        self.due = self._ranks > 1
         self.version += 1
 
     def begin(self, module: nn.Module, planned: Mapping[str, nn.Module]) -> None:
@@ -137,11 +140,14 @@ class AttentionCheck:
         """
         if self._ranks == 1:
             return
-        refuse_replaced_attention(self._ranks)
+        check_replaced_attention(self._ranks)
         self.new_code()
         if self._code is not None:
             return
-        for code in () if self.written_for is None else foreign_code(module, self.written_for):
+        code_of_user: list[str] = []
+        if self.written_for is not None:
+            code_of_user = find_foreign_code(module, self.written_for)
+        for code in code_of_user:
             self.warnings.warn(
                 code,
                 f"{code} sees only this rank's tokens; compare with verify=True. What counts or indexes tokens, or "
@@ -170,7 +176,9 @@ class AttentionCheck:
         if torch.compiler.is_compiling():
             self._is_traced[0] = True
         attention = self._current()
-        return call(module, *args, **kwargs) if attention is None else self.run(attention, call, module, args, kwargs)
+        if attention is None:
+            return call(module, *args, **kwargs)
+        return self.run(attention, call, module, args, kwargs)
 
     def run(
         self,
@@ -198,18 +206,19 @@ class AttentionCheck:
                 "which module it is."
             )
         if not torch.compiler.is_compiling() and not _is_perturbed(module):
-            raise self._bypassed(module)
+            raise self._bypass_error(module)
         attention.intercepted[0] = True
         return output
 
-    def _bypassed(self, module: nn.Module) -> RuntimeError:
+    def _bypass_error(self, module: nn.Module) -> RuntimeError:
         parts = {**self._planned, **self._wrapped}
         name = next((name for name, part in parts.items() if part is module), "an attention module")
         processor = processor_of(module)
-        kind = original_class(module).__name__
-        by = kind if processor is None else f"{kind} with the processor {type(processor).__name__}"
+        code = original_class(module).__name__
+        if processor is not None:
+            code = f"{code} with the processor {type(processor).__name__}"
         return RuntimeError(
-            f"{name} ({by}) ran on {self._ranks} ranks and called no scaled_dot_product_attention, so each rank "
+            f"{name} ({code}) ran on {self._ranks} ranks and called no scaled_dot_product_attention, so each rank "
             "attended to its own tokens only. Let it call F.scaled_dot_product_attention, and compute local attention "
             "in your own way by attn_func= or backend= ('sage' for SageAttention); in diffusers "
             "set_attn_processor(AttnProcessor2_0()) or set_attention_backend('native') sets a processor that does."
@@ -232,12 +241,14 @@ class AttentionCheck:
             has_graphs: Whether parts of the model are compiled, whose graphs hold the functions in the slots.
         """
         name = type(module).__name__
-        found = "" if by_hand is None or not by_hand.places else by_hand.described(module)
+        places = ""
+        if by_hand is not None and by_hand.places:
+            places = by_hand.describe(module)
         if attention.intercepted[0]:
-            if found:
+            if places:
                 self.warnings.warn(
-                    found,
-                    f"{name} on {self._ranks} ranks normalized scores over this rank's tokens by hand, in {found}: "
+                    places,
+                    f"{name} on {self._ranks} ranks normalized scores over this rank's tokens by hand, in {places}: "
                     "that is attention to this rank's tokens only. Let it call F.scaled_dot_product_attention, and "
                     "compare with one device: verify=True.",
                     ParallelWarning,
@@ -247,10 +258,10 @@ class AttentionCheck:
                 if not (has_graphs or self._is_traced[0]):
                     self.end()
             return
-        if found:
+        if places:
             raise RuntimeError(
                 f"{name} ran on {self._ranks} ranks, called no scaled_dot_product_attention, and normalized scores by "
-                f"hand, in {found}: each rank attended to its own tokens only. Let the model call "
+                f"hand, in {places}: each rank attended to its own tokens only. Let the model call "
                 "F.scaled_dot_product_attention, and compute local attention in your own way by attn_func=."
             )
         if attention_modules(module):

@@ -99,9 +99,10 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
             raise ValueError(f"{name} is {degree!r}; expected a positive integer, or None for 1.")
     mesh = getattr(config, "mesh", None)
     if mesh is not None:
-        sequence = sequence_mesh(
-            mesh["ring", "ulysses"] if {"ring", "ulysses"} <= {*(mesh.mesh_dim_names or ())} else mesh
-        )
+        sub_mesh = mesh
+        if {"ring", "ulysses"} <= {*(mesh.mesh_dim_names or ())}:
+            sub_mesh = mesh["ring", "ulysses"]
+        sequence = sequence_mesh(sub_mesh)
         degrees = {"ring": config.ring_degree, "ulysses": config.ulysses_degree}
         if any(degree not in (None, 1, getattr(sequence, name).size) for name, degree in degrees.items()):
             raise ValueError(
@@ -110,7 +111,8 @@ def _mesh_of(config: Any, module: nn.Module) -> SequenceMesh:
             )
         require_own_gpus(mesh, sequence)
         return sequence
-    ring, ulysses = config.ring_degree or 1, config.ulysses_degree or 1
+    ring = config.ring_degree or 1
+    ulysses = config.ulysses_degree or 1
     device_type = next((x.device.type for x in module.parameters()), "cpu")
     if ring * ulysses == 1:
         return one_rank(device_type)

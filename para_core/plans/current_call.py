@@ -21,7 +21,9 @@ from para_core.torch_internals import function_mode_stack
 def ranks_sharing_samples(module: nn.Module) -> MeshDim | None:
     """Return the mesh dim over which the samples of the current call of ``module`` are split; None if none is."""
     region = region_of(module)
-    return region.sharing_samples[-1] if region is not None and region.sharing_samples else None
+    if region is None or not region.sharing_samples:
+        return None
+    return region.sharing_samples[-1]
 
 
 def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, ...]] | None:
@@ -35,7 +37,9 @@ def segments_under_way(module: nn.Module) -> tuple[SequenceMesh, tuple[Segment, 
 def interception_of(module: nn.Module) -> Interception | None:
     """Return the :class:`Interception` of the current call of ``module``; None outside of a call, or without a plan."""
     region = region_of(module)
-    return None if region is None else region.interception
+    if region is None:
+        return None
+    return region.interception
 
 
 def attention_is_skipped(module: nn.Module) -> None:
@@ -43,8 +47,10 @@ def attention_is_skipped(module: nn.Module) -> None:
 
     A cache that skips all blocks calls no attention, and PipeFusion computes the attention of patches itself.
     """
-    if (interception := interception_of(module)) is not None:
-        interception.planned.intercepted[0] = interception.planned.skipped[0] = True
+    interception = interception_of(module)
+    if interception is not None:
+        interception.planned.intercepted[0] = True
+        interception.planned.skipped[0] = True
     for mode in function_mode_stack():
         if isinstance(mode, UnifiedAttnMode):
             mode.intercepted = True
@@ -56,4 +62,6 @@ def on_all_stages(module: nn.Module, block: nn.Module, output: Any) -> Any:
     Collective, unless ``module`` has no pipeline stages. The other ranks along ``pipe`` pass the input of the block.
     """
     stages: Any = slot_owner(module, Slot.STAGES, object)
-    return output if stages is None else stages.on_all(block, output)
+    if stages is None:
+        return output
+    return stages.on_all(block, output)

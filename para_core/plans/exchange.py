@@ -49,13 +49,15 @@ class HeadExchange:
                 "plan gives each of them whole heads, at least one. Use fewer ranks for the sequence, and others "
                 "along the mesh dim 'batch'."
             )
-        self._attention, self._module, self._heads = attention, module, heads
+        self._attention = attention
+        self._module = module
+        self._heads = heads
         self._replicated = segment.replicated
         sizes = segment.sizes(mesh.ranks)
         width = mesh.ulysses.size
         blocks = [sizes[first : first + width] for first in range(0, mesh.ranks, width)]
-        # Each step of the exchange is (mesh dim, tokens of each rank along this dim, heads of each rank along this
-        # dim).
+        # Each step of the exchange is (mesh dim, tokens of each rank along this dim, heads of each rank along
+        # this dim).
         of_ulysses = [Segment("heads", heads).runs(index, width)[0] for index in range(width)]
         first, count = of_ulysses[mesh.ulysses.index]
         of_ring = [Segment("heads", count).runs(index, mesh.ring.size)[0] for index in range(mesh.ring.size)]
@@ -64,7 +66,8 @@ class HeadExchange:
             (mesh.ring, [sum(block) for block in blocks], [number for _, number in of_ring]),
         ]
         start, number = of_ring[mesh.ring.index]
-        self._own: Run = (first + start, number)  # The first head of this rank, and the number of its heads.
+        # The first head of this rank, and the number of its heads.
+        self._heads_on_rank: Run = (first + start, number)
         # For each projection that was called: entries per head in each tensor, and the parts that the plan says.
         self._widths: list[tuple[int, int | None]] = []
 
@@ -81,21 +84,22 @@ class HeadExchange:
         count = parts or 1
         width = x.shape[2] // (count * self._heads)
         self._widths.append((width, parts))
-        self._require_known_heads()
+        self._check_head_widths()
         if count > 1:
             # Put the parts of each head next to each other, because the exchange moves consecutive entries.
             x = torch.unflatten(x, 2, (count, self._heads, width)).transpose(2, 3).flatten(2)
         if self._replicated:
-            first, number = self._own
+            first, number = self._heads_on_rank
             x = x.narrow(2, first * count * width, number * count * width).contiguous()
         else:
             for dim, tokens, heads in self._steps:
                 if dim.size > 1:
-                    own = heads[dim.index] * count * width
-                    shapes = [(x.shape[0], number, own) for number in tokens]
-                    x = _exchange(x.split([number * count * width for number in heads], dim=2), shapes, 1, dim)
+                    received_width = heads[dim.index] * count * width
+                    shapes = [(x.shape[0], number, received_width) for number in tokens]
+                    parts_of_ranks = x.split([number * count * width for number in heads], dim=2)
+                    x = _exchange(parts_of_ranks, shapes, 1, dim)
         if count > 1:
-            x = torch.unflatten(x, 2, (self._own[1], count, width)).transpose(2, 3).flatten(2)
+            x = torch.unflatten(x, 2, (self._heads_on_rank[1], count, width)).transpose(2, 3).flatten(2)
         return x
 
     def leave(self, x: Tensor) -> Tensor:
@@ -111,8 +115,8 @@ class HeadExchange:
                 f"{', '.join(self._attention.projections)}; its plan expects all of them. Undo fused projections: "
                 "unfuse_qkv_projections()."
             )
-        width = x.shape[2] // self._own[1]
-        self._require_known_heads(width)
+        width = x.shape[2] // self._heads_on_rank[1]
+        self._check_head_widths(width)
         for dim, tokens, heads in reversed(self._steps):
             if dim.size > 1 and self._replicated:
                 x = all_gather(x, [number * width for number in heads], 2, dim)
@@ -121,7 +125,7 @@ class HeadExchange:
                 x = _exchange(x.split(tokens, dim=1), shapes, 2, dim)
         return x
 
-    def _require_known_heads(self, output_width: int | None = None) -> None:
+    def _check_head_widths(self, output_width: int | None = None) -> None:
         """Raise ``ValueError`` if projections, or the output, differ in their number of entries per head."""
         widths = [width for width, parts in self._widths if parts != 1]
         if output_width is not None:
@@ -142,17 +146,18 @@ class HeadExchange:
         ``parameters`` are the names of the module's positional parameters.
         """
 
-        def own_views(cache: Any, dim: int) -> Any:
-            return pytree.tree_map_only(Tensor, lambda x: x.narrow(dim, *self._own), cache)
+        def narrow_heads(cache: Any, dim: int) -> Any:
+            return pytree.tree_map_only(Tensor, lambda x: x.narrow(dim, *self._heads_on_rank), cache)
 
-        positional, named = list(args), dict(kwargs)
+        positional = list(args)
+        named = dict(kwargs)
         for name, dim in self._attention.caches:
             if name in named:
-                named[name] = own_views(named[name], dim)
+                named[name] = narrow_heads(named[name], dim)
             elif name in parameters[: len(positional)]:
                 index = parameters.index(name)
-                positional[index] = own_views(positional[index], dim)
-        setattr(self._module, self._attention.heads, self._own[1])
+                positional[index] = narrow_heads(positional[index], dim)
+        setattr(self._module, self._attention.heads, self._heads_on_rank[1])
         try:
             return call(self._module, *positional, **named)
         finally:
@@ -180,43 +185,56 @@ def add_halo(x: Tensor, halo: Halo, segment: Segment, mesh: SequenceMesh) -> Ten
             f"{segment.total} rows on {mesh.ranks} ranks are fewer for some than the {halo.size} that their neighbours "
             "need. Use fewer ranks."
         )
-    edges = x.narrow(halo.dim, 0, halo.size), x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
-    before, behind = _around(edges[0], edges[1], mesh.ulysses)
+    first_rows = x.narrow(halo.dim, 0, halo.size)
+    last_rows = x.narrow(halo.dim, x.shape[halo.dim] - halo.size, halo.size)
+    before, after = _exchange_edges(first_rows, last_rows, mesh.ulysses)
     # The exchange above wraps around within each Ulysses group: its first and last rank have received rows of the other
     # end of their own group instead of the previous (next) group. An exchange over the ring replaces them.
-    first, last = mesh.ulysses.index == 0, mesh.ulysses.index == mesh.ulysses.size - 1
-    if mesh.ring.size > 1 and (first or last):
-        from_before, from_behind = _around(behind, before, mesh.ring)
-        before, behind = from_before if first else before, from_behind if last else behind
+    is_first = mesh.ulysses.index == 0
+    is_last = mesh.ulysses.index == mesh.ulysses.size - 1
+    if mesh.ring.size > 1 and (is_first or is_last):
+        before_in_ring, after_in_ring = _exchange_edges(after, before, mesh.ring)
+        if is_first:
+            before = before_in_ring
+        if is_last:
+            after = after_in_ring
     # Cut off the rows of the opposite end that the first and the last rank of the sequence received. They cannot skip
     # the exchange, because every rank must take part in its collective in the backward as well.
-    start, stop = halo.size * (mesh.rank == 0), halo.size * (mesh.rank == mesh.ranks - 1)
-    rows = torch.cat([before, x, behind], dim=halo.dim)
+    start = halo.size * (mesh.rank == 0)
+    stop = halo.size * (mesh.rank == mesh.ranks - 1)
+    rows = torch.cat([before, x, after], dim=halo.dim)
     return rows.narrow(halo.dim, start, rows.shape[halo.dim] - start - stop)
 
 
 def drop_halo(y: Tensor, halo: Halo, rows: int, mesh: SequenceMesh) -> Tensor:
     """Return this rank's ``rows`` rows of ``y``, without the halo rows added by :func:`add_halo`."""
-    return y.narrow(halo.dim, halo.size if mesh.rank > 0 else 0, rows)
+    # The first rank has no halo rows before its own.
+    start = 0
+    if mesh.rank > 0:
+        start = halo.size
+    return y.narrow(halo.dim, start, rows)
 
 
-def _around(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
+def _exchange_edges(first: Tensor, last: Tensor, dim: MeshDim) -> tuple[Tensor, Tensor]:
     """Return ``last`` of the previous rank and ``first`` of the next rank along ``dim``; the ends wrap around. Their
     shapes must be equal on all ranks. Collective.
     """
     if dim.size == 1:
         return last, first
-    before, behind = (dim.index - 1) % dim.size, (dim.index + 1) % dim.size
+    previous_rank = (dim.index - 1) % dim.size
+    next_rank = (dim.index + 1) % dim.size
     size = first.numel()
-    sizes = [size * ((rank == before) + (rank == behind)) for rank in range(dim.size)]
+    sizes = [size * ((rank == previous_rank) + (rank == next_rank)) for rank in range(dim.size)]
     # Order the parts by the rank that gets them, as all_to_all requires. With two ranks, the same rank is both the
     # previous and the next rank, and gets both parts.
-    sent = [first, last] if before <= behind else [last, first]
-    arrived = wait(start_all_to_all(torch.cat([part.reshape(-1) for part in sent]), sizes, sizes, dim))
-    earlier, later = (part.view(first.shape) for part in arrived.split([size, size]))
-    if before == behind:
-        return later, earlier
-    return (earlier, later) if before < behind else (later, earlier)
+    sent = [last, first]
+    if previous_rank <= next_rank:
+        sent = [first, last]
+    received = wait(start_all_to_all(torch.cat([part.reshape(-1) for part in sent]), sizes, sizes, dim))
+    earlier, later = (part.view(first.shape) for part in received.split([size, size]))
+    if previous_rank < next_rank:
+        return earlier, later
+    return later, earlier
 
 
 class SumsOverRanks(TorchFunctionMode):
@@ -246,9 +264,11 @@ class SumsOverRanks(TorchFunctionMode):
             return out
         index = self.called.count(name)
         self.called.append(name)
-        return sum_over_ranks(out, self.mesh) if (name, index) in self.attention.sums else out
+        if (name, index) not in self.attention.sums:
+            return out
+        return sum_over_ranks(out, self.mesh)
 
-    def require_summed(self) -> None:
+    def check_summed(self) -> None:
         """Raise ``RuntimeError`` if the module did not make all the calls whose outputs the plan sums over ranks."""
         missing = [(name, index) for name, index in self.attention.sums if self.called.count(name) <= index]
         if missing:
@@ -292,8 +312,9 @@ class CachesOfCall:
                 than one segment.
         """
         sharded = [segment for segment in segments if not segment.replicated]
-        caches = _caches_in([*arguments, output]) if sharded else []
-        for cache in caches:
+        if not sharded:
+            return
+        for cache in _caches_in([*arguments, output]):
             if len(sharded) != 1:
                 names = [segment.name for segment in sharded]
                 raise ValueError(
@@ -311,24 +332,26 @@ def _caches_in(values: Iterable[Any]) -> list[Any]:
     for value in values:
         if value is None or isinstance(value, (Tensor, str, int, float)):
             continue
-        items = list(value.values()) if isinstance(value, Mapping) else value
-        if isinstance(items, (list, tuple)):
-            for cache in _caches_in(items) if items else ():
-                caches[id(cache)] = cache
+        if isinstance(value, Mapping):
+            caches.update({id(cache): cache for cache in _caches_in(value.values())})
+        elif isinstance(value, (list, tuple)):
+            caches.update({id(cache): cache for cache in _caches_in(value)})
         elif hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list):
             caches[id(value)] = value
     return list(caches.values())
 
 
 def _gather_layer(cache: Any, layer: Any, before: tuple[Any, Any], segment: Segment, mesh: SequenceMesh) -> None:
-    past = before[0].shape[-2] if isinstance(before[0], Tensor) and before[0].numel() > 0 else 0
-    # The maximum number of tokens in a sliding-window layer; None if the layer keeps all tokens.
-    window = getattr(layer, "sliding_window", None)
-    window = None if window is None or getattr(layer, "record_past", False) else int(window) - 1
+    past = 0
+    if isinstance(before[0], Tensor) and before[0].numel() > 0:
+        past = before[0].shape[-2]
+    window = _window_of(layer)
     sizes = segment.sizes(mesh.ranks)
-    held = [past + size if window is None else min(past + size, window) for size in sizes]
+    lengths = [past + size for size in sizes]
+    if window is not None:
+        lengths = [min(length, window) for length in lengths]
     keys = layer.keys
-    if hasattr(layer, "max_cache_len") or not isinstance(keys, Tensor) or keys.shape[-2] != held[mesh.rank]:
+    if hasattr(layer, "max_cache_len") or not isinstance(keys, Tensor) or keys.shape[-2] != lengths[mesh.rank]:
         raise ValueError(
             f"a plan cannot complete a {type(cache).__name__} with a {type(layer).__name__}: expected a cache that "
             f"grows by the {sizes[mesh.rank]} tokens of this rank. Use a DynamicCache, or call the model without a "
@@ -336,16 +359,26 @@ def _gather_layer(cache: Any, layer: Any, before: tuple[Any, Any], segment: Segm
         )
     # Gather only the last tokens, which this call added. The earlier tokens are already complete and equal on all
     # ranks.
-    added = [min(size, length) for size, length in zip(sizes, held, strict=True)]
+    added = [min(size, length) for size, length in zip(sizes, lengths, strict=True)]
     width = mesh.ulysses.size
     blocks = [added[first : first + width] for first in range(0, mesh.ranks, width)]
     for name, old in zip(("keys", "values"), before, strict=True):
         part = getattr(layer, name)
         block = part[..., part.shape[-2] - added[mesh.rank] :, :]
         block = all_gather(block, blocks[mesh.ring.index], part.ndim - 2, mesh.ulysses)
-        whole = all_gather(block, [sum(of_block) for of_block in blocks], part.ndim - 2, mesh.ring)
+        tokens = all_gather(block, [sum(of_block) for of_block in blocks], part.ndim - 2, mesh.ring)
         if past:
-            whole = torch.cat([old, whole], dim=-2)
-        setattr(layer, name, whole if window is None else whole[..., -window:, :])
+            tokens = torch.cat([old, tokens], dim=-2)
+        if window is not None:
+            tokens = tokens[..., -window:, :]
+        setattr(layer, name, tokens)
     if hasattr(layer, "cumulative_length"):
         layer.cumulative_length += segment.total - sizes[mesh.rank]
+
+
+def _window_of(layer: Any) -> int | None:
+    """Return the maximum number of tokens in a sliding-window layer; None if the layer keeps all tokens."""
+    window = getattr(layer, "sliding_window", None)
+    if window is None or getattr(layer, "record_past", False):
+        return None
+    return int(window) - 1

@@ -30,10 +30,12 @@ _KNOWN_PACKAGES = PACKAGES_OF_MODELS | {
 def processor_of(module: nn.Module) -> Any:
     """Return the attention processor of ``module``; None if it has none."""
     processor = module.__dict__.get("processor")
-    return module._modules.get("processor") if processor is None else processor
+    if processor is None:
+        return module._modules.get("processor")
+    return processor
 
 
-def foreign_code(module: nn.Module, written_for: type) -> list[str]:
+def find_foreign_code(module: nn.Module, written_for: type) -> list[str]:
     """Return a phrase for each piece of code inside ``module`` that its plan does not cover, each kind once.
 
     Args:
@@ -54,22 +56,26 @@ def foreign_code(module: nn.Module, written_for: type) -> list[str]:
             continue
         if is_plain and part is not module:
             seen.add(kind)
-        for phrase in _foreign_parts(part, covered, written_for if part is module else None):
+        written_for_part = None
+        if part is module:
+            written_for_part = written_for
+        for phrase in _find_foreign_parts(part, covered, written_for_part):
             first.setdefault(phrase, part)
     if not first:
         return []
-    names = {part: name for name, part in module.named_modules()}
-    places = {phrase: repr(names[part]) if names.get(part) else "the model itself" for phrase, part in first.items()}
-    return [f"{phrase} at {place}" for phrase, place in places.items()]
+    names = {part: repr(name) for name, part in module.named_modules()}
+    names[module] = "the model itself"
+    return [f"{phrase} at {names.get(part, names[module])}" for phrase, part in first.items()]
 
 
-def _foreign_parts(part: nn.Module, known: frozenset[str], written_for: type | None) -> Iterator[str]:
+def _find_foreign_parts(part: nn.Module, known: frozenset[str], written_for: type | None) -> Iterator[str]:
     """Yield a phrase for each piece of code of one module that comes from none of the ``known`` packages.
 
     ``written_for`` is the class of the plan if ``part`` is the model itself, and None for a module inside it. Hooks of
     the model's own package count as foreign, because they are added to it.
     """
-    cls, state = original_class(part), part.__dict__
+    cls = original_class(part)
+    state = part.__dict__
     forward: Any = cls.forward  # type: ignore[attr-defined]
     if written_for is None and _package_of(cls) not in known:
         yield f"the module {_name(cls)}"
@@ -82,9 +88,10 @@ def _foreign_parts(part: nn.Module, known: frozenset[str], written_for: type | N
         yield f"the method forward, replaced by {_name(state['forward'])},"
     processor = processor_of(part)
     # A processor that is a module is found among the modules.
-    kind = type(None if isinstance(processor, nn.Module) else processor)
-    if kind is not type(None) and not {_package_of(kind), _package_of(kind.__call__)} <= known:
-        yield f"the processor {_name(kind)}"
+    if processor is not None and not isinstance(processor, nn.Module):
+        kind = type(processor)
+        if not {_package_of(kind), _package_of(kind.__call__)} <= known:
+            yield f"the processor {_name(kind)}"
     for hooks in (FORWARD_PRE_HOOKS, FORWARD_HOOKS):
         for hook in state.get(hooks, {}).values():
             if _package_of(hook) not in _KNOWN_PACKAGES:
@@ -113,12 +120,15 @@ def _package_of(code: Any) -> str:
 
 
 def _unbound(code: Any) -> Any:
-    while isinstance(code, functools.partial) or hasattr(code, "__func__"):
-        code = code.func if isinstance(code, functools.partial) else code.__func__
+    if isinstance(code, functools.partial):
+        return _unbound(code.func)
+    if hasattr(code, "__func__"):
+        return _unbound(code.__func__)
     return code
 
 
 def _name(code: Any) -> str:
     code = _unbound(code)
-    named = code if hasattr(code, "__qualname__") else type(code)
-    return f"{_module_of(named)}.{named.__qualname__}"
+    if not hasattr(code, "__qualname__"):
+        code = type(code)
+    return f"{_module_of(code)}.{code.__qualname__}"

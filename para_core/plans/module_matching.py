@@ -76,7 +76,11 @@ def match_modules(module: nn.Module, plan: Plan) -> dict[str, tuple[nn.Module, M
         if not submodules and rules in required:
             raise ValueError(f"the plan names the module {rules.name!r}, which {type(module).__name__} does not have.")
         for name, submodule in submodules.items():
-            matches[name] = (submodule, matches[name][1].with_more(rules) if name in matches else rules)
+            if name in matches:
+                _, earlier_rules = matches[name]
+                matches[name] = submodule, earlier_rules.with_more(rules)
+            else:
+                matches[name] = submodule, rules
     return matches
 
 
@@ -85,7 +89,8 @@ def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     parts = pattern.split(".")
     for index, part in enumerate(parts):
         if part == "-1":
-            parts[index] = str(len(list(module.get_submodule(".".join(parts[:index])).children())) - 1)
+            parent = module.get_submodule(".".join(parts[:index]))
+            parts[index] = str(len(list(parent.children())) - 1)
     wildcards = {"**": r"(?:.+\.)?", "*": r"[^.]+\."}
     expression = "".join([wildcards.get(part, re.escape(part) + r"\.") for part in parts])
     submodules: dict[str, nn.Module] = {}
@@ -98,7 +103,9 @@ def matching_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
 
 def as_tuple(rule: Gather | Sequence[Gather | None]) -> tuple[Gather | None, ...]:
     """Return ``rule``, for the output of a module, as a tuple with one entry for each output tensor."""
-    return (rule,) if isinstance(rule, Gather) else tuple(rule)
+    if isinstance(rule, Gather):
+        return (rule,)
+    return tuple(rule)
 
 
 # Maximum number of values of ``*args`` that get a name. The signature does not say how many a call passes.

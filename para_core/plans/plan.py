@@ -1,7 +1,8 @@
 """Plans: data that says which tensors of a model are split and gathered, and which segments its attention calls see.
 
-:mod:`para_core.plans.region` applies a plan to a module. :func:`published_plan` converts the plans that diffusers
-publishes with its models (``_cp_plan``).
+:mod:`para_core.plans.region` applies a plan to a module.
+:func:`~para_core.plans.published_plan.convert_published_plan` converts the plans that diffusers publishes with its
+models (``_cp_plan``).
 """
 
 from __future__ import annotations
@@ -260,7 +261,9 @@ class AttentionByHeads:
     @property
     def parts_of_projections(self) -> tuple[int | None, ...]:
         """``parts`` of each of ``projections``."""
-        return self.parts if isinstance(self.parts, tuple) else (self.parts,) * len(self.projections)
+        if isinstance(self.parts, tuple):
+            return self.parts
+        return (self.parts,) * len(self.projections)
 
 
 # The type of a value of Plan.attention: how a module attends.
@@ -369,15 +372,27 @@ class Plan:
 
 def coarse_segments(plan: Plan) -> frozenset[str]:
     """Return the names of the segments whose entries are image rows or frames, that is, several tokens each."""
-    gathers = [gather for rule in plan.outputs.values() for gather in (rule if isinstance(rule, Sequence) else [rule])]
-    rules = [*plan.shard_rules, *gathers]
-    rules = [entry for rule in rules for entry in (rule.cuts if isinstance(rule, Entries) else [rule])]
-    names = [
-        rule.segment or rule.like if isinstance(rule, Split) else rule.segment
-        for rule in rules
-        if isinstance(rule, (Split, Gather)) and (rule.per != 1 or (isinstance(rule, Split) and rule.together))
-    ]
-    return frozenset([name for name in (*names, *[halo.segment for halo in plan.halos.values()]) if name is not None])
+    rules: list[ShardRule | Gather | None] = []
+    for shard_rule in plan.shard_rules:
+        if isinstance(shard_rule, Entries):
+            rules += shard_rule.cuts
+        else:
+            rules.append(shard_rule)
+    for output_rule in plan.outputs.values():
+        if isinstance(output_rule, Sequence):
+            rules += output_rule
+        else:
+            rules.append(output_rule)
+    names = [halo.segment for halo in plan.halos.values()]
+    for rule in rules:
+        name = None
+        if isinstance(rule, Split) and (rule.per != 1 or rule.together):
+            name = rule.segment or rule.like
+        elif isinstance(rule, Gather) and rule.per != 1:
+            name = rule.segment
+        if name is not None:
+            names.append(name)
+    return frozenset(names)
 
 
 def _with_replicated(rules: Mapping[Any, ShardRule], segment: str) -> dict[Any, ShardRule]:
@@ -389,5 +404,9 @@ def _with_replicated(rules: Mapping[Any, ShardRule], segment: str) -> dict[Any, 
         if isinstance(rule, Split) and rule.segment == segment:
             kept[key] = Replicate(rule.dim, segment, rule.together)
         elif isinstance(rule, Entries):
-            kept[key] = Entries(tuple(None if is_companion(entry) else entry for entry in rule.cuts))
+            entries = list(rule.cuts)
+            for index, entry in enumerate(entries):
+                if is_companion(entry):
+                    entries[index] = None
+            kept[key] = Entries(tuple(entries))
     return kept

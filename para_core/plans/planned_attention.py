@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -62,7 +63,8 @@ class PreparedAttention:
     def computed_by_for(self, segments: tuple[Segment, ...]) -> dict[int, tuple[Attention, MeshAttention | None]]:
         """Return :attr:`computed_by` for calls with these ``segments``."""
         if self.segments != segments or len(self.computed_by) >= _MOST_KNOWN:
-            self.segments, self.computed_by = segments, {}
+            self.segments = segments
+            self.computed_by = {}
         return self.computed_by
 
 
@@ -75,7 +77,9 @@ class PlannedAttention:
     """
 
     def __init__(self, prepared: PreparedAttention, attending: tuple[Attention, ...], bind: BindRecomputation) -> None:
-        self.prepared, self.attending, self.bind = prepared, attending, bind
+        self.prepared = prepared
+        self.attending = attending
+        self.bind = bind
         self.mesh = prepared.mesh
         self.ranks = prepared.mesh.ranks
         self.segments: TraceSafeLayout = ()
@@ -87,19 +91,22 @@ class PlannedAttention:
         self.skipped = [False]
         self._calls = 0
         # Results of _find for the current segments, as in PreparedAttention.
-        self._found: dict[int, tuple[Attention, MeshAttention | None]] = {}
+        self._known_computations: dict[int, tuple[Attention, MeshAttention | None]] = {}
 
     def set_segments(self, segments: tuple[Segment, ...]) -> None:
         """Set the segments that the current call has sharded or replicated so far."""
         self.segments = to_trace_safe(segments, self.mesh.device_type)
         if not torch.compiler.is_compiling():
-            self._found = self.prepared.computed_by_for(segments)
+            self._known_computations = self.prepared.computed_by_for(segments)
 
     def within(self, attending: tuple[Attention, ...]) -> PlannedAttention:
         """Return a copy that uses the plan entries ``attending``, one per attention call, and counts calls from 0."""
         inner = PlannedAttention(self.prepared, attending, self.bind)
-        inner.segments, inner.active, inner._found = self.segments, [self.active[0]], self._found
-        inner.intercepted, inner.skipped = self.intercepted, self.skipped
+        inner.segments = self.segments
+        inner.active = [self.active[0]]
+        inner._known_computations = self._known_computations
+        inner.intercepted = self.intercepted
+        inner.skipped = self.skipped
         return inner
 
     def needs_other_ranks(self) -> bool:
@@ -109,9 +116,10 @@ class PlannedAttention:
     def numbers_of_tokens(self) -> set[int]:
         """Return how many tokens this rank holds of each sharded segment, and of those that attention joins."""
         sizes = {segment.name: segment.size(self.mesh.rank, self.mesh.ranks) for segment in segments_of(self.segments)}
-        sharded = {name for name, _, replicated, *_ in self.segments if not replicated}
-        joined = {sum([sizes.get(name, 0) for name in attention.queries]) for attention in self.attending}
-        return {sizes[name] for name in sharded} | (joined if sharded else set())
+        numbers = {sizes[name] for name, _, replicated, *_ in self.segments if not replicated}
+        if numbers:
+            numbers |= {sum([sizes.get(name, 0) for name in attention.queries]) for attention in self.attending}
+        return numbers
 
     def bind_checkpoint(self) -> None:
         """Make all ``torch.utils.checkpoint`` calls whose forward is running recompute with this attention.
@@ -127,7 +135,10 @@ class PlannedAttention:
         no key is sharded. Raise ``ValueError`` if the number of queries or keys does not fit the plan.
         """
         self.bind_checkpoint()
-        query, key, value, attn_mask = call.query, call.key, call.value, call.attn_mask
+        query = call.query
+        key = call.key
+        value = call.value
+        attn_mask = call.attn_mask
         attention = self.attending[min(self._calls, len(self.attending) - 1)]
         if len(self.attending) > 1:
             self._calls += 1
@@ -171,20 +182,22 @@ class PlannedAttention:
         """Return the :class:`MeshAttention` for a plan entry, or None if SDPA on one device computes it."""
         if torch.compiler.is_compiling():
             return self._find(attention)
-        found = self._found.get(id(attention))
-        if found is None:
-            found = self._found[id(attention)] = attention, self._find(attention)
-        return found[1]
+        known = self._known_computations.get(id(attention))
+        if known is None:
+            known = attention, self._find(attention)
+            self._known_computations[id(attention)] = known
+        return known[1]
 
     def _find(self, attention: Attention) -> MeshAttention | None:
         if not self._has_sharded_keys(attention):
             if attention.keys is None or self.prepared.cross is None:
                 return None
-            # Without sharded keys a rank attends alone, and the positions of its queries in the sequence do not matter.
-            alone = self.mesh.alone()
-            layouts = partial(planned_layouts, _UNKNOWN_SEGMENTS, (), alone)
+            # Without sharded keys a rank attends alone, and the positions of its queries in the sequence do not
+            # matter.
+            mesh_of_one = self.mesh.alone()
+            layouts = partial(planned_layouts, _UNKNOWN_SEGMENTS, (), mesh_of_one)
             func = self.prepared.attn_func
-            return MeshAttention(alone, layouts, self.prepared.cross, assume_equal=True, attn_func=func)
+            return MeshAttention(mesh_of_one, layouts, self.prepared.cross, assume_equal=True, attn_func=func)
         segments = segments_of(self.segments)
         if torch.compiler.is_compiling():
             return self._make(attention, segments)
@@ -201,7 +214,9 @@ class PlannedAttention:
 
     def _make(self, attention: Attention, segments: tuple[Segment, ...]) -> MeshAttention:
         layouts = partial(planned_layouts, attention, segments, self.mesh)
-        options = self.prepared.options if attention.keys is None else self.prepared.cross or self.prepared.options
+        options = self.prepared.options
+        if attention.keys is not None and self.prepared.cross is not None:
+            options = self.prepared.cross
         return MeshAttention(self.mesh, layouts, options, assume_equal=True, attn_func=self.prepared.attn_func)
 
 
@@ -247,8 +262,11 @@ def layout_of_segments(
     local = sum([by_name[name].size(mesh.rank, mesh.ranks) for name in names if name in by_name])
     remaining = held - local
     unknown = [name for name in names if name not in by_name]
+    misfits = remaining != 0
+    if len(unknown) == 1:
+        misfits = remaining < 0
     # A length that depends on data is unknown while tracing, so guard_or_false skips the check for it.
-    if guard_or_false(remaining < 0 if len(unknown) == 1 else remaining != 0):
+    if guard_or_false(misfits):
         raise ValueError(
             f"{_caller()} attends with {held} {kind} tokens on this rank; expected {local}, the rank's part of "
             f"{' + '.join(names)}. Something inside the model adds or drops tokens where they are sharded: code of "
@@ -256,13 +274,20 @@ def layout_of_segments(
             "drop them from its output, leave them out, or run this pipeline on one rank: unparallelize_pipe(pipe). If "
             "you wrote the plan, say in Plan.attention what this module attends to."
         )
-    parts = [by_name[name] if name in by_name else Segment(name, remaining, replicated=True) for name in names]
+    parts = []
+    for name in names:
+        if name in by_name:
+            parts.append(by_name[name])
+        else:
+            parts.append(Segment(name, remaining, replicated=True))
     return SequenceLayout(tuple(parts), mesh.ranks)
 
 
 def _caller() -> str:
     """Return the class of the module that makes the attention call, or of its processor, for messages."""
-    frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+    if torch.compiler.is_compiling():
+        return "a module"
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         variables = frame.f_locals
         # A processor of diffusers gets its module as ``attn``.
@@ -280,7 +305,8 @@ class PlannedAttnMode(TorchFunctionMode):
 
     def __init__(self, planned: PlannedAttention, by_hand: HandwrittenAttention | None = None) -> None:
         super().__init__()
-        self.planned, self.by_hand = planned, by_hand
+        self.planned = planned
+        self.by_hand = by_hand
 
     @no_frame_of_its_own
     def __torch_function__(
@@ -292,11 +318,12 @@ class PlannedAttnMode(TorchFunctionMode):
                 recomputation.gradients_disabled(partial(self.planned.bind, self.planned))
         if not self.planned.active[0]:
             return call_original(func, args, kwargs or {})
-        planned, by_hand = self.planned, self.by_hand
+        planned = self.planned
+        by_hand = self.by_hand
         if by_hand is None or torch.compiler.is_compiling():
             return intercept(self, planned, func, args, kwargs or {})
         # Another mode of this plan may be around this one. It must not take our own attention for the model's.
-        with by_hand.paused():
+        with by_hand.pause():
             output = intercept(self, planned, func, args, kwargs or {})
         if may_be_scores(func):
             by_hand.note(func, args, kwargs or {}, output, planned.numbers_of_tokens())
@@ -311,8 +338,11 @@ class Interception:
     def __init__(
         self, planned: PlannedAttention, *, at_dispatcher: bool, by_hand: HandwrittenAttention | None = None
     ) -> None:
-        self.planned, self.by_hand = planned, by_hand
-        self.mode = None if at_dispatcher else PlannedAttnMode(planned, by_hand)
+        self.planned = planned
+        self.by_hand = by_hand
+        self.mode: PlannedAttnMode | None = None
+        if not at_dispatcher:
+            self.mode = PlannedAttnMode(planned, by_hand)
         # The attention functions of the nested attending_to contexts, the innermost last; in a graph only the first.
         self._attending = [planned]
 
@@ -321,7 +351,7 @@ class Interception:
         """The attention function of the module that is running."""
         return self._attending[-1]
 
-    def entered(self) -> AbstractContextManager[Any]:
+    def intercept_calls(self) -> AbstractContextManager[Any]:
         """Return a context manager that intercepts attention calls."""
         if self.mode is not None:
             return self.mode
@@ -331,16 +361,22 @@ class Interception:
     def switched_off(self) -> Iterator[None]:
         """Turn interception off inside the ``with`` block: each attention call runs on one device."""
         active = self.planned.active
-        before, active[0] = active[0], False
+        before = active[0]
+        active[0] = False
+        dispatcher_off: AbstractContextManager[Any] = nullcontext()
+        if self.mode is None:
+            dispatcher_off = not_at_the_dispatcher()
         try:
-            with nullcontext() if self.mode is not None else not_at_the_dispatcher():
+            with dispatcher_off:
                 yield
         finally:
             active[0] = before
 
     def _attend(self, call: SdpaCall) -> Tensor:
         planned = self._attending[-1]
-        return planned(call) if planned.active[0] else call.on_one_device()
+        if not planned.active[0]:
+            return call.on_one_device()
+        return planned(call)
 
     @contextmanager
     def attending_to(self, attending: tuple[Attention, ...]) -> Iterator[PlannedAttention]:
@@ -355,9 +391,12 @@ class Interception:
             with PlannedAttnMode(planned):
                 yield planned
             return
+        mode: AbstractContextManager[Any] = nullcontext()
+        if self.mode is not None:
+            mode = PlannedAttnMode(planned, self.by_hand)
         self._attending.append(planned)
         try:
-            with nullcontext() if self.mode is None else PlannedAttnMode(planned, self.by_hand):
+            with mode:
                 yield planned
         finally:
             self._attending.pop()

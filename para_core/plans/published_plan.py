@@ -11,7 +11,7 @@ from para_core.plans.plan import Attention, Gather, Plan, ShardRule, Split
 _PUBLISHED_STREAMS = ("encoder_hidden_states", "hidden_states")
 
 
-def published_plan(cp_plan: Mapping[str, Any]) -> Plan:
+def convert_published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     """Return a :class:`Plan` that is equivalent to a diffusers ``_cp_plan``.
 
     The segments are ``hidden_states`` and ``encoder_hidden_states``; if the plan does not split one of the two, it is
@@ -25,13 +25,12 @@ def published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     outputs: dict[str, Sequence[Gather | None]] = {}
     for name, entry in cp_plan.items():
         if isinstance(entry, Mapping):
-            inner[name] = {key: _published_split(name, key, value) for key, value in entry.items()}
+            inner[name] = {key: _convert_split(name, key, value) for key, value in entry.items()}
         else:
-            entries = entry if isinstance(entry, (list, tuple)) else [entry]
-            outputs[name] = tuple(
-                None if value is None else Gather(_attribute(name, value, "gather_dim"), "hidden_states")
-                for value in entries
-            )
+            entries = [entry]
+            if isinstance(entry, (list, tuple)):
+                entries = list(entry)
+            outputs[name] = tuple(_convert_gather(name, value) for value in entries)
     inputs = {key: split for key, split in inner.get("", {}).items() if isinstance(key, str)}
     later = {key: split for key, split in inner.pop("", {}).items() if isinstance(key, int)}
     if later:
@@ -46,7 +45,13 @@ def published_plan(cp_plan: Mapping[str, Any]) -> Plan:
     return plan
 
 
-def _published_split(module: str, key: str | int, value: Any) -> Split:
+def _convert_gather(module: str, value: Any) -> Gather | None:
+    if value is None:
+        return None
+    return Gather(_attribute(module, value, "gather_dim"), "hidden_states")
+
+
+def _convert_split(module: str, key: str | int, value: Any) -> Split:
     if isinstance(value, (list, tuple)):
         raise ValueError(f"plan entry {module!r}[{key!r}] splits a list of tensors one by one; expected one split.")
     if isinstance(key, int) != bool(_attribute(module, value, "split_output")):
@@ -54,7 +59,9 @@ def _published_split(module: str, key: str | int, value: Any) -> Split:
             f"plan entry {module!r}[{key!r}]: an output is named by its index and has split_output=True, an input by "
             f"its parameter and split_output=False; got {value}."
         )
-    segment = key if isinstance(key, str) and key in _PUBLISHED_STREAMS else None
+    segment = None
+    if isinstance(key, str) and key in _PUBLISHED_STREAMS:
+        segment = key
     return Split(_attribute(module, value, "split_dim"), segment, ndim=value.expected_dims)
 
 

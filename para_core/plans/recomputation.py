@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def bind_to_call(region: Region, planned: PlannedAttention, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that, if a backward calls it, runs ``function`` with the segments and attention of now."""
-    planned, segments = planned.within(planned.attending), dict(region.executor.segments)
+    planned = planned.within(planned.attending)
+    segments = dict(region.executor.segments)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not is_in_backward():
@@ -25,7 +26,7 @@ def bind_to_call(region: Region, planned: PlannedAttention, function: Callable[.
         region.interceptions.append(interception)
         region.executor.segments = dict(segments)
         try:
-            with fused_encoder.disabled_if(region.has_encoders), interception.entered():
+            with fused_encoder.disable_if(region.has_encoders), interception.intercept_calls():
                 return function(*args, **kwargs)
         finally:
             region.interceptions.pop()

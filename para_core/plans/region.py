@@ -28,7 +28,7 @@ from para_core.layout.sequence import Segment
 from para_core.modes import fused_encoder
 from para_core.modes.foreign_operators import has_other_builds
 from para_core.modes.handwritten import HandwrittenAttention
-from para_core.modes.interceptor import dispatcher_is_available, unintercepted
+from para_core.modes.interceptor import dispatcher_is_available, without_interception
 from para_core.modes.registry import check_exchanges, explain, needs_mode, recomputed_under
 from para_core.option_values import Backend
 from para_core.plans.apply_rules import RuleExecutor
@@ -49,7 +49,7 @@ from para_core.plans.plan import (
 )
 from para_core.plans.planned_attention import BindRecomputation, Interception, PlannedAttention, PreparedAttention
 from para_core.plans.recomputation import bind_to_call
-from para_core.plans.samples import all_samples, own_arguments
+from para_core.plans.samples import gather_samples, select_arguments
 from para_core.plans.whole_arguments import explain_whole_tensor
 from para_core.torch_internals import COMPILED_CALL, ORIGINAL_CALLABLE, function_mode_stack
 from para_core.user_warnings import WarningLog
@@ -71,7 +71,7 @@ class Region:
     written_for: type | None = None
 
     def __post_init__(self, module: nn.Module) -> None:
-        self.attn_func = unintercepted(self.attn_func)
+        self.attn_func = without_interception(self.attn_func)
         if self.batch is not None and (self.batch.size == 1 or not self.plan.batched):
             self.batch = None
         # Whether the caller has verified that all ranks pass equal arguments (agree.inputs_verified).
@@ -130,15 +130,20 @@ class Region:
         Without ``cross_backend``, sharded keys use ``options.backend`` and replicated keys plain SDPA. A compiled
         module is compiled once for each pair (``options``, ``cross_backend``), and keeps the graphs.
         """
-        self.options, self.cross_backend = options, cross_backend
-        cross = None if cross_backend is None else replace(options, backend=cross_backend)
+        self.options = options
+        self.cross_backend = cross_backend
+        cross = None
+        if cross_backend is not None:
+            cross = replace(options, backend=cross_backend)
         prepared = PreparedAttention(self.mesh, options, cross, self.attn_func)
         self._prepared = self._prepared_for.setdefault((options, cross_backend), prepared)
 
     @property
     def interception(self) -> Interception | None:
         """The :class:`Interception` of the current call; None outside of a call."""
-        return self.interceptions[-1] if self.interceptions else None
+        if not self.interceptions:
+            return None
+        return self.interceptions[-1]
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -151,8 +156,8 @@ class Region:
         around: Callable[[], AbstractContextManager[None]] = nullcontext
         if not torch.compiler.is_compiling():
             self.attach(module)
-            # Refuse arguments before a call that may be compiled: Dynamo buries errors that are raised in a graph.
-            self._refuse_arguments(module, args, kwargs)
+            # Check arguments before a call that may be compiled: Dynamo buries errors that are raised in a graph.
+            self._check_arguments(module, args, kwargs)
             if not self.inputs_verified:
                 around = self.around
                 if self.require_equal is not None:
@@ -179,26 +184,30 @@ class Region:
                 "collectives would mix. Use one thread, or a copy of the model with its own mesh."
             )
         if torch.compiler.is_compiling():
-            self._refuse_arguments(module, args, kwargs)
+            self._check_arguments(module, args, kwargs)
         if self._mixes_over_ranks:
             check_exchanges(module)
         planned = PlannedAttention(self._prepared, self._joint_attention, self.bind)
         # Test is_compiling() first: every attribute that is read while tracing becomes a guard of the graph.
         is_checked = not torch.compiler.is_compiling() and self.check.due
-        by_hand = HandwrittenAttention(PACKAGES_OF_MODELS) if is_checked else None
+        by_hand = None
+        if is_checked:
+            by_hand = HandwrittenAttention(PACKAGES_OF_MODELS)
         interception = Interception(planned, at_dispatcher=self.may_use_dispatcher(module), by_hand=by_hand)
         self.interceptions.append(interception)
         try:
             samples = None
             if self.batch is not None:
-                own = own_arguments(self.plan, self.parameters, args, kwargs, self.batch, self._warnings)
-                args, kwargs, samples = own
-                self.sharing_samples += [self.batch] if samples is not None else []
+                args, kwargs, samples = select_arguments(
+                    self.plan, self.parameters, args, kwargs, self.batch, self._warnings
+                )
+                if samples is not None:
+                    self.sharing_samples.append(self.batch)
             args, kwargs = self.executor.arguments(self.plan.inputs, self.parameters, args, kwargs)
             encoders: AbstractContextManager[None] = nullcontext()
             if self.has_encoders:
-                encoders = fused_encoder.disabled_if(True)
-            with encoders, interception.entered():
+                encoders = fused_encoder.disable_if(True)
+            with encoders, interception.intercept_calls():
                 inputs = [*args, *kwargs.values()]
                 caches = None
                 if self._is_parallel and not torch.compiler.is_compiling():
@@ -218,7 +227,9 @@ class Region:
             rule = self.plan.outputs.get("")
             if rule is not None:
                 output = self.executor.outputs(output, as_tuple(rule))
-            return output if samples is None or self.batch is None else all_samples(output, samples, self.batch)
+            if samples is None or self.batch is None:
+                return output
+            return gather_samples(output, samples, self.batch)
         # flex_attention raises a ValueError for a wrong mask size, and a RuntimeError since torch 2.15.
         except (ValueError, RuntimeError, IndexError) as error:
             explain(error)
@@ -238,7 +249,9 @@ class Region:
 
     def _current_attention(self) -> PlannedAttention | None:
         interception = self.interception
-        return None if interception is None else interception.current
+        if interception is None:
+            return None
+        return interception.current
 
     def check_new_code(self, module: nn.Module) -> None:
         """Check attention in the next eager call if code inside the model has changed, and warn of code that sees this
@@ -259,7 +272,7 @@ class Region:
             return False
         return dispatcher_is_available()
 
-    def _refuse_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_arguments(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for name, reason in self.plan.refused.items():
             index = self.parameters.index(name)
             if kwargs.get(name) is not None or (index < len(args) and args[index] is not None):
@@ -275,8 +288,10 @@ class Region:
         planned = self.interceptions[-1].planned
         for rule in rules:
             if isinstance(rule, Split) and rule.segment in self.executor.segments:
-                past = [Segment(PAST, 0, replicated=True)] if self._continues else []
-                planned.set_segments((*self.executor.segments.values(), *past))
+                segments = [*self.executor.segments.values()]
+                if self._continues:
+                    segments.append(Segment(PAST, 0, replicated=True))
+                planned.set_segments(tuple(segments))
                 planned.active[0] = True
                 return
 
@@ -320,9 +335,15 @@ class Region:
         ``heads`` is the number of heads on all ranks, for an :class:`AttentionByHeads`.
         """
         if rules.exchange is not None:
-            return partial(self._enter_heads, rules.parts) if rules.exchange == "enter" else self._leave_heads
-        name, attention, halo, gathers = rules.name, rules.attention, rules.halo, rules.gathers
-        of_inputs, of_outputs = rules.of_inputs, rules.of_outputs
+            if rules.exchange == "enter":
+                return partial(self._enter_heads, rules.parts)
+            return self._leave_heads
+        name = rules.name
+        attention = rules.attention
+        halo = rules.halo
+        gathers = rules.gathers
+        of_inputs = rules.of_inputs
+        of_outputs = rules.of_outputs
 
         def attend(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if isinstance(attention, AttentionByHeads):
@@ -345,7 +366,7 @@ class Region:
                 sums = SumsOverRanks(attention, self.mesh)
                 with sums:
                     output = call(module, *args, **kwargs)
-                sums.require_summed()
+                sums.check_summed()
             else:
                 segment = self.executor.segment(attention.segment)
                 exchange = HeadExchange(attention, segment, self.mesh, module, heads)
@@ -361,7 +382,8 @@ class Region:
         def hook(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not self.interceptions:
                 return call(module, *args, **kwargs)
-            interception, rows = self.interceptions[-1], None
+            interception = self.interceptions[-1]
+            rows = None
             interception.planned.bind_checkpoint()
             if of_inputs:
                 args, kwargs = self.executor.arguments(of_inputs, parameters, args, kwargs, name)
@@ -380,24 +402,32 @@ class Region:
                 interception.planned.active[0] = False
             return output
 
+        if of_inputs or of_outputs or gathers or halo is not None:
+            return hook
         # Return `attend` itself if nothing else is needed: one Python frame less per call.
-        return hook if of_inputs or of_outputs or gathers or halo is not None else attend
+        return attend
 
     def _is_sharded(self, segment: str) -> bool:
         return self._is_parallel and not self.executor.segment(segment).replicated
 
     def _enter_heads(self, parts: int | None, call: Around, projection: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         output = call(projection, *args, **kwargs)
-        return self._head_exchanges[-1].enter(output, parts) if self._head_exchanges else output
+        if not self._head_exchanges:
+            return output
+        return self._head_exchanges[-1].enter(output, parts)
 
     def _leave_heads(self, call: Around, projection: nn.Module, /, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return call(projection, self._head_exchanges[-1].leave(x) if self._head_exchanges else x, *args, **kwargs)
+        if self._head_exchanges:
+            x = self._head_exchanges[-1].leave(x)
+        return call(projection, x, *args, **kwargs)
 
 
 def mesh_of_plan(module: nn.Module) -> SequenceMesh | None:
     """Return the mesh of the plan that is applied to ``module``; None without a plan."""
     region = region_of(module)
-    return None if region is None else region.mesh
+    if region is None:
+        return None
+    return region.mesh
 
 
 def region_of(module: nn.Module) -> Region | None:

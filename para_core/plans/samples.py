@@ -15,8 +15,8 @@ from para_core.plans.plan import Plan
 from para_core.user_warnings import ParallelWarning, WarningLog
 
 
-def number_of_samples(value: Any, dim: int | None) -> int | None:
-    """Return the number of samples in ``value``: a tensor, or a dataclass of tensors, with samples along ``dim``, or if
+def count_samples(value: Any, dim: int | None) -> int | None:
+    """Count the samples in ``value``: a tensor, or a dataclass of tensors, with samples along ``dim``, or if
     ``dim`` is None a list or tuple with an entry for each. Return None if it is unknown, or the tensors of the entries
     have different shapes.
     """
@@ -26,11 +26,12 @@ def number_of_samples(value: Any, dim: int | None) -> int | None:
         return value.shape[dim]
     if isinstance(value, (tuple, list)) and dim is None:
         shapes = [[x.shape for x in leaves_of(entry) if isinstance(x, Tensor)] for entry in value]
-        return len(value) if all(shape == shapes[0] for shape in shapes) else None
+        if all(shape == shapes[0] for shape in shapes):
+            return len(value)
     return None
 
 
-def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
+def select_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
     """Return this rank's part of the samples of ``value``, or ``value`` itself if it does not have ``total`` samples.
 
     Args:
@@ -44,19 +45,19 @@ def own_samples(value: Any, dim: int | None, total: int, batch: MeshDim) -> Any:
         size = total // batch.size
         return value[batch.index * size : (batch.index + 1) * size]
     if isinstance(value, Mapping):
-        return {key: own_samples(item, dim, total, batch) for key, item in value.items()}
+        return {key: select_samples(item, dim, total, batch) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return like_sequence(value, [own_samples(item, dim, total, batch) for item in value])
+        return like_sequence(value, [select_samples(item, dim, total, batch) for item in value])
     if has_fields(value):
-        own = {name: own_samples(field, dim, total, batch) for name, field in fields_of(value).items()}
-        return with_fields(value, own)
+        fields = {name: select_samples(field, dim, total, batch) for name, field in fields_of(value).items()}
+        return with_fields(value, fields)
     if not isinstance(value, Tensor) or value.ndim <= dim or value.shape[dim] != total:
         return value
     size = total // batch.size
     return value.narrow(dim, batch.index * size, size).clone()
 
 
-def own_arguments(
+def select_arguments(
     plan: Plan,
     parameters: Sequence[str],
     args: tuple[Any, ...],
@@ -74,7 +75,7 @@ def own_arguments(
     """
     arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
     name, dim = next(iter(plan.batched.items()))
-    total = number_of_samples(arguments.get(name), dim)
+    total = count_samples(arguments.get(name), dim)
     if total is None or any(arguments.get(other) is not None for other in plan.unshared):
         return args, kwargs, None
     declared = (*plan.batched, *plan.common, *plan.unshared)
@@ -95,12 +96,14 @@ def own_arguments(
             )
         return args, kwargs, None
 
-    def own_part(name: str, value: Any) -> Any:
-        return own_samples(value, plan.batched[name], total, batch) if name in plan.batched else value
+    def select_part(name: str, value: Any) -> Any:
+        if name not in plan.batched:
+            return value
+        return select_samples(value, plan.batched[name], total, batch)
 
     # Keep positional arguments positional, so that the model itself raises for unknown or repeated arguments.
-    positional = [own_part(name, value) for name, value in zip(parameters, args, strict=False)]
-    named = {name: own_part(name, value) for name, value in kwargs.items()}
+    positional = [select_part(name, value) for name, value in zip(parameters, args, strict=False)]
+    named = {name: select_part(name, value) for name, value in kwargs.items()}
     return (*positional, *args[len(positional) :]), named, total // batch.size
 
 
@@ -109,7 +112,7 @@ def holds_tensor(value: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in leaves_of(value))
 
 
-def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
+def gather_samples(output: Any, samples: int, batch: MeshDim) -> Any:
     """Gather the ``samples`` samples of each rank along ``batch``, and return ``output`` with all of them. Collective.
 
     ``output`` is a tensor with samples along dim 0, a list with one tensor per sample, all of equal shapes, or a tuple,
@@ -119,7 +122,9 @@ def all_samples(output: Any, samples: int, batch: MeshDim) -> Any:
     def gather(value: Any) -> Any:
         if isinstance(value, list):
             return list(all_gather(torch.stack(value), [samples] * batch.size, 0, batch).unbind())
-        return all_gather(value, [samples] * batch.size, 0, batch) if isinstance(value, Tensor) else value
+        if isinstance(value, Tensor):
+            return all_gather(value, [samples] * batch.size, 0, batch)
+        return value
 
     if isinstance(output, (Tensor, list)):
         return gather(output)

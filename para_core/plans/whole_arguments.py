@@ -32,16 +32,18 @@ def explain_whole_tensor(
         return
     sizes = sizes_that_differ(error)
     totals = {segment.total: segment for segment in segments if not segment.replicated and segment.total in sizes}
+    if not totals:
+        return
     arguments = {**dict(zip(parameters, args, strict=False)), **kwargs}
     for name, x in _tensors_in_dicts(arguments):
-        for size in x.shape if totals else ():
+        for size in x.shape:
             if size in totals:
                 segment = totals[size]
-                held = segment.size(mesh.rank, mesh.ranks)
+                size_on_rank = segment.size(mesh.rank, mesh.ranks)
                 raise ValueError(
                     f"{model} was given {name} {list(x.shape)}, with an entry for each of the {size} {segment.name} "
-                    f"tokens; this rank holds {held} of them, and entries of this argument are not sharded. This is "
-                    "not supported on several ranks. Leave it out, apply it to the inputs or the output of the "
+                    f"tokens; this rank holds {size_on_rank} of them, and entries of this argument are not sharded. "
+                    "This is not supported on several ranks. Leave it out, apply it to the inputs or the output of the "
                     "transformer, or run on one rank: unparallelize_pipe(pipe)."
                 ) from error
 

@@ -23,7 +23,7 @@ from para_core.instance.record import is_filled
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Segment
 from para_core.plans.plan import Plan
-from para_core.plans.published_plan import published_plan
+from para_core.plans.published_plan import convert_published_plan
 from para_core.verify.check_result import CheckedCase, ParallelCheck
 
 _METHODS: tuple[Method, ...] = ("ring", "ulysses")
@@ -88,7 +88,7 @@ def check_parallel(
     if tolerance is None:
         tolerance = tolerance_of(_compute_dtype(module))
     if plan is not None and not isinstance(plan, Plan):
-        plan = published_plan(plan)
+        plan = convert_published_plan(plan)
     model_inputs = ModelInputs(inputs, kwargs)
     dims: dict[int, int] = {}
     if plan is not None:

@@ -15,7 +15,7 @@ import para_core
 from para_core import ForeignCodeWarning, Plan
 from para_core.adapters import Adapter, parallelize_transformer, parallelize_unet
 from para_core.adapters.models.flux import FLUX
-from para_core.plans.foreign_code import foreign_code
+from para_core.plans.foreign_code import find_foreign_code
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer
 from zoo.tiny.pipelines.unet import UNET_PIPELINES
 
@@ -103,7 +103,7 @@ def test_each_kind_of_code_is_named_by_its_place(name):
     change, expected = CHANGES[name]
     model = flux_transformer()
     change(model)
-    phrases = foreign_code(model, FluxTransformer2DModel)
+    phrases = find_foreign_code(model, FluxTransformer2DModel)
     assert len(phrases) == len(expected)
     for phrase, part in zip(phrases, expected, strict=True):
         assert part in phrase
@@ -114,13 +114,13 @@ def test_the_same_code_at_many_places_is_named_once():
     for block in model.transformer_blocks:
         block.register_forward_hook(lambda *_: None)
         block.attn.set_processor(FirstTokens())
-    assert len(foreign_code(model, FluxTransformer2DModel)) == 2
+    assert len(find_foreign_code(model, FluxTransformer2DModel)) == 2
 
 
 def test_method_replaced_on_a_diffusers_class_is_named(monkeypatch):
     model = flux_transformer()
     monkeypatch.setattr(type(model.norm_out), "forward", functools.wraps(type(model.norm_out).forward)(lambda *_: None))
-    assert len(foreign_code(model, FluxTransformer2DModel)) == 1
+    assert len(find_foreign_code(model, FluxTransformer2DModel)) == 1
 
 
 def test_forward_replaced_on_the_class_is_named(monkeypatch):
@@ -130,26 +130,26 @@ def test_forward_replaced_on_the_class_is_named(monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(FluxTransformer2DModel, "forward", cached)
-    (phrase,) = foreign_code(flux_transformer(), FluxTransformer2DModel)
+    (phrase,) = find_foreign_code(flux_transformer(), FluxTransformer2DModel)
     assert "test_foreign_code" in phrase
 
 
 def test_a_hook_on_a_model_of_the_same_package_is_named():
     model = Mixing(nn.Linear(1, 1))
     model.inner.register_forward_hook(observe)
-    assert len(foreign_code(model, Mixing)) == 1
+    assert len(find_foreign_code(model, Mixing)) == 1
 
 
 def test_a_subclass_counts_only_if_it_overrides_the_forward():
-    assert "Subclass" in foreign_code(as_class(Subclass), FluxTransformer2DModel)[0]
-    assert foreign_code(as_class(Subclass), Subclass) == []
-    assert foreign_code(as_class(SameForward), FluxTransformer2DModel) == []
+    assert "Subclass" in find_foreign_code(as_class(Subclass), FluxTransformer2DModel)[0]
+    assert find_foreign_code(as_class(Subclass), Subclass) == []
+    assert find_foreign_code(as_class(SameForward), FluxTransformer2DModel) == []
 
 
 def test_the_package_of_the_planned_class_is_known():
     model = nn.Sequential(Mixing(nn.Identity()))
-    assert foreign_code(model, nn.Sequential) != []
-    assert foreign_code(Mixing(Mixing(nn.Identity())), Mixing) == []
+    assert find_foreign_code(model, nn.Sequential) != []
+    assert find_foreign_code(Mixing(Mixing(nn.Identity())), Mixing) == []
 
 
 def warned_at_each_step(change):

@@ -8,7 +8,7 @@ from torch import nn
 
 from para_core.distributed.mesh import sequence_mesh
 from para_core.plans.apply import apply_plan, remove_plan
-from para_core.plans.published_plan import published_plan
+from para_core.plans.published_plan import convert_published_plan
 from para_core.plans.region import mesh_of_plan
 from tests.tiny import cpu_mesh, flux_inputs, flux_transformer, relative_error
 
@@ -63,4 +63,4 @@ def test_flux_is_exact_under_the_plan_that_diffusers_publishes(rank_pool):
 )
 def test_unreadable_published_plan_raises(plan, message):
     with pytest.raises(ValueError, match=message):
-        published_plan(plan)
+        convert_published_plan(plan)

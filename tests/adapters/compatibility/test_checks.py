@@ -433,7 +433,7 @@ CASES = {
         lambda _: case(*[nn.DataParallel(flux_transformer())] * 2),
         r"^transformer .*DataParallel .*FluxTransformer2DModel.*transformer = transformer\.module",
     ),
-    "refuse_replaced_attention": (
+    "check_replaced_attention": (
         check_parallel_call,
         lambda mesh: case(flux_pipe(), flux_transformer(), mesh=mesh),
         r"replaced by tests\.adapters\.compatibility\.test_checks\.other_attention.* 2 ranks.*attn_func=",
@@ -650,7 +650,7 @@ def test_each_check_has_a_case(name):
     check = all_checks()[name]
     assert check in checks_of(phase)
     # Only this check reads torch's function.
-    attention = other_attention if name == "refuse_replaced_attention" else F.scaled_dot_product_attention
+    attention = other_attention if name == "check_replaced_attention" else F.scaled_dot_product_attention
     with fake_group(2), mock.patch.object(F, "scaled_dot_product_attention", attention):
         of_case = make(guided_mesh(cpu_mesh(1, 2)))
         with pytest.raises(getattr(builtins, errors_of(check)[0]), match=message) as caught:
