@@ -79,7 +79,9 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
     """
     device = _device_type()
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = 1
+    if dist.is_initialized():
+        ranks = dist.get_world_size()
     sizes = {f"max_{name}_dim_size": size for name, size in recipe.mesh}
     mesh: Any = None
     if sizes and ranks > 1:

@@ -36,7 +36,9 @@ def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] 
     """
     if read is None:
         raise ValueError(f"field {name!r} takes an image, and images cannot be passed here.")
-    paths = value if isinstance(value, list) else [value]
+    paths = value
+    if isinstance(paths, str):
+        paths = [paths]
     files = tuple(read(path) for path in paths)
     for path, data in zip(paths, files, strict=True):
         try:

@@ -60,7 +60,9 @@ class Notes:
         path = Path(folder)
         # On another node there is no such folder.
         self.readable = path.is_dir()
-        self._files = {file.name: file.open(errors="replace") for file in path.iterdir()} if self.readable else {}
+        self._files: dict[str, Any] = {}
+        if self.readable:
+            self._files = {file.name: file.open(errors="replace") for file in path.iterdir()}
         shutil.rmtree(path, ignore_errors=True)
 
     def read_signal(self) -> str:
@@ -87,14 +89,17 @@ def describe_death(message: str, notes: Notes | None) -> str:
 
     ``notes`` are those of the rank, None if it had made none yet.
     """
-    noted = "" if notes is None else notes.read_signal()
-    if noted:
-        return noted
+    if notes is not None:
+        noted = notes.read_signal()
+        if noted:
+            return noted
     if "SIGTERM" in message.partition("exit detail")[2]:
         return "SIGTERM"
     code = _EXIT_CODE.search(message)
     if code is not None:
         return f"exit code {code[1]}"
     if "End of file" in message:
-        return "SIGKILL" if notes is not None and notes.readable else "a signal, most likely SIGKILL"
+        if notes is not None and notes.readable:
+            return "SIGKILL"
+        return "a signal, most likely SIGKILL"
     return next((line.strip() for line in message.splitlines() if line.strip()), "for an unknown reason")

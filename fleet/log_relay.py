@@ -63,8 +63,10 @@ class LogRelay(logging.Handler):
     def read(self, position: Position) -> tuple[Position, list[Entry]]:
         """Return the records after ``position``, and the position after these. Forget those before ``position``."""
         with self.lock:  # type: ignore[union-attr]
-            read = position.number if position.relay == self._name else 0
-            while self._entries and self._entries[0][0] <= read:
+            last_read = 0
+            if position.relay == self._name:
+                last_read = position.number
+            while self._entries and self._entries[0][0] <= last_read:
                 self._entries.popleft()
             return Position(self._name, self._last), [entry for _, entry in self._entries]
 

@@ -89,7 +89,9 @@ class LoraFolder:
 
     def names(self) -> list[str]:
         """Return the names of all LoRAs in the folder, sorted, without the suffix ``.safetensors``."""
-        paths = self._folder.iterdir() if self._folder.is_dir() else ()
+        if not self._folder.is_dir():
+            return []
+        paths = self._folder.iterdir()
         return sorted(path.name.removesuffix(".safetensors") for path in paths if self._is_lora(path))
 
     def find(self, text: str) -> Lora:

@@ -71,8 +71,10 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sent = Headers(scope=scope).get(_HEADER, "")
-        record = HttpRecord(sent if ID.fullmatch(sent) else uuid.uuid4().hex)
+        id_ = Headers(scope=scope).get(_HEADER, "")
+        if not ID.fullmatch(id_):
+            id_ = uuid.uuid4().hex
+        record = HttpRecord(id_)
         start, size, status = time.monotonic(), 0, 0
 
         async def counted(message: Message) -> None:
@@ -124,7 +126,8 @@ def _log(scope: Scope, record: HttpRecord, status: int, seconds: float, *, debug
 
     With ``debug`` the level is that, whatever the status.
     """
-    refused, failed = 400 <= status < 500, status >= 500 or status == 0
+    refused = 400 <= status < 500
+    failed = status >= 500 or status == 0
     level = logging.INFO
     if refused or record.reason:
         level = logging.WARNING
@@ -132,8 +135,12 @@ def _log(scope: Scope, record: HttpRecord, status: int, seconds: float, *, debug
         level = logging.ERROR
     if debug:
         level = logging.DEBUG
-    word = "failed" if failed or not refused else "refused"
-    reason = f", {word}: {record.reason or 'no reason was given'}" if refused or failed or record.reason else ""
+    word = "failed"
+    if refused:
+        word = "refused"
+    reason = ""
+    if refused or failed or record.reason:
+        reason = f", {word}: {record.reason or 'no reason was given'}"
     route = printable(f"{scope['method']} {scope['path']}")
     number = status or "no status"
     logger.log(level, "request %s: %s, %s, %.3f s%s", record.id_, route, number, seconds, printable(reason))
@@ -141,7 +148,13 @@ def _log(scope: Scope, record: HttpRecord, status: int, seconds: float, *, debug
 
 def printable(text: str) -> str:
     """Return ``text`` with characters that could forge or hide lines of a log replaced by escapes."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    letters: list[str] = []
+    for letter in text:
+        if letter.isprintable():
+            letters.append(letter)
+        else:
+            letters.append(repr(letter)[1:-1])
+    return "".join(letters)
 
 
 class HeadAsGet:

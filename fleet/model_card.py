@@ -27,18 +27,22 @@ def model_card(model: Model) -> dict[str, Any]:
     """
     # If the model is a local folder, show only the last part of the path, because clients must not learn paths of this
     # machine.
-    name = Path(model.name).name if Path(model.name).is_dir() else model.name
-    is_tiny = _is_tiny(model)
+    name = model.name
+    if Path(name).is_dir():
+        name = Path(name).name
     values = {**model.fields, **model.defaults}
     defaults = {key: values[key] for key in _SHOWN if _is_number(values.get(key))}
-    sides = values.get("width"), values.get("height")
-    size = f"{sides[0]}x{sides[1]}" if all(map(_is_number, sides)) else None
+    width, height = values.get("width"), values.get("height")
+    size: str | None = None
+    if _is_number(width) and _is_number(height):
+        size = f"{width}x{height}"
     example = {"prompt": _PROMPTS[model.kind]}
-    if is_tiny:
+    if _is_tiny(model):
+        name = "tiny-flux"
         tiny_size = f"{TINY_FLUX_FIELDS['width']}x{TINY_FLUX_FIELDS['height']}"
         example = {"prompt": _TINY_PROMPT, "size": tiny_size}
     return {
-        "id": "tiny-flux" if is_tiny else name or model.pipeline,
+        "id": name or model.pipeline,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "para_core",

@@ -127,7 +127,9 @@ def load_modular(
     Raise RuntimeError if a component cannot be loaded.
     """
     pipe = open_modular(name, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {"dtype": dtype, **({"trust_remote_code": True} if trust_remote_code else {})}
+    options: dict[str, Any] = {"dtype": dtype}
+    if trust_remote_code:
+        options["trust_remote_code"] = True
     if quantize is not None:
         types = {part: pipe.get_component_spec(part).type_hint for part in pipe.pretrained_component_names}
         names = [part for part, cls in types.items() if part in USUAL_NAMES or is_transformer_class(cls)]
@@ -195,7 +197,9 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
         # If step_index is the same as after the previous call, the scheduler repeated that step, which counts once.
         if index is None or index != last:
             taken += 1
-            latents = output[0] if isinstance(output, tuple) else getattr(output, "prev_sample", None)
+            latents = getattr(output, "prev_sample", None)
+            if isinstance(output, tuple):
+                latents = output[0]
             callback(pipe, taken - 1, None, {"latents": latents})
         last = index
         return output

@@ -29,7 +29,9 @@ def warnings_of(request: Request, model: Model) -> tuple[str, ...]:
         return _true_guidance_warnings(request, model, negative)
     scale = _scale(request.fields, model, "guidance_scale")
     other_scale = _scale(request.fields, model, "audio_guidance_scale") or 0.0
-    least = 0.0 if model.pipeline.startswith(_ADDED_GUIDANCE) else 1.0
+    least = 1.0
+    if model.pipeline.startswith(_ADDED_GUIDANCE):
+        least = 0.0
     if not negative or scale is None or model.modular or model.pipeline in _OTHER_RULES:
         return ()
     if max(scale, other_scale) > least:
@@ -56,7 +58,9 @@ def _needs(names: str, model: Model, parameter: str, least: float, scale: float)
 
 
 def _has_text(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
+    texts = value
+    if not isinstance(texts, list):
+        texts = [texts]
     return any(isinstance(text, str) and text.strip() for text in texts)
 
 

@@ -77,20 +77,22 @@ def choose_format(model: Model, format_: str | None) -> str:
 
 def too_large(folder: Path, request: Request, kind: Kind) -> str | None:
     """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else None."""
-    needed = _estimated_bytes([request], kind)
+    needed = _estimate_bytes([request], kind)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
     if needed + _SPARE_BYTES <= free or needed <= _SPARE_BYTES:
         return None
-    return f"its result may take {_amount(needed)}, and {folder} has {_amount(free)} free."
+    return f"its result may take {_format_bytes(needed)}, and {folder} has {_format_bytes(free)} free."
 
 
-def _estimated_bytes(requests: Sequence[Request], kind: Kind) -> int:
+def _estimate_bytes(requests: Sequence[Request], kind: Kind) -> int:
     return int(sum(estimated_pixels(x, kind) * _BYTES_PER_PIXEL[x.delivery.format_] for x in requests))
 
 
-def _amount(number: int) -> str:
-    return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+def _format_bytes(number: int) -> str:
+    if number >= 1e9:
+        return f"{number / 1e9:.3g} GB"
+    return f"{number / 1e6:.1f} MB"
 
 
 def require_room(folder: Path, requests: Sequence[Request], kind: Kind) -> int:
@@ -98,7 +100,7 @@ def require_room(folder: Path, requests: Sequence[Request], kind: Kind) -> int:
 
     Raise OSError if the folder cannot be made or written to, or its disk has too little free space.
     """
-    needed = _estimated_bytes(requests, kind)
+    needed = _estimate_bytes(requests, kind)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -110,8 +112,9 @@ def require_room(folder: Path, requests: Sequence[Request], kind: Kind) -> int:
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:
         raise OSError(
-            f"{folder} has {_amount(free)} free, and {len(requests)} results may take {_amount(needed)} (with "
-            f"{_amount(_SPARE_BYTES)} to spare). Use a folder on another disk with --out, or generate fewer at once."
+            f"{folder} has {_format_bytes(free)} free, and {len(requests)} results may take {_format_bytes(needed)} "
+            f"(with {_format_bytes(_SPARE_BYTES)} to spare). Use a folder on another disk with --out, or generate "
+            "fewer at once."
         )
     return needed
 
@@ -140,8 +143,10 @@ def require_name(name: str | None) -> None:
 
 def digest(request: Request, recipe: Recipe, kind: Kind) -> str:
     """Return a string that is equal for results with equal files: digests of request and recipe, format, frame rate."""
-    rate = [f"{request.delivery.fps} fps"] if kind == "video" else []
-    return " ".join([request.digest, recipe.digest, request.delivery.format_, *rate])
+    parts = [request.digest, recipe.digest, request.delivery.format_]
+    if kind == "video":
+        parts.append(f"{request.delivery.fps} fps")
+    return " ".join(parts)
 
 
 def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple[list[Line], list[Line]]:
@@ -150,40 +155,60 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     A line is finished if the folder has a complete result with its digest. A line to generate is named by its number
     (``cat-00001`` if ``name`` is ``cat``), or by an unused number if the folder already has files of that name.
     """
-    prefix = "" if name is None else f"{name}-"
+    prefix = ""
+    if name is not None:
+        prefix = f"{name}-"
     pattern = re.compile(re.escape(prefix) + r"(\d{5,})(-\d+)?\.\w+")
-    files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    files: list[str] = []
+    if folder.is_dir():
+        files = [path.name for path in folder.iterdir()]
     taken = {int(match[1]) for match in map(pattern.fullmatch, files) if match}
     results: dict[str, list[int]] = {}
     for number in sorted(taken, reverse=True):
         results.setdefault(digest_of(folder, f"{prefix}{number:05d}"), []).append(number)
-    left, finished = list[Line](), list[Line]()
+    unfinished: list[Line] = []
+    finished: list[Line] = []
     for line in lines:
         numbers = results.get(line.digest)
         if numbers:
             finished.append(replace(line, name=f"{prefix}{numbers.pop():05d}"))
         else:
-            left.append(line)
-    # Unused numbers are larger than those of all files and of all lines, so that no two lines get the same number.
-    free = count(1 + max([*taken, *(line.number for line in left)], default=0))
-    numbers = [line.number if line.number not in taken else next(free) for line in left]
-    return [replace(line, name=f"{prefix}{number:05d}") for line, number in zip(left, numbers, strict=True)], finished
+            unfinished.append(line)
+    # Unused numbers are larger than those of all files and of all lines, so that no two lines get the same
+    # number.
+    unused = count(1 + max([*taken, *(line.number for line in unfinished)], default=0))
+    named: list[Line] = []
+    for line in unfinished:
+        number = line.number
+        if number in taken:
+            number = next(unused)
+        named.append(replace(line, name=f"{prefix}{number:05d}"))
+    return named, finished
 
 
 def digest_of(folder: Path, name: str) -> str:
     """Return the digest of the result ``name`` in ``folder``, or an empty string if the result is not complete."""
     try:
         record = json.loads((folder / f"{name}.json").read_bytes())
-        return str(record["digest"]) if all((folder / file).is_file() for file in record["files"]) else ""
+        if all((folder / file).is_file() for file in record["files"]):
+            return str(record["digest"])
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        pass  # A record that is missing or damaged is not complete.
+    return ""
 
 
 def encode(samples: Sequence[Any], delivery: Delivery) -> list[Output]:
     """Encode each sample, a PIL image or a sequence of PIL frames, as one file. Equal pixels give equal bytes."""
-    files = [_encode(x if isinstance(x, Sequence) else [x], delivery) for x in samples]
+    files: list[bytes] = []
+    for sample in samples:
+        frames = sample
+        if not isinstance(sample, Sequence):
+            frames = [sample]
+        files.append(_encode(frames, delivery))
     suffix = f".{delivery.format_}"
-    return [Output(f"-{i}{suffix}" if len(files) > 1 else suffix, data) for i, data in enumerate(files)]
+    if len(files) == 1:
+        return [Output(suffix, files[0])]
+    return [Output(f"-{index}{suffix}", data) for index, data in enumerate(files)]
 
 
 def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
@@ -194,15 +219,20 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
             path = Path(folder) / "video.mp4"
             export_to_video(list(frames), str(path), fps=delivery.fps)
             return path.read_bytes()
+    encoder = delivery.format_.upper()
+    if delivery.format_ == "jpg":
+        encoder = "JPEG"
     options: dict[str, Any] = {}
     if len(frames) > 1:
         options = {"save_all": True, "append_images": frames[1:], "duration": 1000 // delivery.fps, "loop": 0}
     elif delivery.quality is not None:
         options = {"quality": delivery.quality}  # PNG has none, and ignores it.
-    elif delivery.format_ in ("jpg", "webp"):
-        options = {"quality": 95} if delivery.format_ == "jpg" else {"lossless": True}
+    elif delivery.format_ == "jpg":
+        options = {"quality": 95}
+    elif delivery.format_ == "webp":
+        options = {"lossless": True}
     buffer = io.BytesIO()
-    frames[0].save(buffer, "JPEG" if delivery.format_ == "jpg" else delivery.format_.upper(), **options)
+    frames[0].save(buffer, encoder, **options)
     return buffer.getvalue()
 
 
@@ -222,14 +252,17 @@ def write_result(folder: Path, line: Line, result: Result) -> None:
     record = {**numbers, **result.metadata, "files": [path.name for path in paths]}
     text = json.dumps(record, indent=2) + "\n"
     prompt = result.metadata.get("request", {}).get("prompt") or ""
-    prompt = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    if not isinstance(prompt, str):
+        prompt = json.dumps(prompt, ensure_ascii=False)
     for path, output in zip(paths, result.outputs, strict=True):
-        is_png = path.suffix == ".png"
-        write_atomically(path, _with_texts(output.data, prompt=prompt, para_core=text) if is_png else output.data)
+        data = output.data
+        if path.suffix == ".png":
+            data = _add_texts(data, prompt=prompt, para_core=text)
+        write_atomically(path, data)
     write_atomically(record_path, text.encode())
 
 
-def _with_texts(png: bytes, **texts: str) -> bytes:
+def _add_texts(png: bytes, **texts: str) -> bytes:
     """Return the PNG file ``png`` with these text chunks added. Its pixels are not encoded again."""
     from PIL.PngImagePlugin import PngInfo, putchunk
 

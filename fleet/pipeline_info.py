@@ -77,7 +77,9 @@ def can_be_given(name: str) -> bool:
 def unknown_field(model: Model, name: str) -> str:
     """Return the error message for an unknown field. It suggests the most similar known field, or lists all."""
     close = difflib.get_close_matches(name, [*model.fields, "seed", "size", "steps"], n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"It takes seed, size, steps, {', '.join(model.fields)}."
+    hint = f"It takes seed, size, steps, {', '.join(model.fields)}."
+    if close:
+        hint = f"Did you mean {close[0]}?"
     return f"{model.pipeline} has no field {name!r} here. {hint}"
 
 
@@ -122,9 +124,11 @@ def describe_call(name: str, pipeline: str, parameters: Mapping[str, Any], defau
     Raise ValueError if the pipeline generates audio only.
     """
     fields = {key: default for key, default in parameters.items() if can_be_given(key)}
-    if any(key in fields for key in _SOUND) and not any(key in fields for key in _FRAMES):
+    kind: Kind = "image"
+    if any(key in fields for key in _FRAMES):
+        kind = "video"
+    elif any(key in fields for key in _SOUND):
         raise ValueError(f"model {name!r} ({pipeline}) generates audio; expected images or videos.")
-    kind: Kind = "video" if any(key in fields for key in _FRAMES) else "image"
     model = Model(name, pipeline, fields, kind, {key: value for key, value in defaults.items() if key in fields})
     return replace(model, required=tuple(key for key in model.images if _is_required(key, pipeline, fields[key])))
 

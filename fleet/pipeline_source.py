@@ -135,12 +135,9 @@ def read_pipeline(name: str) -> PipelineSource | None:
     base = next((source for source in inherited if source is not None), PipelineSource(name, {}, (), (), {}, ()))
     components, positional, required = base.components, base.positional, base.required
     if "__init__" in functions:
-        components = {
-            parameter.arg: "" if parameter.annotation is None else ast.unparse(parameter.annotation)
-            for parameter in _parameters(functions["__init__"])
-        }
         optional = _optional_components(cls)
         parameters = _parameters(functions["__init__"])
+        components = {parameter.arg: _annotation_text(parameter) for parameter in parameters}
         positional = tuple(parameter.arg for parameter, default in parameters.items() if default is Parameter.empty)
         required = tuple(parameter for parameter in positional if parameter not in optional)
     call, divisors = base.call, base.divisors
@@ -158,10 +155,16 @@ def _parameters(function: ast.FunctionDef) -> dict[ast.arg, Any]:
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     defaults += arguments.defaults
     pairs = [*zip(positional, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
-    return {parameter: _literal(default) for parameter, default in pairs[1:]}
+    return {parameter: _evaluate_default(default) for parameter, default in pairs[1:]}
 
 
-def _literal(default: ast.expr | None) -> Any:
+def _annotation_text(parameter: ast.arg) -> str:
+    if parameter.annotation is None:
+        return ""
+    return ast.unparse(parameter.annotation)
+
+
+def _evaluate_default(default: ast.expr | None) -> Any:
     if default is None:
         return Parameter.empty
     try:
@@ -172,8 +175,9 @@ def _literal(default: ast.expr | None) -> Any:
 
 def _optional_components(cls: ast.ClassDef) -> list[str]:
     for node in cls.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if any(isinstance(target, ast.Name) and target.id == "_optional_components" for target in targets):
+        if not isinstance(node, ast.Assign):
+            continue
+        if any(isinstance(target, ast.Name) and target.id == "_optional_components" for target in node.targets):
             return [item.value for item in ast.walk(node) if isinstance(item, ast.Constant)]  # type: ignore[misc]
     return []
 
@@ -192,8 +196,10 @@ def _divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
             and isinstance(node.left, ast.Name)
             and node.left.id in _SIDES
         ):
-            is_local = isinstance(node.right, ast.Name)
-            yield assigned.get(node.right.id, node.right) if is_local else node.right  # type: ignore[attr-defined]
+            divisor = node.right
+            if isinstance(divisor, ast.Name):
+                divisor = assigned.get(divisor.id, divisor)
+            yield divisor
 
 
 def multiple_of_sides(source: PipelineSource, pipe: Any) -> int:
@@ -208,27 +214,37 @@ def multiple_of_sides(source: PipelineSource, pipe: Any) -> int:
 
 def _evaluate(expression: ast.expr, pipe: Any) -> int | None:
     """Return the value of an integer, an attribute of ``self`` or an item of one, or a product or power; else None."""
+    value: Any = None
     if isinstance(expression, ast.Constant):
-        return expression.value if type(expression.value) is int else None
+        value = expression.value
     if isinstance(expression, (ast.Attribute, ast.Subscript)):
-        value = _attribute(expression, pipe)
-        return value if type(value) is int else None
+        value = _read_attribute(expression, pipe)
     if isinstance(expression, ast.BinOp) and isinstance(expression.op, (ast.Mult, ast.Pow)):
-        left, right = _evaluate(expression.left, pipe), _evaluate(expression.right, pipe)
+        left = _evaluate(expression.left, pipe)
+        right = _evaluate(expression.right, pipe)
         if left is None or right is None:
             return None
-        return left * right if isinstance(expression.op, ast.Mult) else int(left**right)
+        if isinstance(expression.op, ast.Mult):
+            return left * right
+        return int(left**right)
+    if type(value) is int:
+        return value
     return None
 
 
-def _attribute(expression: ast.expr, pipe: Any) -> Any:
+def _read_attribute(expression: ast.expr, pipe: Any) -> Any:
+    """Return the value of ``self``, which is ``pipe``, or of an attribute or item of it; None for others."""
     if isinstance(expression, ast.Attribute):
-        return getattr(_attribute(expression.value, pipe), expression.attr, None)
+        return getattr(_read_attribute(expression.value, pipe), expression.attr, None)
     if isinstance(expression, ast.Subscript):
-        items, index = _attribute(expression.value, pipe), _evaluate(expression.slice, pipe)
-        is_item = isinstance(items, (list, tuple)) and index is not None and index < len(items)
-        return items[index] if is_item else None
-    return pipe if isinstance(expression, ast.Name) and expression.id == "self" else None
+        items = _read_attribute(expression.value, pipe)
+        index = _evaluate(expression.slice, pipe)
+        if isinstance(items, (list, tuple)) and index is not None and index < len(items):
+            return items[index]
+        return None
+    if isinstance(expression, ast.Name) and expression.id == "self":
+        return pipe
+    return None
 
 
 def fitting_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
@@ -259,8 +275,8 @@ _OWN_WEIGHTS = re.compile(
 
 def advised_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
     """Return the classes of :func:`fitting_pipelines`, without those that need weights of their own."""
-    own = set(_OWN_WEIGHTS.findall(str(index.get("_class_name"))))
-    return [source for source in fitting_pipelines(index) if set(_OWN_WEIGHTS.findall(source.name)) <= own]
+    inputs = set(_OWN_WEIGHTS.findall(str(index.get("_class_name"))))
+    return [source for source in fitting_pipelines(index) if set(_OWN_WEIGHTS.findall(source.name)) <= inputs]
 
 
 def require_pipeline(name: str, model: str, index: Mapping[str, Any], others: Sequence[str] = ()) -> PipelineSource:
@@ -275,7 +291,9 @@ def require_pipeline(name: str, model: str, index: Mapping[str, Any], others: Se
     source = read_pipeline(name)
     if source is None:
         close = difflib.get_close_matches(name, pipeline_files(), n=1)
-        hint = f"Did you mean {close[0]}? " if close else ""
+        hint = ""
+        if close:
+            hint = f"Did you mean {close[0]}? "
         raise ValueError(
             f"pipeline is {name!r}, and this diffusers has no classical pipeline of this name. {hint}{_advice(index)}"
         )
@@ -293,9 +311,12 @@ def require_pipeline(name: str, model: str, index: Mapping[str, Any], others: Se
             f"a {' or '.join(source.single_controlnets)}."
         )
     if lacking:
+        noun = "component"
+        if len(lacking) > 1:
+            noun = "components"
         raise ValueError(
-            f"pipeline is {name!r}, which needs {', '.join(lacking)}, and {model!r} has no such "
-            f"component{'s' if len(lacking) > 1 else ''}. {_advice(index)}"
+            f"pipeline is {name!r}, which needs {', '.join(lacking)}, and {model!r} has no such {noun}. "
+            f"{_advice(index)}"
         )
     return source
 

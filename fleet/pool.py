@@ -68,7 +68,9 @@ class Pool:
 
     async def stop(self) -> None:
         """End all replicas."""
-        tasks = [*self._restarts, *([] if self._watching is None else [self._watching])]
+        tasks = list(self._restarts)
+        if self._watching is not None:
+            tasks.append(self._watching)
         self._watching = None
         for task in tasks:
             task.cancel()

@@ -41,18 +41,22 @@ def read_prompts(
     sets its own. Raise OSError if the file cannot be read, and ValueError if it is not UTF-8, is one JSON array, or has
     only empty lines.
     """
-    contents, is_plain = read_contents(path), _is_plain(path)
+    contents = read_contents(path)
+    is_plain = _is_plain(path)
 
     def read_image(name: str) -> bytes:
         return (path.parent / name).read_bytes()
 
     schema = request_schema(model)
-    requests, problems = list[Line](), list[Problem]()
+    requests: list[Line] = []
+    problems: list[Problem] = []
     for number, text in enumerate(contents.split("\n"), start=1):
         if not text.strip():
             continue
         try:
-            values = {"prompt": text.strip()} if is_plain else json.loads(text)
+            values: Any = {"prompt": text.strip()}
+            if not is_plain:
+                values = json.loads(text)
             if not isinstance(values, dict):
                 raise ValueError(
                     f'it is {text.strip()[:40]!r}; expected an object such as {{"prompt": "a red circle"}}.'

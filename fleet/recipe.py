@@ -147,7 +147,9 @@ class Recipe(PipelineChoices):
     @property
     def digest(self) -> str:
         """16 hex digits, equal for recipes whose results are equal up to rounding, even on different meshes."""
-        backend = asdict(self.schedule) if self.schedule else self.backend
+        backend: Any = self.backend
+        if self.schedule:
+            backend = asdict(self.schedule)
         decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, backend, self.comm_dtype)
         other_classes = {"pipeline": self.pipeline, "config": self.config, "controlnet": self.controlnet}
         if any(other_classes.values()):

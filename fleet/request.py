@@ -80,7 +80,9 @@ class Request:
     def results(self) -> int:
         """Number of images or videos that the request generates."""
         prompt = self.fields.get("prompt")
-        prompts = len(prompt) if isinstance(prompt, list) else 1
+        prompts = 1
+        if isinstance(prompt, list):
+            prompts = len(prompt)
         each = self.fields.get("num_images_per_prompt") or self.fields.get("num_videos_per_prompt") or 1
         return int(prompts * each)
 
@@ -101,7 +103,9 @@ class Request:
     def size(self) -> str:
         """The requested size as ``"WIDTHxHEIGHT"``, or ``"auto"`` if the pipeline chooses a side."""
         width, height = self.fields.get("width"), self.fields.get("height")
-        return "auto" if width is None or height is None else f"{width}x{height}"
+        if width is None or height is None:
+            return "auto"
+        return f"{width}x{height}"
 
 
 _COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
@@ -151,7 +155,10 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
         else:
             kind = _json_type(model.annotations.get(name, Any))
         # The default only documents the field: a field that a request does not set is not passed to the pipeline.
-        fields[name] = (kind | None, default if isinstance(default, (bool, int, float, str)) else None)
+        documented = None
+        if isinstance(default, (bool, int, float, str)):
+            documented = default
+        fields[name] = (kind | None, documented)
     for alias in _ALIASES:
         name = parameter_of(alias, model)
         if name in fields:
@@ -226,7 +233,9 @@ def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
         return functools.reduce(operator.or_, [_json_type(part, is_item=is_item) for part in parts])
     if origin in (list, tuple) or annotation in (list, tuple):
         items = [_json_type(part, is_item=True) for part in parts if part is not ...]
-        return list[functools.reduce(operator.or_, items)] if items else list[Any]  # type: ignore[misc]
+        if not items:
+            return list[Any]
+        return list[functools.reduce(operator.or_, items)]  # type: ignore[misc]
     if annotation is str and not is_item:
         return str | list[str]
     if origin is Literal or annotation in (bool, int, float, str, type(None)):
@@ -245,20 +254,23 @@ def describe_error(error: ValidationError, model: Model, subject: str) -> str:
         return f'the {subject} is invalid: {first["msg"]}. Expected a JSON object such as {{"prompt": "a red circle"}}.'
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        no_image = is_image_field(name) and not model.edits
-        return takes_no_image(model) if no_image else unknown_field(model, name)
+        if is_image_field(name) and not model.edits:
+            return takes_no_image(model)
+        return unknown_field(model, name)
     if first["type"] == "string_pattern_mismatch":
-        return f"field {name!r} is {_short(first['input'])}: expected width x height in pixels, such as '1024x768'."
+        return f"field {name!r} is {_shorten(first['input'])}: expected width x height in pixels, such as '1024x768'."
     # pydantic reports one error for each member of a union, so the sentence joins all errors of the field.
     same = [other for other in errors if other["loc"][:1] == first["loc"][:1]]
     expected = "; or ".join(dict.fromkeys(other["msg"].lower() for other in same))
     value = min(same, key=lambda other: -len(other["loc"]))["input"]
-    return f"field {name!r} is {_short(value)}: {expected}."
+    return f"field {name!r} is {_shorten(value)}: {expected}."
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return the first 80 characters of a value's repr. The value may have megabytes."""
-    return repr(value[:80] if isinstance(value, (str, list)) else value)[:80]
+    if isinstance(value, (str, list)):
+        value = value[:80]
+    return repr(value)[:80]
 
 
 def make_request(
@@ -291,11 +303,13 @@ def request_from(
 ) -> Request:
     """Return the request for fields that pydantic has validated. For the arguments see :func:`make_request`."""
     require_one_name(values, model)
-    fields, images = dict(model.defaults), dict[str, tuple[bytes, ...]]()
+    fields = dict(model.defaults)
+    images: dict[str, tuple[bytes, ...]] = {}
     for name, value in values.items():
         full_name = parameter_of(name, model)
         if name == "seed":
-            seed = seed if value is None else value
+            if value is not None:
+                seed = value
         elif name == "size" and "size" not in model.fields:
             if value not in (None, "auto"):
                 fields["width"], fields["height"] = read_size(value)
@@ -336,23 +350,24 @@ def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], mod
             continue
         if values.get("size") not in (None, "auto"):
             width, height = fields["width"], fields["height"]
-            smaller = f"{_down(width, step)}x{_down(height, step)}"
-            larger = f"{_up(width, step)}x{_up(height, step)}"
+            smaller = f"{_round_down(width, step)}x{_round_down(height, step)}"
+            larger = f"{_round_up(width, step)}x{_round_up(height, step)}"
             raise ValueError(
                 f"size is {width}x{height}; {model.pipeline} generates multiples of {step} pixels: expected "
                 f"{' or '.join(dict.fromkeys([smaller, larger]))}."
             )
+        nearest = dict.fromkeys([str(_round_down(side, step)), str(_round_up(side, step))])
         raise ValueError(
             f"field {name!r} is {side}; {model.pipeline} generates multiples of {step} pixels: expected "
-            f"{' or '.join(dict.fromkeys([str(_down(side, step)), str(_up(side, step))]))}."
+            f"{' or '.join(nearest)}."
         )
 
 
-def _down(side: int, step: int) -> int:
+def _round_down(side: int, step: int) -> int:
     return max(step, side // step * step)
 
 
-def _up(side: int, step: int) -> int:
+def _round_up(side: int, step: int) -> int:
     return -(-side // step) * step
 
 
@@ -370,8 +385,13 @@ def read_size(value: str) -> tuple[int, int]:
 
 def call_arguments(request: Request) -> dict[str, Any]:
     """Return the arguments for the pipeline's call, except the generator. Images are decoded with Pillow."""
-    decoded = {name: [open_image(data) for data in files] for name, files in request.images.items()}
-    return {**request.fields, **{name: files[0] if len(files) == 1 else files for name, files in decoded.items()}}
+    arguments = dict(request.fields)
+    for name, files in request.images.items():
+        images = [open_image(data) for data in files]
+        arguments[name] = images
+        if len(images) == 1:
+            arguments[name] = images[0]
+    return arguments
 
 
 # Fields with one string in each request of a batch. In the batch's call they are lists of strings.

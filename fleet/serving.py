@@ -45,7 +45,9 @@ class ReplicaDeployment:
     """
 
     async def __init__(self, recipe: Recipe, options: ReplicaOptions, log_level: int) -> None:  # type: ignore[misc]
-        self._id, self._busy, self._starting = uuid.uuid4().hex, False, asyncio.Lock()
+        self._id = uuid.uuid4().hex
+        self._busy = False
+        self._starting = asyncio.Lock()
         self._log = LogRelay()
         self._log.attach(log_level)
         self._logging = asyncio.ensure_future(self._send_log())
@@ -146,7 +148,6 @@ class Front:
             )
         try:
             async for kind, value in self._handle.remote([(job.id_, job.request) for job in batch]):
-                outcomes = [ReplicaDied(value)] * len(batch) if kind == "died" else value
                 for index, job in enumerate(batch):
                     if kind == "step":
                         job.progress(value)
@@ -154,9 +155,12 @@ class Front:
                         job.first_rank = value
                         if job.cancelled:
                             self.cancel(job)
+                    elif kind == "died":
+                        job.first_rank = None
+                        job.finish(ReplicaDied(value))
                     else:
                         job.first_rank = None
-                        job.finish(outcomes[index])
+                        job.finish(value[index])
         except Exception as error:
             raise ReplicaDied(f"the replica's actor ended: {group.cause(error)}") from error
 
@@ -265,9 +269,13 @@ def _wait_until_ready(count_ready: Callable[[], int], replicas: int) -> bool:
 def _constructor_error() -> str:
     """Return the message that the constructor of a replica raised: Serve keeps it as text in its status. Else ""."""
     application = serve.status().applications.get(REPLICAS)
-    deployments = application.deployments.values() if application is not None else ()
-    lines = [deployment.message.strip().splitlines()[-1] for deployment in deployments if deployment.message.strip()]
-    return lines[0].partition("Error: ")[2] if lines else ""
+    if application is None:
+        return ""
+    messages = [deployment.message.strip() for deployment in application.deployments.values()]
+    last_lines = [message.splitlines()[-1] for message in messages if message]
+    if not last_lines:
+        return ""
+    return str(last_lines[0].partition("Error: ")[2])
 
 
 def _require_answer(host: str, port: int) -> None:

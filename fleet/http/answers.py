@@ -40,8 +40,10 @@ def answer_body(job: Job, result: Result, base_url: str | None, warnings: Sequen
     metadata = {name: result.metadata[name] for name in names if name in result.metadata}
     body = {"id": job.id_, "created": int(time.time()), "data": data, "para_core": metadata}
     body |= {"seed": job.request.seed, "warnings": list(warnings)}
-    body |= {"size": metadata["size"]} if "size" in metadata else {}
-    return {**body, "output_format": _API_FORMATS.get(result.outputs[0].format_, result.outputs[0].format_)}
+    if "size" in metadata:
+        body["size"] = metadata["size"]
+    format_ = result.outputs[0].format_
+    return {**body, "output_format": _API_FORMATS.get(format_, format_)}
 
 
 async def answer_events(
@@ -66,7 +68,9 @@ async def answer_events(
             partials += 1
         elif progress:
             each = job.request.fields.get("num_inference_steps")
-            steps = None if each is None else each * job.request.calls
+            steps: int | None = None
+            if each is not None:
+                steps = each * job.request.calls
             yield _event({"type": "progress", "step": event, "steps": steps})
     try:
         result = await waiting

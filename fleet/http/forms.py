@@ -37,18 +37,21 @@ async def read_form(
                 item: Any = f"file {len(files)} of the form"
                 files[item] = data
             else:
-                is_text = name in _TEXTS or ("prompt" in name and not name.startswith(_NO_TEXTS))
-                item = value if is_text else _json_or_text(value)
-            if name in fields:
-                fields[name] = [*(fields[name] if isinstance(fields[name], list) else [fields[name]]), item]
-            else:
+                item = value
+                if name not in _TEXTS and ("prompt" not in name or name.startswith(_NO_TEXTS)):
+                    item = _parse_json_or_text(value)
+            if name not in fields:
                 fields[name] = item
+            elif isinstance(fields[name], list):
+                fields[name] = [*fields[name], item]
+            else:
+                fields[name] = [fields[name], item]
     finally:
         await form.close()
     return fields, files
 
 
-def _json_or_text(text: str) -> Any:
+def _parse_json_or_text(text: str) -> Any:
     """Return the JSON value that ``text`` is, or else the text. An empty text, as of an empty box, is None."""
     if not text:
         return None
