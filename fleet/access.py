@@ -15,9 +15,9 @@ from para_core.fleet.failures import RequestError
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_HEADER_BYTES = 2**16
 # Value of a Host header (RFC 9110): a host and an optional port. An IPv6 address is in brackets.
-_HOST = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
+_HOST_PATTERN = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
 # Path below which a reverse proxy shows the server, in characters that need no quoting.
-_PREFIX = re.compile(r"(/[A-Za-z0-9._~%@:+=-]+)+")
+_PREFIX_PATTERN = re.compile(r"(/[A-Za-z0-9._~%@:+=-]+)+")
 
 
 class Access:
@@ -42,7 +42,7 @@ class Access:
         hosts = http.headers.getlist("host")
         host = None
         if len(hosts) == 1:
-            host = _HOST.fullmatch(hosts[0])
+            host = _HOST_PATTERN.fullmatch(hosts[0])
         if host is None:
             raise RequestError(400, "invalid_host", "expected one Host header with a host name and an optional port.")
         if self._keys:
@@ -95,8 +95,8 @@ def public_address(http: HttpRequest) -> str:
     scheme = scheme.lower()
     if scheme not in ("http", "https"):
         scheme = http.base_url.scheme
-    if not _HOST.fullmatch(host):
+    if not _HOST_PATTERN.fullmatch(host):
         host = http.base_url.netloc
-    if not _PREFIX.fullmatch(prefix):
+    if not _PREFIX_PATTERN.fullmatch(prefix):
         prefix = ""
     return f"{scheme}://{host}{prefix}{mounted}"

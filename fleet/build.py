@@ -49,9 +49,12 @@ def find_model(
     """Return the description of a model without loading its weights.
 
     ``name`` is a folder, Hub repository or single file of a classical or modular pipeline, None for the tiny FLUX. The
-    other arguments are as in :func:`select_pipeline`, which says what it raises. Raise ValueError as well if this
-    diffusers lacks the pipeline's class, the model generates neither images nor videos, or its repository contains code
-    that is not trusted, and TypeError if para_core cannot run the pipeline.
+    other arguments are as in :func:`select_pipeline`, which says what it raises.
+
+    Raises:
+        ValueError: This diffusers lacks the pipeline's class, the model generates neither images nor videos, or its
+            repository contains code that is not trusted.
+        TypeError: para_core cannot run the pipeline.
     """
     import diffusers
 

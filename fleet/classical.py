@@ -20,8 +20,12 @@ _ENCODER_WEIGHTS = {
 }
 
 
-def refuse_ranks(model: Model, ranks: int) -> None:
-    """Raise TypeError if the class of ``model`` runs on one rank only and ``ranks`` is larger, before it is loaded."""
+def check_ranks(model: Model, ranks: int) -> None:
+    """Check that the class of ``model`` runs on ``ranks`` ranks, before it is loaded.
+
+    Raises:
+        TypeError: The class runs on one rank only, and ``ranks`` is larger.
+    """
     import diffusers
 
     if ranks == 1 or model.modular:

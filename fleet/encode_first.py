@@ -42,7 +42,7 @@ class Encoder(Protocol):
         """Prepare requests that run as a whole, without phases."""
 
 
-def encoded_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
+def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
     """Yield batches of ``lines`` whose prompts have been encoded. A collective call.
 
     The last batch has the lines whose encoding raised. The caller runs the whole pipeline for them, and gets the same

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from para_core.fleet.failures import RanksEnded, sentence
+from para_core.fleet.failures import RanksEnded, describe_exception
 from para_core.fleet.libraries import quiet
 from para_core.launcher.display import Display
 from para_core.launcher.errors import RankDied
@@ -117,7 +117,7 @@ class LaunchedRanks:
             group = self._state.group
             if group is None or not group.ended:
                 raise
-            raise RanksEnded(sentence(error)) from error
+            raise RanksEnded(describe_exception(error)) from error
 
     def close(self) -> None:
         # No rank has anything to save, so ranks are not asked to end, but killed.
@@ -175,7 +175,7 @@ class OwnRank:
             return getattr(self._loaded, method)(*args, **keywords)
         except Exception as error:
             if not self._all_raised():
-                raise RanksEnded(sentence(error)) from error
+                raise RanksEnded(describe_exception(error)) from error
             raise
 
     def _all_raised(self) -> bool:

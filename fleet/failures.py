@@ -56,7 +56,7 @@ _EXTRAS = {
 }
 
 
-def sentence(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Return a message for users, in one line.
 
     The message is the exception's text. The type's name precedes it, unless messages of this type are written for users

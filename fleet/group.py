@@ -31,7 +31,7 @@ from para_core.foreign_errors import is_slow_start_of_ray
 # Seconds between two reads of the number of finished steps from the first rank.
 _POLL_SECONDS = 0.1
 # Number of attempts to start Ray. Ray gives a node half a minute to start, which is too short on a busy machine.
-_STARTS = 4
+_START_ATTEMPTS = 4
 # Seconds for the other ranks to answer after one rank failed or was cancelled. They are at most one step behind that
 # rank.
 _GRACE_SECONDS = 30.0
@@ -97,8 +97,8 @@ class Replica(replica.Replica):
                 await asyncio.gather(*[self._join(rank, host, port) for rank in range(ranks)])
         except (ray.exceptions.RayError, ReplicaDied) as error:
             await self.stop()
-            logger.error("%s: cannot start: %s", self._name, cause(error))
-            raise RuntimeError(cause(error)) from error
+            logger.error("%s: cannot start: %s", self._name, describe_cause(error))
+            raise RuntimeError(describe_cause(error)) from error
         self._started = self._loaded = True
         seconds = time.monotonic() - begun
         ids = ", ".join(str(pid) for pid, _ in self._processes)
@@ -252,7 +252,11 @@ def cancel(first_rank: Any, id_: str) -> Any:
 
 
 def require_cluster(options: ReplicaOptions, replicas: int) -> None:
-    """Raise ValueError unless the connected cluster has enough GPUs and CPUs, and large enough nodes."""
+    """Check that the connected cluster is large enough for ``replicas`` replicas.
+
+    Raises:
+        ValueError: The cluster has too few GPUs or CPUs, or its nodes are too small for a replica each.
+    """
     bundle = _resources_of_rank()
     has = ray.cluster_resources()
     for kind, each in bundle.items():
@@ -312,7 +316,7 @@ def connect(cpus: int, *, debug: bool) -> bool:
 
 def _start(**options: Any) -> None:
     """Call ``ray.init``, and again if a node starts too slowly. Raise ValueError if there is a cluster already."""
-    for attempt in range(1, _STARTS + 1):
+    for attempt in range(1, _START_ATTEMPTS + 1):
         try:
             ray.init(**options)
             return
@@ -320,8 +324,8 @@ def _start(**options: Any) -> None:
             raise
         except Exception as error:
             # If a node starts too slowly, Ray raises a bare Exception, so the message has to be compared.
-            if attempt == _STARTS or not is_slow_start_of_ray(error):
-                raise RuntimeError(f"Ray does not start on this machine: {cause(error)}") from error
+            if attempt == _START_ATTEMPTS or not is_slow_start_of_ray(error):
+                raise RuntimeError(f"Ray does not start on this machine: {describe_cause(error)}") from error
             ray.shutdown()
 
 
@@ -358,7 +362,7 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
                     continue
                 error = task.exception()
                 if error is not None:
-                    raise ReplicaDied(f"rank {rank} died: {cause(error)}", rank) from error
+                    raise ReplicaDied(f"rank {rank} died: {describe_cause(error)}", rank) from error
                 errors += [x.outcome for x in task.result() if isinstance(x.outcome, Exception)]
     finally:
         for task in pending:
@@ -366,7 +370,7 @@ async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
     return [task.result() for task in tasks]
 
 
-def cause(error: BaseException) -> str:
+def describe_cause(error: BaseException) -> str:
     """Return the first nonempty line of an exception that Ray raised, or of the cause that it wraps."""
     lines = str(getattr(error, "cause", None) or error).splitlines()
     return next((line.strip() for line in lines if line.strip()), type(error).__name__)

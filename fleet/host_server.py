@@ -50,7 +50,7 @@ def serve(
     is in use, ValueError if there are too few GPUs, and RuntimeError if a replica cannot start.
     """
     logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
-    with bound_socket(host, port) as listener:
+    with bind_socket(host, port) as listener:
         pool = Pool(recipe, replica_options, replicas)
         server = Server(pool, model, options)
         server.loading = True
@@ -115,7 +115,7 @@ async def _load(pool: Pool, server: Server, on_loaded: Callable[[], None]) -> No
 
 
 @contextmanager
-def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
+def bind_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Yield a socket with this address, on which nobody listens yet. Raise OSError if the port cannot be used."""
     family = socket.AF_INET
     if ":" in host:

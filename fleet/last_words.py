@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # Beginnings of the line that faulthandler writes for the signals of a crash, and these signals.
-_CRASHES = {
+_CRASH_SIGNALS = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
     "Bus error": "SIGBUS",
@@ -23,7 +23,7 @@ _CRASHES = {
 }
 _CRASH_FILE = "crash"
 # Other signals that end a process. Ray handles SIGTERM itself, and says so.
-_OTHERS = ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
+_OTHER_SIGNALS = ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
 _EXIT_CODE = re.compile(r"exit code (\d+)")
 
 
@@ -38,9 +38,9 @@ class LastWords:
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="para_core_rank_")
         # The files stay open until the process ends, because a signal handler cannot open any.
-        self._files: list[Any] = [(Path(self.folder) / name).open("w") for name in (_CRASH_FILE, *_OTHERS)]
+        self._files: list[Any] = [(Path(self.folder) / name).open("w") for name in (_CRASH_FILE, *_OTHER_SIGNALS)]
         faulthandler.enable(self._files[0], all_threads=False)
-        for name, file in zip(_OTHERS, self._files[1:], strict=True):
+        for name, file in zip(_OTHER_SIGNALS, self._files[1:], strict=True):
             number = getattr(signal, name)
             # A signal that is ignored, as SIGHUP is under nohup, or handled in Python does not end the process: a note
             # of it would be taken for the reason of a later end.
@@ -72,7 +72,7 @@ class Notes:
             text = file.read()
             if text and name != _CRASH_FILE:
                 return name
-            for beginning, crash in _CRASHES.items():
+            for beginning, crash in _CRASH_SIGNALS.items():
                 if beginning in text:
                     return crash
         return ""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from para_core.fleet.engine import LaunchedRanks, OwnRank
-from para_core.fleet.failures import RanksEnded, ReplicaDied, RequestCancelled, RequestFailed, sentence
+from para_core.fleet.failures import RanksEnded, ReplicaDied, RequestCancelled, RequestFailed, describe_exception
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions, load_rank
@@ -87,8 +87,8 @@ class LocalReplica(Replica):
             raise
         except Exception as error:
             await self.stop()
-            logger.error("%s: cannot start: %s", self._name, sentence(error))
-            raise RuntimeError(sentence(error)) from error
+            logger.error("%s: cannot start: %s", self._name, describe_exception(error))
+            raise RuntimeError(describe_exception(error)) from error
         seconds = time.monotonic() - begun
         ready = "ready"
         if self._started:
@@ -177,7 +177,7 @@ class LocalReplica(Replica):
             running.ticket.cancel()
             raise
         except Exception as error:
-            return [RequestFailed(sentence(error)) for _ in batch]
+            return [RequestFailed(describe_exception(error)) for _ in batch]
         finally:
             self._batch = None
         outcomes: list[Result | RequestFailed | RequestCancelled] = []
@@ -213,7 +213,7 @@ class LocalReplica(Replica):
         which = ""
         if isinstance(error, RankDied) and error.rank is not None:
             which = f" Its process id was {self.process_ids[error.rank]}."
-        logger.error("%s: %s%s", self._name, sentence(error), which)
+        logger.error("%s: %s%s", self._name, describe_exception(error), which)
 
 
 class _NamedLog(logging.Handler):

@@ -39,8 +39,10 @@ class Index:
 def home_of(model: str, config: str | None) -> str:
     """Return the folder or repository with the configs of ``model``: ``config`` for a single file, else ``model``.
 
-    Raise FileNotFoundError if the file does not exist, and ValueError if it is of another kind, lacks ``config``, or
-    ``config`` is given for a model that is no file.
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is of another kind or lacks ``config``, or ``config`` is given for a model that is no
+            file.
     """
     path = Path(model)
     is_file = path.is_file() or path.suffix in (SAFETENSORS, GGUF, *_PICKLES)
@@ -72,9 +74,12 @@ def is_single_file(model: str) -> bool:
 
 
 def read_index(name: str, *, subject: str = "model") -> Index:
-    """Return the index of a folder or Hub repository. Raise FileNotFoundError if it has none or cannot be reached.
+    """Return the index of a folder or Hub repository.
 
     ``subject`` says in the message what ``name`` is.
+
+    Raises:
+        FileNotFoundError: The folder or repository has no index, or cannot be reached.
     """
     index_file = _find(name, CLASSICAL, subject) or _find(name, MODULAR, subject)
     if index_file is None:
@@ -89,7 +94,10 @@ def read_index(name: str, *, subject: str = "model") -> Index:
 def read_config(name: str, subfolder: str = "", *, subject: str = "model") -> Mapping[str, Any]:
     """Return the ``config.json`` of a component in a folder or Hub repository.
 
-    Raise FileNotFoundError if there is none. ``subject`` says in the message what ``name`` is.
+    ``subject`` says in the message what ``name`` is.
+
+    Raises:
+        FileNotFoundError: There is no such file.
     """
     file = "config.json"
     if subfolder:
@@ -184,7 +192,10 @@ SingleFile = Literal["pipeline", "transformer"]
 def kind_of_file(path: str) -> SingleFile:
     """Return whether a single file has the weights of a whole pipeline or of its transformer alone.
 
-    Only the header of the file is read. Raise ValueError if it is damaged, or has the weights of a LoRA.
+    Only the header of the file is read.
+
+    Raises:
+        ValueError: The file is damaged, or has the weights of a LoRA.
     """
     if Path(path).suffix == GGUF:
         with Path(path).open("rb") as file:
@@ -202,7 +213,11 @@ def kind_of_file(path: str) -> SingleFile:
 
 
 def weight_names(path: str) -> list[str]:
-    """Return the names of the weights in a safetensors file: an 8-byte length, then that many bytes of JSON."""
+    """Return the names of the weights in a safetensors file: an 8-byte length, then that many bytes of JSON.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     try:
         with Path(path).open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

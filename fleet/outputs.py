@@ -28,7 +28,7 @@ FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "vid
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
 _SPARE_BYTES = 64 * 2**20
 # Names of the temporary files of write_atomically. A process that was killed leaves them behind.
-_HALF_WRITTEN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
+_TEMPORARY_PATTERN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Result:
 def choose_format(model: Model, format_: str | None) -> str:
     """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for videos.
 
-    Raise ValueError if the model's results cannot have this format, or its encoder is not installed.
+    Raises:
+        ValueError: The model's results cannot have this format, or its encoder is not installed.
     """
     allowed = FORMATS[model.kind]
     chosen = format_ or allowed[0]
@@ -75,7 +76,7 @@ def choose_format(model: Model, format_: str | None) -> str:
     return chosen
 
 
-def too_large(folder: Path, request: Request, kind: Kind) -> str | None:
+def find_disk_problem(folder: Path, request: Request, kind: Kind) -> str | None:
     """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else None."""
     needed = _estimate_bytes([request], kind)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -98,7 +99,8 @@ def _format_bytes(number: int) -> str:
 def require_room(folder: Path, requests: Sequence[Request], kind: Kind) -> int:
     """Make the folder, and return an upper estimate of the bytes that the results of ``requests`` take.
 
-    Raise OSError if the folder cannot be made or written to, or its disk has too little free space.
+    Raises:
+        OSError: The folder cannot be made or written to, or its disk has too little free space.
     """
     needed = _estimate_bytes(requests, kind)
     try:
@@ -120,7 +122,11 @@ def require_room(folder: Path, requests: Sequence[Request], kind: Kind) -> int:
 
 
 def require_file(path: Path | None) -> None:
-    """Raise OSError if a file cannot be written at ``path``. An existing file is not changed."""
+    """Check that a file can be written at ``path``, unless it is None. An existing file is not changed.
+
+    Raises:
+        OSError: No file can be written there.
+    """
     if path is None:
         return
     try:
@@ -132,16 +138,20 @@ def require_file(path: Path | None) -> None:
         raise OSError(f"{path} cannot be written: {error.strerror}. Use another file with --out.") from error
 
 
-_NAME = re.compile(r"[^\W.][^\\/:*?\"<>|\0]*")
+_NAME_PATTERN = re.compile(r"[^\W.][^\\/:*?\"<>|\0]*")
 
 
 def require_name(name: str | None) -> None:
-    """Raise ValueError if ``name`` is not a valid beginning of a file name. None is valid."""
-    if name is not None and not _NAME.fullmatch(name):
+    """Check that ``name`` is a valid beginning of a file name. None is valid.
+
+    Raises:
+        ValueError: ``name`` is none, for example because it has a folder.
+    """
+    if name is not None and not _NAME_PATTERN.fullmatch(name):
         raise ValueError(f"name is {name!r}; expected the beginning of a file name, such as 'cat', without a folder.")
 
 
-def digest(request: Request, recipe: Recipe, kind: Kind) -> str:
+def compute_digest(request: Request, recipe: Recipe, kind: Kind) -> str:
     """Return a string that is equal for results with equal files: digests of request and recipe, format, frame rate."""
     parts = [request.digest, recipe.digest, request.delivery.format_]
     if kind == "video":
@@ -165,7 +175,7 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     taken = {int(match[1]) for match in map(pattern.fullmatch, files) if match}
     results: dict[str, list[int]] = {}
     for number in sorted(taken, reverse=True):
-        results.setdefault(digest_of(folder, f"{prefix}{number:05d}"), []).append(number)
+        results.setdefault(read_digest(folder, f"{prefix}{number:05d}"), []).append(number)
     unfinished: list[Line] = []
     finished: list[Line] = []
     for line in lines:
@@ -186,7 +196,7 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     return named, finished
 
 
-def digest_of(folder: Path, name: str) -> str:
+def read_digest(folder: Path, name: str) -> str:
     """Return the digest of the result ``name`` in ``folder``, or an empty string if the result is not complete."""
     try:
         record = json.loads((folder / f"{name}.json").read_bytes())
@@ -240,8 +250,10 @@ def write_result(folder: Path, line: Line, result: Result) -> None:
     """Write the files of the line's result, and a record of its metadata with the line's number and digest.
 
     The record is ``line.name.json``, which is written last: if it exists, the other files are complete. A PNG also has
-    the record inside, in its text chunks ``prompt`` and ``para_core`` (JSON). If one of the files exists, nothing is
-    written, and FileExistsError is raised.
+    the record inside, in its text chunks ``prompt`` and ``para_core`` (JSON).
+
+    Raises:
+        FileExistsError: One of the files exists. Nothing is written then.
     """
     paths = [folder / f"{line.name}{output.suffix}" for output in result.outputs]
     record_path = folder / f"{line.name}.json"
@@ -299,10 +311,13 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock ``folder`` inside this context against other processes of this machine. Delete leftover temporary files.
 
-    Raise RuntimeError if another process holds the lock. On a file system without locks, nothing is locked.
+    On a file system without locks, nothing is locked.
+
+    Raises:
+        RuntimeError: Another process holds the lock.
     """
     import fcntl
 
@@ -318,7 +333,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         except OSError:
             pass  # The file system has no locks.
         for path in folder.iterdir():
-            if _HALF_WRITTEN.fullmatch(path.name):
+            if _TEMPORARY_PATTERN.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         yield
     finally:

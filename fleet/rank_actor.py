@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
+from para_core.fleet.failures import RequestCancelled, RequestFailed, describe_exception
 from para_core.fleet.last_words import LastWords
 from para_core.fleet.log_relay import Entry, LogRelay, Position
 from para_core.fleet.memory import Memory
@@ -116,7 +116,7 @@ class RankActor:
         except RequestCancelled as error:
             return [Answer(error, self._steps_done.get(id_, 0)) for id_ in ids]
         except Exception as error:
-            return [Answer(RequestFailed(sentence(error)), self._steps_done.get(id_, 0)) for id_ in ids]
+            return [Answer(RequestFailed(describe_exception(error)), self._steps_done.get(id_, 0)) for id_ in ids]
         finally:
             for id_ in ids:
                 self._steps_done.pop(id_, None)

@@ -44,7 +44,8 @@ def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequen
 def connect(options: ReplicaOptions, count: int, *, debug: bool = False) -> bool:
     """Prepare what ``count`` replicas run on. Return whether this call connected to Ray.
 
-    Raise ValueError if there are too few GPUs, or on Ray, the cluster is too small.
+    Raises:
+        ValueError: There are too few GPUs, or on Ray, the cluster is too small.
     """
     if uses_ray(spread=options.spread):
         from para_core.fleet import group

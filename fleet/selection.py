@@ -47,7 +47,9 @@ def select_pipeline(
         config: Folder or repository with the configs of a single file.
         controlnet: Folders or repositories of ControlNets for the class.
 
-    Raise FileNotFoundError if a file is missing, and ValueError if the class, the configs or a ControlNet do not fit.
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: The class, the configs or a ControlNet do not fit.
     """
     home = home_of(model, config)
     subject = "config"

@@ -24,12 +24,12 @@ from para_core.fleet.access import Access, public_address
 from para_core.fleet.failures import RequestError
 from para_core.fleet.http.answers import MEDIA_TYPES, answer_body, answer_events
 from para_core.fleet.http.bodies import ServerOptions, body_schema, read_content, read_request
-from para_core.fleet.image_classes import takes_no_image
+from para_core.fleet.image_classes import explain_refused_image
 from para_core.fleet.jobs import Job, Jobs, Replicas
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.memory import Memory
 from para_core.fleet.middleware import ID, HeadAsGet, RequestLog, record_of
-from para_core.fleet.model_card import model_card
+from para_core.fleet.model_card import make_model_card
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.pages import add_pages
@@ -57,7 +57,7 @@ class Server:
         self._jobs = Jobs(replicas, options, self._fits)
         # The latest results whose requests asked for a URL instead of the data.
         self._stored: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
-        self._card = model_card(model)
+        self._card = make_model_card(model)
         self.loading = self.ending = False
         self._loras: LoraFolder | None = None
         if options.loras is not None:
@@ -270,7 +270,7 @@ def _other_classes(model: Model, path: str) -> str:
     if model.kind == "video" or path not in (_GENERATIONS, _EDITS) or path in generation_paths(model):
         return ""
     if path == _EDITS:
-        return f"{path} is not served: {takes_no_image(model)} "
+        return f"{path} is not served: {explain_refused_image(model)} "
     hint = ""
     if model.others:
         hint = f": start it with --pipeline {' or '.join(model.others)}"

@@ -16,7 +16,7 @@ from ray import serve
 
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied
-from para_core.fleet.host_server import bound_socket
+from para_core.fleet.host_server import bind_socket
 from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.jobs import Job
 from para_core.fleet.log_relay import Entry, LogReader, LogRelay, Position
@@ -120,7 +120,7 @@ class ReplicaDeployment:
                     await self._ensure_running()
             except Exception as error:
                 # The front may be restarting or the cluster busy, so the replica tries again a second later.
-                logger.warning("a replica cannot report: %s", group.cause(error))
+                logger.warning("a replica cannot report: %s", group.describe_cause(error))
             await asyncio.sleep(_REPORT_SECONDS)
 
 
@@ -162,7 +162,7 @@ class Front:
                         job.first_rank = None
                         job.finish(value[index])
         except Exception as error:
-            raise ReplicaDied(f"the replica's actor ended: {group.cause(error)}") from error
+            raise ReplicaDied(f"the replica's actor ended: {group.describe_cause(error)}") from error
 
     def cancel(self, job: Job) -> None:
         """Cancel a running job after its current step."""
@@ -214,7 +214,7 @@ def start(
     begun = time.monotonic()
     logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
     reader: LogReader | None = None
-    with bound_socket(host, port):
+    with bind_socket(host, port):
         pass  # Serve itself would notice a used port only after loading the replicas.
     logger.info("starting Ray, or connecting to its cluster")
     group.connect(replica_options.ranks * replicas, debug=debug)

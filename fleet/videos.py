@@ -19,13 +19,13 @@ from starlette.responses import FileResponse
 from para_core.fleet.failures import RequestError
 from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.jobs import Job, Jobs
-from para_core.fleet.middleware import printable
+from para_core.fleet.middleware import escape_unprintable
 from para_core.fleet.outputs import write_atomically
 from para_core.fleet.request import Request
 
 logger = logging.getLogger(__name__)
-_ID = re.compile(r"video_[0-9a-f]{32}")
-_RUNNING = ("queued", "in_progress")
+_ID_PATTERN = re.compile(r"video_[0-9a-f]{32}")
+_RUNNING_STATES = ("queued", "in_progress")
 
 
 class Videos:
@@ -59,11 +59,13 @@ class Videos:
             # Files that hold no record are left alone.
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 record = json.loads(path.read_bytes())
-                is_record = _ID.fullmatch(record["id"]) and {"status", "created_at", "expires_at"} <= record.keys()
+                is_record = (
+                    _ID_PATTERN.fullmatch(record["id"]) and {"status", "created_at", "expires_at"} <= record.keys()
+                )
                 if is_record and path.stem == record["id"]:
                     self._records[record["id"]] = record
         for record in self._records.values():
-            if record["status"] in _RUNNING:
+            if record["status"] in _RUNNING_STATES:
                 self._fail(record, "server_restarted", "the server ended before the video was done.")
         self._delete_expired()
 
@@ -140,7 +142,7 @@ class Videos:
     async def content(self, video_id: str, index: int = 0) -> FileResponse:
         """Fetch a file of a finished video: number ``index``, from 0, if the request generated several."""
         status = self._get(video_id)["status"]
-        if status in _RUNNING:
+        if status in _RUNNING_STATES:
             raise RequestError(409, "not_ready", f"video {video_id} is {status}.")
         if status != "completed":
             raise RequestError(404, "not_ready", f"video {video_id} is {status}.")
@@ -186,7 +188,7 @@ class Videos:
         if record.get("error") is None:
             logger.info("video %s: completed, %d s after it was requested", record["id"], now - record["created_at"])
         else:
-            reason = printable(record["error"]["message"])
+            reason = escape_unprintable(record["error"]["message"])
             logger.warning("video %s: failed, %d s after: %s", record["id"], now - record["created_at"], reason)
         if record["id"] in self._records:
             try:

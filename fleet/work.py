@@ -26,7 +26,7 @@ from para_core.fleet.request import Request, batch_arguments, split_request
 from para_core.instance.private_class import original_class
 from para_core.version import __version__
 
-_CALLBACK = "callback_on_step_end"
+_CALLBACK_ARGUMENT = "callback_on_step_end"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def generate_batch(
         decodes = first or recipe.vae or recipe.vae_on_first_rank
         previews = Previews(requests[0], send, decodes=decodes)
     start = time.perf_counter()
-    output = call_pipe(pipe, requests, **step_callback(pipe, watch, previews))
+    output = call_pipe(pipe, requests, **make_step_callback(pipe, watch, previews))
     seconds = time.perf_counter() - start
     if not first:
         return None
@@ -89,7 +89,7 @@ def generate_batch(
         image = share[0]
         if videos is not None:
             image = share[0][0]
-        described = {**metadata(pipe, request, recipe, seconds), "size": f"{image.width}x{image.height}"}
+        described = {**make_metadata(pipe, request, recipe, seconds), "size": f"{image.width}x{image.height}"}
         results.append(Result(tuple(encode(share, request.delivery)), described))
     return results
 
@@ -118,7 +118,7 @@ def _generate_parts(pipe: Any, request: Request, recipe: Recipe, watch: Watch) -
     files = [output for result in firsts for output in result.outputs]
     outputs = tuple(Output(f"-{index}.{output.format_}", output.data) for index, output in enumerate(files))
     seconds = sum(result.metadata["seconds"] for result in firsts)
-    described = {**metadata(pipe, request, recipe, seconds), "size": firsts[0].metadata["size"]}
+    described = {**make_metadata(pipe, request, recipe, seconds), "size": firsts[0].metadata["size"]}
     return [Result(outputs, described)]
 
 
@@ -142,7 +142,7 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
         return pipe(**arguments)
 
 
-def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
+def make_metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Return the metadata that are stored in the JSON file of a result: request, recipe, mesh, seconds, versions."""
     cache: list[str] | None = None
     if recipe.cache is not None:
@@ -163,12 +163,12 @@ def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dic
     }
 
 
-def step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> dict[str, Callable[..., Any]]:
+def make_step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> dict[str, Callable[..., Any]]:
     """Return ``{"callback_on_step_end": function}``. The function calls the functions of ``watch`` after each step.
 
     Return an empty dict if the pipeline's call has no such parameter.
     """
-    if not is_modular(pipe) and _CALLBACK not in inspect.signature(original_class(pipe).__call__).parameters:
+    if not is_modular(pipe) and _CALLBACK_ARGUMENT not in inspect.signature(original_class(pipe).__call__).parameters:
         return {}
     mesh = mesh_of(pipe)
 
@@ -185,7 +185,7 @@ def step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> 
                 raise RequestCancelled(f"cancelled after step {step + 1}.")
         return {}
 
-    return {_CALLBACK: at_step_end}
+    return {_CALLBACK_ARGUMENT: at_step_end}
 
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from starlette.requests import Request as HttpRequest
 
 from para_core.fleet.failures import RequestError
 from para_core.fleet.http.forms import read_form
-from para_core.fleet.image_classes import takes_no_image
-from para_core.fleet.image_files import open_image, white_where_transparent
+from para_core.fleet.image_classes import explain_refused_image
+from para_core.fleet.image_files import convert_mask, open_image
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import FORMATS
@@ -46,7 +46,16 @@ _CLIP_TOKENS = 77
 # Deepest nesting of lists and dicts in a field. Serializing a field for a replica recurses, so depth must be limited.
 _MAX_NESTING = 16
 # Fields of OpenAI's API that are accepted and ignored, because pipelines have nothing like them.
-_IGNORED = ("user", "model", "quality", "style", "background", "moderation", "input_fidelity", "safety_identifier")
+_IGNORED_FIELDS = (
+    "user",
+    "model",
+    "quality",
+    "style",
+    "background",
+    "moderation",
+    "input_fidelity",
+    "safety_identifier",
+)
 _FORMAT_NAMES = {"jpeg": "jpg"}
 # Value of a seed that asks for a random one, like null.
 _RANDOM_SEED = -1
@@ -98,7 +107,7 @@ def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
         "partial_images": (Annotated[int, Field(ge=0, le=3)] | None, 0),
         "output_format": (Literal[formats] | None, None),
         "output_compression": (Annotated[int, Field(ge=0, le=100)] | None, None),
-        **dict.fromkeys(_IGNORED, (Any, None)),
+        **dict.fromkeys(_IGNORED_FIELDS, (Any, None)),
     }
     if options.loras is not None:
         extra["lora"] = (Annotated[str, Field(description="name or name:scale", max_length=200)] | None, None)
@@ -113,8 +122,10 @@ async def read_content(http: HttpRequest, options: ServerOptions) -> tuple[Any, 
     """Receive the body of the HTTP request ``http``, but not more bytes than its limit.
 
     Return the unvalidated JSON value and no files, or the fields of a form and its files. A field that is a file has a
-    placeholder string as its value, which is the key of the file's contents. Raise RequestError if the body is too
-    large, too slow, or neither JSON nor a form.
+    placeholder string as its value, which is the key of the file's contents.
+
+    Raises:
+        RequestError: The body is too large, too slow, or neither JSON nor a form.
     """
     kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind not in ("application/json", "multipart/form-data"):
@@ -153,8 +164,10 @@ def read_request(
 ) -> Request:
     """Validate a body, the result of :func:`read_content`, and return its request.
 
-    ``schema`` is the result of :func:`body_schema`. Images are decoded to validate them. Raise RequestError if the body
-    is not valid, or the request exceeds a limit.
+    ``schema`` is the result of :func:`body_schema`. Images are decoded to validate them.
+
+    Raises:
+        RequestError: The body is not valid, or the request exceeds a limit.
     """
     files = dict(files)
     if isinstance(values, dict):
@@ -170,7 +183,7 @@ def read_request(
         if error.errors()[0]["loc"]:
             code = "invalid_value"
         raise RequestError(400, code, describe_error(error, model, "body")) from None
-    for name in _IGNORED:
+    for name in _IGNORED_FIELDS:
         fields.pop(name, None)
     format_ = fields.pop("output_format", options.delivery.format_)
     default_lora: str | None = None
@@ -327,7 +340,7 @@ def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], mod
         if name in sources:
             raise ValueError(f"field {sources[name]!r} and field {source!r} both set {name!r}: expected one of them.")
         if source in _PIPELINE_NAMES and source not in model.fields and not edited:
-            raise ValueError(takes_no_image(model))
+            raise ValueError(explain_refused_image(model))
         sources[name] = source
         named[name] = value
         if name in model.images or source in _PIPELINE_NAMES:
@@ -370,5 +383,5 @@ def _convert_masks(value: Any, files: dict[str, bytes]) -> Any:
     if not isinstance(value, str):
         return value
     key = f"mask {len(files)} of the body"
-    files[key] = white_where_transparent(_read_data(value, files))
+    files[key] = convert_mask(_read_data(value, files))
     return key
