@@ -23,7 +23,7 @@ from para_core.cli.option_files import ALIASES, options_in_files
 from para_core.cli.options import name_options, with_fields
 from para_core.cli.plan import plan
 from para_core.cli.serve import serve
-from para_core.fleet.failures import sentence
+from para_core.fleet.failures import describe_exception
 from para_core.version import __version__
 
 FAILED, WRONG_OPTION = 1, 2
@@ -91,16 +91,22 @@ def run(arguments: Sequence[str]) -> int:
     try:
         app(list(arguments))
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, int):
+            return end.code
+        return int(end.code is not None)
     except Exception as error:
         if "--debug" in arguments:
             raise
-        text = sentence(error)
-        stated = [*arguments, *options_in_files(arguments)]
-        named = name_options(text, stated) if isinstance(error, (ValueError, TypeError)) else text
+        text = describe_exception(error)
+        code = FAILED
+        if isinstance(error, (ValueError, TypeError)):
+            named = name_options(text, [*arguments, *options_in_files(arguments)])
+            if named != text:
+                text, code = named, WRONG_OPTION
         # Each rank prints its error, because it may be the only one that failed.
-        rank = os.environ.get("RANK") if "WORLD_SIZE" in os.environ else None
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            text = f"rank {os.environ['RANK']}: {text}"
         console = Console(stderr=True, soft_wrap=True, highlight=False)
-        console.print(f"[red]error:[/red] {escape(named if rank is None else f'rank {rank}: {named}')}")
-        return FAILED if named == text else WRONG_OPTION
+        console.print(f"[red]error:[/red] {escape(text)}")
+        return code
     return 0

@@ -22,14 +22,14 @@ from para_core.fleet.outputs import require_file, write_atomically
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request, make_request
 
-_PROMPT = "a large red circle in the centre on a white background"
+_DEFAULT_PROMPT = "a large red circle in the centre on a white background"
 _MB = 1e6
 
 
 def bench(
     *,
     model: options.Model = None,
-    prompt: Annotated[str, option("What to generate.", "TEXT", INPUT)] = _PROMPT,
+    prompt: Annotated[str, option("What to generate.", "TEXT", INPUT)] = _DEFAULT_PROMPT,
     call: options.CallOptions,
     out: Annotated[Path | None, option("JSON file of the figures.", "FILE", INPUT)] = None,
     warmup_runs: Annotated[int, option("Generations before the timed ones.", "N", INPUT, min=0)] = 1,
@@ -44,8 +44,10 @@ def bench(
     common = call.fields()
     options.GroupOptions(ranks).require_valid()
     checked = checks.check(model, run, debug=debug)
-    with_prompt = {"prompt": prompt, **common} if checked.selection.needs_prompt else common
-    checked.require_request(with_prompt, call.seed)
+    fields = common
+    if checked.selection.needs_prompt:
+        fields = {"prompt": prompt, **common}
+    checked.require_request(fields, call.seed)
     checked.require_ranks(ranks, 1)
     _require_new_file(out)
     stated = stated_ranks(ranks, 1)
@@ -58,14 +60,15 @@ def bench(
     from para_core.cli.ranks import count_ranks, is_first_rank
     from para_core.cli.signals import describe_signal, terminable
     from para_core.distributed.mesh_shape import mesh_sizes
-    from para_core.fleet.classical import refuse_ranks
+    from para_core.fleet.classical import check_ranks
     from para_core.fleet.libraries import quiet
 
     quiet(debug)
-    recipe, pipeline = checked.recipe, checks.describe_model(model, checked)
+    recipe = checked.recipe
+    pipeline = checks.describe_model(model, checked)
     num_ranks = count_ranks(ranks, 1)
     mesh_sizes(num_ranks, dict(recipe.mesh))  # raises if the mesh is too small
-    refuse_ranks(pipeline, num_ranks)
+    check_ranks(pipeline, num_ranks)
     if profile is not None and stated is None:
         require_new_traces(profile, num_ranks)
     request = _read_request(pipeline, common, prompt, call.seed)
@@ -110,7 +113,7 @@ def _read_request(model: Model, common: dict[str, Any], prompt: str, seed: int) 
 
 def _print(figures: dict[str, Any], console: Console) -> None:
     """Print the measured figures: as tables in a terminal, as Markdown elsewhere."""
-    console.print(_title(figures), markup=False, soft_wrap=True)
+    console.print(_make_title(figures), markup=False, soft_wrap=True)
     seconds = figures["seconds"]
     rows = [
         [f"s per {name}", *(f"{values[key]:.4g}" for key in ("median", "min", "max"))]
@@ -125,7 +128,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         "MB sent per step": ("bytes sent per step", _MB),
         "MB sent": ("bytes sent", _MB),
     }
-    ranks = [[_number(rank[key], unit) for key, unit in columns.values()] for rank in figures["ranks"]]
+    ranks = [[_format_number(rank[key], unit) for key, unit in columns.values()] for rank in figures["ranks"]]
     _print_table(["rank", *columns], [[str(index), *cells] for index, cells in enumerate(ranks)], console)
     if figures["recipe"]["compile"] != "no":
         console.print("Launches are those of eager code, which a compiled graph has fewer of.", soft_wrap=True)
@@ -133,23 +136,31 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         console.print("\n".join(describe_check(figures["check"])), markup=False, soft_wrap=True)
 
 
-def _title(figures: dict[str, Any]) -> str:
+def _make_title(figures: dict[str, Any]) -> str:
     mesh = " × ".join(f"{name} {size}" for name, size in figures["mesh"].items() if size > 1)
-    request, runs, warmup_runs = figures["request"], figures["runs"], figures["warmup_runs"]
+    request = figures["request"]
     sizes = [str(request[name]) for name in ("width", "height", "num_frames") if request.get(name) is not None]
-    parts = [
-        figures["pipeline"],
-        *([" × ".join(sizes)] if sizes else []),
-        *([f"{request['num_inference_steps']} steps"] if request.get("num_inference_steps") else []),
-        figures["dtype"],
-        f"{len(figures['ranks'])} × {figures['device']}" + (f" ({mesh})" if mesh else ""),
-        f"{runs} run{'s' if runs > 1 else ''} after {warmup_runs} to warm up",
-    ]
+    parts = [figures["pipeline"]]
+    if sizes:
+        parts.append(" × ".join(sizes))
+    if request.get("num_inference_steps"):
+        parts.append(f"{request['num_inference_steps']} steps")
+    parts.append(figures["dtype"])
+    devices = f"{len(figures['ranks'])} × {figures['device']}"
+    if mesh:
+        devices += f" ({mesh})"
+    parts.append(devices)
+    runs = f"{figures['runs']} run"
+    if figures["runs"] > 1:
+        runs += "s"
+    parts.append(f"{runs} after {figures['warmup_runs']} to warm up")
     return ", ".join(parts)
 
 
-def _number(value: float | None, unit: float = 1) -> str:
-    return "" if value is None else f"{value / unit:.5g}"
+def _format_number(value: float | None, unit: float = 1) -> str:
+    if value is None:
+        return ""
+    return f"{value / unit:.5g}"
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
@@ -169,19 +180,29 @@ def describe_check(check: dict[str, Any]) -> list[str]:
     """Return the lines that report ``check``, a result of :func:`para_core.cli.comparison.compare`."""
     from para_core.cli.comparison import ROUNDINGS
 
-    lossy, error, bound = check["approximations"], check["relative error"], check["bound"]
-    shown = "not finite" if error is None else f"{error:.3g}"
-    if lossy:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in lossy)
-        first = f"not exact ({names}): relative error {shown} from one rank with the same options; no bound applies"
+    error = "not finite"
+    if check["relative error"] is not None:
+        error = f"{check['relative error']:.3g}"
+    if check["approximations"]:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in check["approximations"])
+        first = f"not exact ({names}): relative error {error} from one rank with the same options; no bound applies"
     else:
+        verdict = "WRONG"
+        if check["passed"]:
+            verdict = "exact"
         first = (
-            f"{'exact' if check['passed'] else 'WRONG'}: relative error {shown} from the unmodified pipeline on one "
-            f"rank; another order of sums explains at most {bound:.3g} ({ROUNDINGS} times what one rounding of each "
-            "output of the transformer changes)"
+            f"{verdict}: relative error {error} from the unmodified pipeline on one rank; another order of sums "
+            f"explains at most {check['bound']:.3g} ({ROUNDINGS} times what one rounding of each output of the "
+            "transformer changes)"
         )
     return [
         first,
-        f"two runs: {'the same bits' if check['runs equal'] else 'different bits'}",
-        f"all ranks: {'the same bits' if check['ranks equal'] else 'different bits'}",
+        f"two runs: {_describe_equality(check['runs equal'])}",
+        f"all ranks: {_describe_equality(check['ranks equal'])}",
     ]
+
+
+def _describe_equality(equal: bool) -> str:
+    if equal:
+        return "the same bits"
+    return "different bits"

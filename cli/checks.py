@@ -35,8 +35,11 @@ class Checked:
     def require_request(self, fields: dict[str, Any], seed: int, *, several: bool = False) -> None:
         """Validate the fields of a request as far as they can be without the class itself.
 
-        ``several`` says that other requests complete the fields, so that prompt and images may be missing. Raise
-        typer.BadParameter if the prompt is missing, and ValueError or OSError if a field is invalid.
+        ``several`` says that other requests complete the fields, so that prompt and images may be missing.
+
+        Raises:
+            typer.BadParameter: The prompt is missing.
+            ValueError, OSError: A field is invalid.
         """
         from para_core.fleet.request import make_request
 
@@ -77,16 +80,22 @@ class Checked:
                 )
 
     def require_ranks(self, requested: int | None, replicas: int) -> None:
-        """Raise ValueError if the mesh is too small for the ranks, or typer.BadParameter if torchrun has others.
+        """Check the number of ranks, unless it depends on the GPUs, which only torch can count.
 
-        Nothing is checked if the number of ranks depends on the GPUs, which only torch can count.
+        Raises:
+            ValueError: The mesh is too small for the ranks.
+            typer.BadParameter: A number is below 1, or torchrun has started another number of ranks.
         """
         ranks = stated_ranks(requested, replicas)
         if ranks is not None:
             mesh_sizes(ranks, dict(self.recipe.mesh))
 
     def require_format(self, format_: str | None) -> None:
-        """Raise ValueError if the results of the model cannot be files of this format."""
+        """Check the format of the results, as far as the class is known.
+
+        Raises:
+            ValueError: The results of the model cannot be files of this format.
+        """
         from para_core.fleet.outputs import choose_format
 
         if self.draft is not None:
@@ -96,17 +105,22 @@ class Checked:
 def check(model: str | None, options: RecipeOptions, *, debug: bool = False) -> Checked:
     """Validate how a command would load ``model``. Imports no torch, so that a wrong option is answered at once.
 
-    Unless ``debug``, retries of downloads are not logged. Raise FileNotFoundError if the model, a ControlNet or a LoRA
-    does not exist; ModuleNotFoundError if an option needs a package that is not installed; ValueError or
-    typer.BadParameter if an option is invalid.
+    Unless ``debug``, retries of downloads are not logged.
+
+    Raises:
+        FileNotFoundError: The model, a ControlNet or a LoRA does not exist.
+        ModuleNotFoundError: An option needs a package that is not installed.
+        ValueError, typer.BadParameter: An option is invalid.
     """
     from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, describe_call, find_tiny_flux
     from para_core.fleet.recipe import Recipe, require_loras
     from para_core.fleet.selection import select_pipeline
 
     values = dict(vars(options))
-    backend, schedule = values["backend"], _read_schedule(values.pop("attention_schedule"), values["backend"])
-    values |= {"backend": schedule or backend, "mesh": parse_mesh_sizes(values["mesh"])}
+    schedule = _read_schedule(values.pop("attention_schedule"), values["backend"])
+    if schedule is not None:
+        values["backend"] = schedule
+    values["mesh"] = parse_mesh_sizes(values["mesh"])
     values["config"] = next(iter(values["config"] or ()), None)
     for name in ("controlnet", "lora"):
         values[name] = tuple(values.get(name) or ())
@@ -146,7 +160,11 @@ def _require_packages(recipe: Recipe) -> None:
 
 
 def require_package(package: str, user: str) -> None:
-    """Raise ModuleNotFoundError if ``package``, which ``user`` needs, is not installed."""
+    """Check that ``package``, which ``user`` needs, is installed.
+
+    Raises:
+        ModuleNotFoundError: The package is not installed.
+    """
     if find_spec(package) is None:
         raise ModuleNotFoundError(f"{user} needs {package}", name=package)
 
@@ -154,8 +172,9 @@ def require_package(package: str, user: str) -> None:
 def describe_model(model: str | None, checked: Checked) -> Model:
     """Return the description of ``model``, which :func:`check` accepted, by its class. Imports torch and diffusers.
 
-    Raise ImportError if a library is not installed, and ValueError or TypeError if the pipeline cannot run, or lacks
-    what an option needs.
+    Raises:
+        ImportError: A library is not installed.
+        ValueError, TypeError: The pipeline cannot run, or lacks what an option needs.
     """
     from para_core.attention.libraries import require_library
     from para_core.fleet.build import find_model
@@ -176,7 +195,11 @@ def describe_model(model: str | None, checked: Checked) -> Model:
 
 
 def require_images(model: Model, fields: dict[str, Any]) -> None:
-    """Raise typer.BadParameter if an image that every request of the pipeline needs is missing."""
+    """Check that ``fields`` have the images that every request of the pipeline needs.
+
+    Raises:
+        typer.BadParameter: An image is missing.
+    """
     for name in model.required:
         if fields.get(name) is None:
             way = f"--set {name}=FILE"

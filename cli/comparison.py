@@ -52,12 +52,12 @@ def make_reference(recipe: Recipe, request: Request) -> Reference:
     that work on one rank, uncompiled, so that the comparison shows only what the other ranks change.
     """
     if approximations(recipe):
-        alone = replace(on_one_rank(recipe), compile="no")
-        reference = Reference(_generate(build(alone), request), None)
+        single_rank = replace(on_one_rank(recipe), compile="no")
+        reference = Reference(_generate(build(single_rank), request), None)
     else:
         pipe = build_unmodified(recipe)
         pixels = _generate(pipe, request)
-        with _rounded_differently(pipe):
+        with _changing_rounding(pipe):
             rounding = relative_error(_generate(pipe, request), pixels)
         # The pixels are float32, which cannot represent a smaller relative change.
         reference = Reference(pixels, max(rounding, torch.finfo(torch.float32).eps))
@@ -89,11 +89,12 @@ def compare(
     error: float | None = None
     bound: float | None = None
     if reference is not None:
-        error, bound = relative_error(results[0], reference.pixels), reference.bound
+        error = relative_error(results[0], reference.pixels)
+        bound = reference.bound
     largest = max(float(error) for error in gather(error) if error is not None)
     return {
         "approximations": list(approximations(recipe)),
-        "relative error": _finite(largest),
+        "relative error": _replace_infinity(largest),
         "bound": bound,
         "runs equal": all(rank[0] == rank[1] for rank in of_ranks),
         "ranks equal": ranks_equal,
@@ -112,7 +113,7 @@ def relative_error(pixels: np.ndarray[Any, Any], expected: np.ndarray[Any, Any])
     return error
 
 
-def _finite(error: float) -> float | None:
+def _replace_infinity(error: float) -> float | None:
     """Return ``error`` for JSON, which cannot express infinity: None then."""
     if math.isfinite(error):
         return error
@@ -129,7 +130,7 @@ def _generate(pipe: Any, request: Request) -> np.ndarray[Any, Any]:
 
 
 @contextmanager
-def _rounded_differently(pipe: Any) -> Iterator[None]:
+def _changing_rounding(pipe: Any) -> Iterator[None]:
     """Inside this context, change each output element of the transformers and the UNet by one unit in the last place.
 
     Whether an element grows or shrinks is random, with a fixed seed.

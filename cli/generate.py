@@ -50,5 +50,7 @@ def generate(
     task = make_task(pipeline, checked.recipe, common, call.seed, files, group)
     if dry_run:
         show_plan(task)
-        raise typer.Exit(1 if task.problems else 0)
+        if task.problems:
+            raise typer.Exit(1)
+        raise typer.Exit
     raise typer.Exit(run_task(task, debug))

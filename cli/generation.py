@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import starmap
@@ -22,20 +22,20 @@ from para_core.cli.ranks import count_ranks, ending_on_error, from_first_rank, i
 from para_core.cli.signals import describe_signal, terminable
 from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.build import dtype_of
-from para_core.fleet.classical import refuse_ranks
+from para_core.fleet.classical import check_ranks
 from para_core.fleet.engine import open_ranks
 from para_core.fleet.lines import LineRun
 from para_core.fleet.memory import Memory, bytes_of_device, foresee_mesh, predict_memory
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import (
     Result,
-    alone_in,
     choose_format,
     choose_names,
-    digest,
-    digest_of,
+    compute_digest,
+    find_disk_problem,
+    lock_folder,
+    read_digest,
     require_room,
-    too_large,
     write_result,
 )
 from para_core.fleet.pipeline_info import Model
@@ -71,15 +71,18 @@ def make_task(
     """Validate the input of one command, and choose what to generate.
 
     ``common`` has the fields of every request that does not set them itself. It is the only request if ``files`` names
-    no file of prompts. Raise typer.BadParameter, ValueError or OSError if an option is invalid, or the results cannot
-    be written.
+    no file of prompts.
+
+    Raises:
+        typer.BadParameter, ValueError: An option is invalid.
+        OSError: A file cannot be read, or the results cannot be written.
     """
     prompts, folder, replicas = files.prompts, files.out, group.replicas
     ranks = count_ranks(group.ranks, replicas)
     chosen = choose_format(model, files.format_)
     mesh_sizes(ranks, dict(recipe.mesh))  # raises if the mesh is too small
-    refuse_ranks(model, ranks)
-    common = {**common, **{name: _absolute(common[name]) for name in model.images if name in common}}
+    check_ranks(model, ranks)
+    common = {**common, **{name: _make_absolute(common[name]) for name in model.images if name in common}}
     if prompts is None and "prompt" in model.fields and "prompt" not in common:
         raise typer.BadParameter("there is no prompt; expected --prompt TEXT or --prompts FILE.")
     fields = common
@@ -89,30 +92,36 @@ def make_task(
     # line.
     if prompts is None:
         require_images(model, common)
-    alone = model
+    validated = model
     if prompts is not None:
-        alone = replace(model, required=())
-    request = make_request(fields, alone, seed=seed, read_image=lambda path: Path(path).read_bytes())
-    lines, problems = [Line(1, request)], list[Problem]()
+        validated = replace(model, required=())
+    request = make_request(fields, validated, seed=seed, read_image=lambda path: Path(path).read_bytes())
+    lines = [Line(1, request)]
+    problems: list[Problem] = []
     if prompts is not None:
         lines, problems = read_prompts(prompts, model, common, seed=seed)
     delivery = Delivery(chosen, files.fps)
     lines = [replace(line, request=replace(line.request, delivery=delivery)) for line in lines]
-    lines = [replace(line, digest=digest(line.request, recipe, model.kind)) for line in lines]
-    left, finished = choose_names(folder, lines, files.name)
+    lines = [replace(line, digest=compute_digest(line.request, recipe, model.kind)) for line in lines]
+    unfinished, finished = choose_names(folder, lines, files.name)
     room = group.room or bytes_of_device(ranks * replicas)
-    reasons = _memory_problems(left, model, recipe, ranks, room)
+    reasons = _find_memory_problems(unfinished, model, recipe, ranks, room)
     if reasons and prompts is None:
         raise ValueError(reasons[1])
     if prompts is not None:
-        reasons |= {line.number: reason for line in left if (reason := too_large(folder, line.request, model.kind))}
+        for line in unfinished:
+            reason = find_disk_problem(folder, line.request, model.kind)
+            if reason is not None:
+                reasons[line.number] = reason
     problems = sorted([*problems, *starmap(Problem, reasons.items())], key=lambda problem: problem.number)
-    left = [line for line in left if line.number not in reasons]
-    disk = require_room(folder, [line.request for line in left], model.kind)
-    return GenerationTask(model, recipe, left, finished, problems, folder, chosen, disk, ranks, replicas, room)
+    accepted = [line for line in unfinished if line.number not in reasons]
+    disk = require_room(folder, [line.request for line in accepted], model.kind)
+    return GenerationTask(model, recipe, accepted, finished, problems, folder, chosen, disk, ranks, replicas, room)
 
 
-def _memory_problems(lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float) -> dict[int, str]:
+def _find_memory_problems(
+    lines: Sequence[Line], model: Model, recipe: Recipe, ranks: int, room: float
+) -> dict[int, str]:
     """Return error messages by number for the lines that are predicted to need more than ``room`` bytes on a rank.
 
     A prediction takes seconds, so if no line exceeds the usual size of a result, no prediction is made.
@@ -121,7 +130,10 @@ def _memory_problems(lines: Sequence[Line], model: Model, recipe: Recipe, ranks:
     if all(number <= USUAL_PIXELS[model.kind] for number in pixels.values()):
         return {}
     _, memory = _foresee(model, recipe, ranks, room)
-    return {number: reason for number, size in pixels.items() if memory and (reason := memory.problem(size))}
+    if memory is None:
+        return {}
+    problems = {number: memory.problem(size) for number, size in pixels.items()}
+    return {number: problem for number, problem in problems.items() if problem is not None}
 
 
 def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dict[str, int], Memory | None]:
@@ -139,11 +151,11 @@ def _foresee(model: Model, recipe: Recipe, ranks: int, room: float) -> tuple[dic
         return sizes, None
 
 
-def _absolute(value: Any) -> Any:
+def _make_absolute(value: Any) -> Any:
     # Options on the command line have paths relative to the current folder, unlike the lines of a prompt file, whose
     # paths are relative to that file.
     if isinstance(value, list):
-        return [_absolute(item) for item in value]
+        return [_make_absolute(item) for item in value]
     if isinstance(value, str):
         return str(Path(value).absolute())
     return value
@@ -168,8 +180,12 @@ def run_task(task: GenerationTask, debug: bool) -> int:
         return code
 
     try:
-        with alone_in(task.folder) if first and task.lines else nullcontext(), terminable(report_end):
-            failures = _generate_lines(task, debug) if task.lines else []
+        with ExitStack() as stack:
+            if first and task.lines:
+                stack.enter_context(lock_folder(task.folder))
+            stack.enter_context(terminable(report_end))
+            if task.lines:
+                failures = _generate_lines(task, debug)
     except KeyboardInterrupt as end:
         return report_end(end)
     except Exception:
@@ -214,7 +230,7 @@ def _print_results(task: GenerationTask, failures: Sequence[Problem], console: C
 
 def _finished_names(task: GenerationTask) -> list[str]:
     """Return the names of the task's results that are complete in its folder."""
-    return [line.name for line in task.lines if digest_of(task.folder, line.name) == line.digest]
+    return [line.name for line in task.lines if read_digest(task.folder, line.name) == line.digest]
 
 
 def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
@@ -241,7 +257,8 @@ def _generate_lines(task: GenerationTask, debug: bool) -> list[Problem]:
 
 def _generate_on_one_group(task: GenerationTask, debug: bool) -> list[Problem]:
     # Ranks of torchrun may see different finished results in the folder, so the first rank's lines count.
-    lines, first = from_first_rank(task.lines), is_first_rank()
+    lines = from_first_rank(task.lines)
+    first = is_first_rank()
     options = ReplicaOptions(task.ranks)
     load = partial(load_rank, task.recipe, options, encode_first=len(lines) > 1, debug=debug)
     with closing(open_ranks(load, task.ranks, timeout=task.recipe.timeout, debug=debug)) as ranks:
@@ -249,7 +266,9 @@ def _generate_on_one_group(task: GenerationTask, debug: bool) -> list[Problem]:
             ranks.start()
         bars = Bars(len(lines), shown=first)
         # If a rank dies, all of them load again.
-        with bars, showing_log(bars.console) if first else nullcontext():
+        with bars, ExitStack() as stack:
+            if first:
+                stack.enter_context(showing_log(bars.console))
             return LineRun(ranks, lines, partial(write_result, task.folder), bars, debug).run()
 
 
@@ -261,17 +280,17 @@ def show_plan(task: GenerationTask) -> None:
         "model": f"{recipe.model} ({task.model.pipeline}, {task.model.kind}s)",
         "configs": recipe.config,
         "ControlNet": ", ".join(recipe.controlnet),
-        "ranks": _ranks(task),
-        "mesh": _mesh(recipe, sizes),
-        "cache": _cache(recipe),
+        "ranks": _describe_ranks(task),
+        "mesh": _describe_mesh(recipe, sizes),
+        "cache": _describe_cache(recipe),
         "compile": recipe.compile,
-        "weights": _weights(recipe),
+        "weights": _describe_weights(recipe),
         "text encoders": recipe.encoders_placement,
         "in host memory": {"blocks": "blocks", "model": "what does not run"}.get(recipe.offload or "", "nothing"),
-        "VAE": _vae(recipe),
+        "VAE": _describe_vae(recipe),
         "dtype": recipe.dtype,
         "LoRA": ", ".join(recipe.lora) or "none",
-        "memory": _memory(task, memory),
+        "memory": _describe_memory(task, memory),
         "to generate": f"{len(task.lines)}, {len(task.finished)} finished, {len(task.problems)} bad",
         "results": f"{task.folder}/*.{task.format_}, at most {task.bytes_ / 1e6:.1f} MB",
     }
@@ -286,13 +305,13 @@ def show_plan(task: GenerationTask) -> None:
     _print_warnings(task, console)
 
 
-def _ranks(task: GenerationTask) -> str:
+def _describe_ranks(task: GenerationTask) -> str:
     if task.replicas > 1:
         return f"{task.replicas} × {task.ranks}"
     return str(task.ranks)
 
 
-def _mesh(recipe: Recipe, sizes: dict[str, int]) -> str:
+def _describe_mesh(recipe: Recipe, sizes: dict[str, int]) -> str:
     if not sizes:
         return "chosen when loaded: the predicted fastest, or CFG branches first, then heads, then the ring"
     mesh = " × ".join(f"{name} {size}" for name, size in sizes.items())
@@ -301,19 +320,19 @@ def _mesh(recipe: Recipe, sizes: dict[str, int]) -> str:
     return mesh
 
 
-def _cache(recipe: Recipe) -> str:
+def _describe_cache(recipe: Recipe) -> str:
     if recipe.cache is None:
         return "none"
     return f"First Block Cache, threshold {recipe.cache}"
 
 
-def _weights(recipe: Recipe) -> str:
+def _describe_weights(recipe: Recipe) -> str:
     if recipe.quantize is None:
         return recipe.weights
     return f"{recipe.weights}, {recipe.quantize} (not exact)"
 
 
-def _memory(task: GenerationTask, memory: Memory | None) -> str:
+def _describe_memory(task: GenerationTask, memory: Memory | None) -> str:
     pixels = max((estimated_pixels(line.request, task.model.kind) for line in task.lines), default=0)
     if memory is None or pixels == 0:
         return "not predicted"
@@ -321,7 +340,7 @@ def _memory(task: GenerationTask, memory: Memory | None) -> str:
     return f"{needed:.3g} of {task.room / 1e9:.3g} GB on each rank, predicted without the VAE"
 
 
-def _vae(recipe: Recipe) -> str:
+def _describe_vae(recipe: Recipe) -> str:
     if recipe.vae_on_first_rank:
         return "on the first rank, in host memory"
     where = "on each rank"

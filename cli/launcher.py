@@ -15,10 +15,13 @@ def in_torchrun() -> bool:
 def stated_ranks(requested: int | None, replicas: int) -> int | None:
     """Return the number of ranks of each replica: torchrun's, else ``requested``; None if it depends on the GPUs.
 
-    Raise typer.BadParameter if a number is below 1 or contradicts torchrun's ranks.
+    Raises:
+        typer.BadParameter: A number is below 1, or contradicts torchrun's ranks.
     """
     if replicas < 1 or (requested is not None and requested < 1):
-        numbers = f"--replicas {replicas}" if requested is None else f"--ranks {requested} and --replicas {replicas}"
+        numbers = f"--replicas {replicas}"
+        if requested is not None:
+            numbers = f"--ranks {requested} and {numbers}"
         raise typer.BadParameter(f"{numbers}: expected at least 1 of each.")
     if not in_torchrun():
         return requested

@@ -27,13 +27,13 @@ from para_core.fleet.engine import LaunchedRanks, OwnRank, open_ranks
 from para_core.fleet.libraries import quiet
 from para_core.fleet.recipe import Recipe, can_verify
 from para_core.fleet.request import Request
-from para_core.fleet.work import Watch, call_pipe, metadata, step_callback
+from para_core.fleet.work import Watch, call_pipe, make_metadata, make_step_callback
 from para_core.launcher.link import Link
 from para_core.progress import report
 from para_core.recorder.run_counter import RunCounter
 
 # Additional timeout in seconds, because the other ranks wait while the first rank generates alone for the comparison.
-_ALONE = 24 * 3600.0
+_SECONDS_OF_REFERENCE = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,26 @@ def measure(job: MeasurementJob, ranks: int) -> dict[str, Any] | None:
     On a rank of torchrun, an exception ends the process: other ranks may wait for this one in a collective.
     """
     with ending_on_error(debug=job.debug):
-        reference = _reference(job, ranks) if job.check and is_first_rank() else None
-        with process_group(job.recipe, late=_ALONE if job.check else 0.0):
+        reference: Reference | None = None
+        late = 0.0
+        if job.check:
+            late = _SECONDS_OF_REFERENCE
+            if is_first_rank():
+                reference = _generate_reference(job, ranks)
+        with process_group(job.recipe, late=late):
             return _measure_on(job, ranks, reference)
 
 
-def _reference(job: MeasurementJob, ranks: int) -> Reference:
+def _generate_reference(job: MeasurementJob, ranks: int) -> Reference:
     """Return the result of one rank alone: of this process if it is a rank, before it is in a process group."""
     load = partial(_Reference, job)
-    alone: LaunchedRanks | OwnRank = OwnRank(load)
+    single_rank: LaunchedRanks | OwnRank = OwnRank(load)
     if isinstance(open_ranks(load, ranks, timeout=job.recipe.timeout), LaunchedRanks):
-        alone = LaunchedRanks(load, 1, timeout=job.recipe.timeout, debug=job.debug)
-    with closing(alone), showing_phases():
+        single_rank = LaunchedRanks(load, 1, timeout=job.recipe.timeout, debug=job.debug)
+    with closing(single_rank), showing_phases():
         report("generating on one rank, for the comparison")
-        alone.start()
-        reference: Reference = alone.call("make")
+        single_rank.start()
+        reference: Reference = single_rank.call("make")
         return reference
 
 
@@ -89,8 +94,8 @@ def _measure_on(job: MeasurementJob, ranks: int, reference: Reference | None) ->
     # An exact transformer is compared call by call as well, which names the module if it differs. The comparison costs
     # a call of the transformer, so it takes place in a run that is not timed.
     verifies = job.check and ranks > 1 and can_verify(job.recipe)
-    load, timeout = partial(MeasuredRank, job, verifies), job.recipe.timeout
-    with closing(open_ranks(load, ranks, timeout=timeout, debug=job.debug)) as group:
+    load = partial(MeasuredRank, job, verifies)
+    with closing(open_ranks(load, ranks, timeout=job.recipe.timeout, debug=job.debug)) as group:
         with showing_phases(shown=first):
             group.start()
         total = max(job.warmup_runs, int(verifies)) + job.runs + 1 + (job.profile is not None) + 2 * job.check
@@ -104,7 +109,8 @@ class MeasuredRank:
 
     def __init__(self, job: MeasurementJob, verifies: bool = False) -> None:
         quiet(job.debug)
-        self._job, self._warmup_runs = job, max(job.warmup_runs, int(verifies))
+        self._job = job
+        self._warmup_runs = max(job.warmup_runs, int(verifies))
         self._pipe = build(replace(job.recipe, verify=verifies or job.recipe.verify))
 
     def measure(self, reference: Reference | None, link: Link) -> dict[str, Any] | None:
@@ -121,20 +127,23 @@ class MeasuredRank:
         _reset_memory()
         runs = []
         for _ in range(job.runs):
-            runs.append(timed_run(pipe, job.request))
+            runs.append(time_run(pipe, job.request))
             done()
-        memory = _memory()
+        memory = _read_peak_memory()
         counts = count_run(pipe, job.request)
         done()
         if job.profile is not None:
             _profile(pipe, job.request, job.profile)
             done()
-        reference = reference if first else None
-        check = compare(pipe, job.request, job.recipe, reference, done) if job.check else None
+        if not first:
+            reference = None
+        check: dict[str, Any] | None = None
+        if job.check:
+            check = compare(pipe, job.request, job.recipe, reference, done)
         ranks = gather({"runs": runs, **memory, **counts})
         if not first:
             return None
-        described = metadata(pipe, job.request, job.recipe, 0.0)
+        described = make_metadata(pipe, job.request, job.recipe, 0.0)
         del described["seconds"]
         return {
             "date": time.strftime("%Y-%m-%d"),
@@ -142,37 +151,40 @@ class MeasuredRank:
             "dtype": str(dtype_of(job.recipe)).removeprefix("torch."),
             "warmup_runs": job.warmup_runs,
             "runs": job.runs,
-            "seconds": _seconds([rank.pop("runs") for rank in ranks]),
+            "seconds": _summarize_seconds([rank.pop("runs") for rank in ranks]),
             "ranks": ranks,
             "check": check,
         }
 
 
-def timed_run(pipe: Any, request: Request) -> dict[str, Any]:
+def time_run(pipe: Any, request: Request) -> dict[str, Any]:
     """Generate once, and return ``{"seconds": of the generation, "steps": [of each step but the first]}``.
 
     On a GPU, steps are timed with events. The device is synchronized only before and after the generation, because
     waiting after each step would slow it down.
     """
     on_gpu = torch.cuda.is_available()
-    marks: list[Any] = []
+    instants: list[float] = []
+    events: list[torch.cuda.Event] = []
 
     def mark(step: int) -> None:
         if on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            marks.append(event)
+            events.append(event)
         else:
-            marks.append(time.perf_counter())
+            instants.append(time.perf_counter())
 
-    options = step_callback(pipe, Watch(progress=mark))
+    options = make_step_callback(pipe, Watch(progress=mark))
     _wait_for_ranks()
     start = time.perf_counter()
     call_pipe(pipe, [request], **options)
     if on_gpu:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    steps = [a.elapsed_time(b) / 1e3 if on_gpu else b - a for a, b in pairwise(marks)]
+    steps = [end - begin for begin, end in pairwise(instants)]
+    if on_gpu:
+        steps = [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
     return {"seconds": seconds, "steps": steps}
 
 
@@ -183,21 +195,19 @@ def _wait_for_ranks() -> None:
         torch.cuda.synchronize()
 
 
-def _seconds(runs_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Summarize the results of :func:`timed_run` for each rank and run. The slowest rank counts."""
+def _summarize_seconds(runs_of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Summarize the results of :func:`time_run` for each rank and run. The slowest rank counts."""
     runs = list(zip(*runs_of_ranks, strict=True))
     generations = [max(rank["seconds"] for rank in run) for run in runs]
     # The cache may skip some steps, so a run is represented by the mean over its steps.
     means = [max(sum(rank["steps"]) / len(rank["steps"]) for rank in run) for run in runs if run[0]["steps"]]
-    return {
-        "per generation": _summary(generations),
-        "per step": {**_summary(means), "steps of first rank": [list(run[0]["steps"]) for run in runs]}
-        if means
-        else None,
-    }
+    per_step: dict[str, Any] | None = None
+    if means:
+        per_step = {**_summarize(means), "steps of first rank": [list(run[0]["steps"]) for run in runs]}
+    return {"per generation": _summarize(generations), "per step": per_step}
 
 
-def _summary(values: Sequence[float]) -> dict[str, Any]:
+def _summarize(values: Sequence[float]) -> dict[str, Any]:
     return {"median": median(values), "min": min(values), "max": max(values), "each": list(values)}
 
 
@@ -210,14 +220,18 @@ def _reset_memory() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _memory() -> dict[str, int | None]:
+def _read_peak_memory() -> dict[str, int | None]:
     """Return this rank's peak bytes since :func:`_reset_memory`, as ``{"device memory": …, "host memory": …}``.
 
     Device memory is None without a GPU. If the peak of host memory cannot be reset, it is that since the process began.
     """
-    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    device: int | None = None
+    if torch.cuda.is_available():
+        device = torch.cuda.max_memory_allocated()
     # ru_maxrss is not reset by clear_refs, but exists beyond Linux. Its unit is a byte on macOS, else 1024 bytes.
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":
+        host *= 1024
     with suppress(OSError):
         for kilobytes in re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text()):
             host = int(kilobytes) * 1024
@@ -235,25 +249,33 @@ def count_run(pipe: Any, request: Request) -> dict[str, Any]:
         names = {"launches": counter.launches, "collectives": counter.collectives}
         return {**names, "bytes sent": counter.bytes_sent}
 
-    options = step_callback(pipe, Watch(progress=lambda step: at_steps.append(counts())))
+    options = make_step_callback(pipe, Watch(progress=lambda step: at_steps.append(counts())))
     _wait_for_ranks()
     # RunCounter is a dispatch mode, inside which a module compiled in place (module.compile()) raises. So run it
     # uncompiled.
     with torch.compiler.set_stance("force_eager"), RunCounter() as counter:
         call_pipe(pipe, [request], **options)
-    total, steps = counts(), len(at_steps) - 1
-    means = {name: (at_steps[-1][name] - at_steps[0][name]) / steps if steps > 0 else None for name in total}
-    return {**total, **{f"{name} per step": mean for name, mean in means.items()}}
+    total = counts()
+    figures: dict[str, Any] = {**total, **{f"{name} per step": None for name in total}}
+    steps = len(at_steps) - 1
+    if steps > 0:
+        for name in total:
+            figures[f"{name} per step"] = (at_steps[-1][name] - at_steps[0][name]) / steps
+    return figures
 
 
 def _profile(pipe: Any, request: Request, folder: Path) -> None:
     """Generate once, and write this rank's profiler trace in Chrome's format, which Perfetto opens."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
     _wait_for_ranks()
     with profile(activities=activities) as profiler, record_function("para_core: one generation"):
         call_pipe(pipe, [request])
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = 0
+    if dist.is_initialized():
+        rank = dist.get_rank()
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(trace_path(folder, rank)))

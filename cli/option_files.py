@@ -20,9 +20,9 @@ SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 # Names that the command line accepts in place of an option's own name.
 ALIASES = {"attention-backend": "backend"}
 # The value of a flag whose second name, such as no-vae, has one of these values.
-_OPPOSITE = {"true": "false", "yes": "false", "on": "false", "false": "true", "no": "true", "off": "true"}
+_OPPOSITE_VALUES = {"true": "false", "yes": "false", "on": "false", "false": "true", "no": "true", "off": "true"}
 # Options that a file cannot set.
-_ON_THE_LINE = ("help",)
+_COMMAND_LINE_ONLY = ("help",)
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,17 @@ def read_config(context: typer.Context, values: Sequence[str] | None) -> list[st
     """Make the values in files of options the defaults of the command, and return the other values of ``--config``.
 
     Runs before click reads the other options. A later file has priority over an earlier one, and the command line over
-    files. At most one value is returned: the configs of a single-file model. Raise typer.BadParameter if a file cannot
-    be read, or has an unknown key or a value that the option cannot have.
+    files. At most one value is returned: the configs of a single-file model.
+
+    Raises:
+        typer.BadParameter: A file cannot be read, or has an unknown key or a value that the option cannot have.
     """
     if context.resilient_parsing:
         return []
     defaults: dict[str, Any] = {}
     for value in values or ():
         if is_option_file(value):
-            defaults |= _defaults_in(Path(value), context)
+            defaults |= _read_defaults(Path(value), context)
     others = [value for value in values or () if not is_option_file(value)]
     in_files = defaults.pop("config", [])
     for value in in_files:
@@ -66,7 +68,11 @@ def read_config(context: typer.Context, values: Sequence[str] | None) -> list[st
 
 
 def read_option_files_only(context: typer.Context, values: Sequence[str] | None) -> list[str]:
-    """Do the same as :func:`read_config` for a command without a model of files. Refuse any other value."""
+    """Do the same as :func:`read_config` for a command without a model of files.
+
+    Raises:
+        typer.BadParameter: A value names no file of options; and as :func:`read_config`.
+    """
     configs = read_config(context, values)
     if configs:
         raise typer.BadParameter(f"{configs[0]}: expected a file of options ({', '.join(SUFFIXES)}).")
@@ -85,20 +91,21 @@ def options_in_files(arguments: Sequence[str]) -> list[str]:
         except typer.BadParameter:
             continue
         sections = [section for section in content.values() if isinstance(section, dict)]
-        names += [_name(key) for entries in (content, *sections) for key in entries]
+        names += [_option_name(key) for entries in (content, *sections) for key in entries]
     return [f"--{name}" for name in names]
 
 
-def _defaults_in(path: Path, context: typer.Context) -> dict[str, Any]:
+def _read_defaults(path: Path, context: typer.Context) -> dict[str, Any]:
     """Return the values in a file by parameter of the command. Those in its section have priority."""
     content = _parse(path)
-    group = None if context.parent is None else context.parent.command
-    commands: Mapping[str, Any] = getattr(group, "commands", {})
+    commands: Mapping[str, Any] = {}
+    if context.parent is not None:
+        commands = getattr(context.parent.command, "commands", {})
     defaults: dict[str, Any] = {}
     section: dict[str, Any] = {}
     for key, value in content.items():
         if key not in commands:
-            defaults |= _default(path, key, value, context, commands)
+            defaults |= _read_default(path, key, value, context, commands)
             continue
         if not isinstance(value, dict):
             raise typer.BadParameter(f"{path} has {value!r:.40} for {key}, a command; expected its options.")
@@ -107,28 +114,32 @@ def _defaults_in(path: Path, context: typer.Context) -> dict[str, Any]:
         for name in value:
             _require_known(path, name, commands[key], key, {})
     for key, value in section.items():
-        defaults |= _default(path, key, value, context, commands)
+        defaults |= _read_default(path, key, value, context, commands)
     return defaults
 
 
-def _default(path: Path, key: str, value: Any, context: typer.Context, commands: Mapping[str, Any]) -> dict[str, Any]:
+def _read_default(
+    path: Path, key: str, value: Any, context: typer.Context, commands: Mapping[str, Any]
+) -> dict[str, Any]:
     target = _require_known(path, key, context.command, context.info_name or "", commands)
     parameter = target.parameter
     several = bool(getattr(parameter, "multiple", False))
     if isinstance(value, dict) or (isinstance(value, list) and not several):
         raise typer.BadParameter(f"{path} has {value!r:.60} for {key}; expected one value.")
-    values = value if isinstance(value, list) else [value]
-    texts = [_text(path, key, item) for item in values]
+    values = value
+    if not isinstance(values, list):
+        values = [values]
+    texts = [_make_text(path, key, item) for item in values]
     if several:
         return {parameter.name: texts}
     if target.negated:
-        if texts[0].lower() not in _OPPOSITE:
+        if texts[0].lower() not in _OPPOSITE_VALUES:
             raise typer.BadParameter(f"{path} has {texts[0]!r:.60} for {key}, a flag; expected true or false.")
-        return {parameter.name: _OPPOSITE[texts[0].lower()]}
+        return {parameter.name: _OPPOSITE_VALUES[texts[0].lower()]}
     return {parameter.name: texts[0]}
 
 
-def _text(path: Path, key: str, value: Any) -> str:
+def _make_text(path: Path, key: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if value is None or isinstance(value, (dict, list)):
@@ -138,12 +149,12 @@ def _text(path: Path, key: str, value: Any) -> str:
 
 def _require_known(path: Path, key: str, command: Any, name: str, commands: Mapping[str, Any]) -> _Target:
     """Return the target of a key. Raise typer.BadParameter if the command has no option of this name."""
-    targets = _targets(command)
-    target = targets.get(_name(key))
+    targets = _find_targets(command)
+    target = targets.get(_option_name(key))
     if target is not None:
         return target
-    close = difflib.get_close_matches(_name(key), targets, n=1)
-    owners = [other for other, sibling in commands.items() if _name(key) in _targets(sibling)]
+    close = difflib.get_close_matches(_option_name(key), targets, n=1)
+    owners = [other for other, sibling in commands.items() if _option_name(key) in _find_targets(sibling)]
     if owners:
         hint = f"It is an option of {', '.join(owners)}: write it below '{owners[0]}:'."
     elif close:
@@ -153,18 +164,18 @@ def _require_known(path: Path, key: str, command: Any, name: str, commands: Mapp
     raise typer.BadParameter(f"{path} has {key[:40]!r}, which is no option of para_core {name}. {hint}")
 
 
-def _targets(command: Any) -> dict[str, _Target]:
+def _find_targets(command: Any) -> dict[str, _Target]:
     targets = {
         option.lstrip("-"): _Target(parameter, negated)
         for parameter in command.params
-        if parameter.name not in _ON_THE_LINE
+        if parameter.name not in _COMMAND_LINE_ONLY
         for negated, options in ((False, parameter.opts), (True, parameter.secondary_opts))
         for option in options
     }
     return {**targets, **{alias: targets[name] for alias, name in ALIASES.items() if name in targets}}
 
 
-def _name(key: str) -> str:
+def _option_name(key: str) -> str:
     return key.replace("_", "-")
 
 
@@ -187,12 +198,12 @@ def _parse(path: Path) -> dict[str, Any]:
 def _require_unique(content: Any) -> None:
     """Raise ValueError if two keys are the same option, such as ``max-size`` and ``max_size``."""
     if isinstance(content, dict):
-        _unique((_name(key), value) for key, value in content.items())
+        _make_dict((_option_name(key), value) for key, value in content.items())
         for value in content.values():
             _require_unique(value)
 
 
-def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def _make_dict(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
@@ -209,12 +220,14 @@ def _parse_yaml(text: str) -> Any:
         node = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
-    return {} if node is None else _yaml_value(node)
+    if node is None:
+        return {}
+    return _yaml_value(node)
 
 
 def _yaml_value(node: Any) -> Any:
     if node.id == "mapping":
-        return _unique(_yaml_pairs(node))
+        return _make_dict(_yaml_pairs(node))
     if node.id == "sequence":
         return [_yaml_value(item) for item in node.value]
     return node.value
@@ -228,7 +241,7 @@ def _yaml_pairs(node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique, parse_float=str, parse_int=str, parse_constant=str)
+    return json.loads(text, object_pairs_hook=_make_dict, parse_float=str, parse_int=str, parse_constant=str)
 
 
 def _parse_toml(text: str) -> Any:

@@ -35,7 +35,11 @@ def flag(name: str, help_: str, panel: str | None = None) -> Any:
 
 
 def read_folder(text: str | Path) -> Path:
-    """Return the folder as a path. Raise ValueError if ``text`` is empty, as from an unset variable of the shell."""
+    """Return the folder as a path.
+
+    Raises:
+        ValueError: ``text`` is empty, as from an unset variable of the shell.
+    """
     if text == "":
         raise ValueError("expected a folder")
     return Path(text)
@@ -81,13 +85,16 @@ class CallOptions:
     def fields(self, **others: Any) -> dict[str, Any]:
         """Return the fields of a request except the seed: options that are given, and entries of ``others`` but None.
 
-        Raise typer.BadParameter if two options set the same field.
+        Raises:
+            typer.BadParameter: Two options set the same field.
         """
         named: dict[str, Any] = {"size": self.size, "steps": self.steps, "frames": self.frames, "image": self.image}
         named |= {"guidance_scale": self.guidance, "negative_prompt": self.negative_prompt, **others}
         common = {name: value for name, value in named.items() if value is not None}
         fields = read_fields(self.set_)
-        set_by_options = {*common, *(["seed"] if self.seed else [])}
+        set_by_options = set(common)
+        if self.seed:
+            set_by_options.add("seed")
         for field in set_by_options & fields.keys():
             raise typer.BadParameter(f"--set {field} and the option for it: expected one of them.")
         if "size" in common and fields.keys() & {"height", "width"}:
@@ -105,7 +112,7 @@ class RecipeOptions(SimpleNamespace):
     @classmethod
     def parameters(cls) -> list[Parameter]:
         """Return the options as keyword parameters for typer."""
-        return [_CONFIG, *_parameters_of_recipe(lambda command: True)]
+        return [_CONFIG_PARAMETER, *_parameters_of_recipe(lambda command: True)]
 
 
 class RunOptions(RecipeOptions):
@@ -128,7 +135,7 @@ def _parameters_of_recipe(has: Callable[[Command], bool]) -> list[Parameter]:
     for declaration, command in sorted(declared, key=lambda each: each[1].panel):
         parameters.append(_parameter(declaration, command))
         if declaration.name == "backend":
-            parameters.append(_SCHEDULE)
+            parameters.append(_SCHEDULE_PARAMETER)
     return parameters
 
 
@@ -158,13 +165,13 @@ def _parameter(declaration: Declaration, words: Command) -> Parameter:
     return Parameter(declaration.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-_SCHEDULE = Parameter(
+_SCHEDULE_PARAMETER = Parameter(
     "attention_schedule",
     Parameter.KEYWORD_ONLY,
     default=None,
     annotation=Annotated[str | None, option("Middle steps: sage:4:4, keys=0.5:4:4.", "HOW:N:N", PIPELINE)],
 )
-_CONFIG = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Config)
+_CONFIG_PARAMETER = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=Config)
 
 
 @dataclass(frozen=True)
@@ -176,17 +183,25 @@ class GroupOptions:
     replicas: Annotated[int, option("Groups of ranks, on Ray.", "N", RANKS)] = 1
 
     def require_valid(self) -> None:
-        """Raise typer.BadParameter if the memory is not positive, or there is not at least one rank and replica."""
+        """Check the memory, and the numbers of ranks and replicas.
+
+        Raises:
+            typer.BadParameter: The memory is not positive, or there is not at least one rank and replica.
+        """
         if self.memory is not None and not self.memory > 0:
             raise typer.BadParameter(f"--memory {self.memory:g}: expected more than 0 GB.")
         if self.replicas < 1 or (self.ranks is not None and self.ranks < 1):
-            ranks = "" if self.ranks is None else f"--ranks {self.ranks} and "
-            raise typer.BadParameter(f"{ranks}--replicas {self.replicas}: expected at least 1 of each.")
+            numbers = f"--replicas {self.replicas}"
+            if self.ranks is not None:
+                numbers = f"--ranks {self.ranks} and {numbers}"
+            raise typer.BadParameter(f"{numbers}: expected at least 1 of each.")
 
     @property
     def room(self) -> float | None:
         """Bytes that a rank may hold, None for the memory of its device."""
-        return None if self.memory is None else self.memory * 1e9
+        if self.memory is None:
+            return None
+        return self.memory * 1e9
 
 
 @dataclass(frozen=True)
@@ -250,7 +265,8 @@ def _parameters_of(group: Any) -> list[Parameter]:
 def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
     """Parse ``FIELD=JSON`` options into a dict. A value that is not JSON is kept as a string.
 
-    Raise typer.BadParameter if an option has no ``=``, or two options set the same field.
+    Raises:
+        typer.BadParameter: An option has no ``=``, or two options set the same field.
     """
     fields: dict[str, Any] = {}
     for text in texts or ():
@@ -267,14 +283,14 @@ def read_fields(texts: Sequence[str] | None) -> dict[str, Any]:
 
 
 # Maps an argument or field to the command-line option that sets it, if the names differ.
-_OPTIONS = {
+_OPTION_NAMES = {
     "num_inference_steps": "steps",
     "num_frames": "frames",
     "guidance_scale": "guidance",
     "ranks_per_host": "per-host",
     **dict.fromkeys(("height", "width"), "size"),
 }
-_SUBJECT = re.compile(r"^(?P<argument>\w+)(?= (is|are|has) )|\bfield '(?P<field>\w+)'")
+_SUBJECT_PATTERN = re.compile(r"^(?P<argument>\w+)(?= (is|are|has) )|\bfield '(?P<field>\w+)'")
 
 
 def name_options(text: str, arguments: Sequence[str]) -> str:
@@ -288,10 +304,10 @@ def name_options(text: str, arguments: Sequence[str]) -> str:
         name = match["argument"] or match["field"]
         if any(argument.startswith(f"{name}=") for argument in arguments):
             return f"--set {name}"
-        option = _OPTIONS.get(name, name).replace("_", "-")
+        option = _OPTION_NAMES.get(name, name).replace("_", "-")
         for candidate in (f"--{option}", f"--max-{option}"):
             if any(argument == candidate or argument.startswith(f"{candidate}=") for argument in arguments):
                 return candidate
         return match[0]
 
-    return _SUBJECT.sub(option_of, text)
+    return _SUBJECT_PATTERN.sub(option_of, text)

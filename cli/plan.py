@@ -71,18 +71,22 @@ def plan(
         "compiled": compile_ != "no",
         "mesh": dict(parse_mesh_sizes(mesh)),
         "weights": weights,
-        "offload": True if offload is None else offload,
+        "offload": offload,
         **vars(choices),
     }
+    if offload is None:
+        settings["offload"] = True
     further: dict[str, Any] = {"pipeline": pipeline}
     if memory is not None:
-        settings["memory"], further["memory"] = memory * 1e9, f"{memory:g}"
+        settings["memory"] = memory * 1e9
+        further["memory"] = f"{memory:g}"
     if dtype != "auto":
         further["dtype"] = dtype
     configs = next(iter(config or ()), None)
-    repository, fields, images = model, frozenset[str](), list[str]()
+    repository = model
+    images: list[str] = []
     if _is_published(model, pipeline, configs):
-        work, repository = _published(model, pipeline, sizes)
+        work, repository = _find_published(model, pipeline, sizes)
         fields = frozenset({"height", "num_inference_steps", "prompt"})
         if work.sizes.frames > 1:
             fields |= {"num_frames"}
@@ -98,10 +102,10 @@ def plan(
             images.append("image")
     predictions = plan_mesh(work, **settings)
     if json_:
-        typer.echo(_as_json(predictions))
+        typer.echo(_make_json(predictions))
         return
     typer.echo(str(predictions))
-    command = _command(predictions, repository, compile_, fields, images, {**further, "config": configs})
+    command = _make_command(predictions, repository, compile_, fields, images, {**further, "config": configs})
     if command:
         typer.echo(f"\nAs a command: {command}")
 
@@ -146,7 +150,7 @@ def _is_published(model: str, pipeline: str | None, configs: str | None) -> bool
     return pipeline is None
 
 
-def _published(model: str, pipeline: str | None, sizes: dict[str, Any]) -> tuple[Workload, str]:
+def _find_published(model: str, pipeline: str | None, sizes: dict[str, Any]) -> tuple[Workload, str]:
     """Return the work of one generation with a published model, and its repository.
 
     Raise ValueError if ``model`` names none, or a class is chosen for it, or a size is invalid.
@@ -175,7 +179,10 @@ def _describe(model: str, pipeline: str | None, configs: str | None, *, trust_re
         )
     home = home_of(model, configs)
     if not Path(home).is_dir():
-        _check_repository(home, "model" if configs is None else "config")
+        subject = "config"
+        if configs is None:
+            subject = "model"
+        _check_repository(home, subject)
     from para_core.fleet.build import find_model
     from para_core.fleet.libraries import quiet
 
@@ -222,7 +229,10 @@ def _count(described: Model, sizes: dict[str, Any], dtype: str) -> Workload:
     from para_core.adapters.planner.plan_mesh import workload_of
     from para_core.fleet.without_weights import without_weights
 
-    pipe = without_weights(described, torch.float16 if dtype == "float16" else torch.bfloat16)
+    loaded_dtype = torch.bfloat16
+    if dtype == "float16":
+        loaded_dtype = torch.float16
+    pipe = without_weights(described, loaded_dtype)
     if described.modular:
         # The call of a modular pipeline has no parameters with defaults; its blocks have.
         names = {"height": "height", "width": "width", "frames": "num_frames", "steps": "num_inference_steps"}
@@ -243,7 +253,7 @@ def _count(described: Model, sizes: dict[str, Any], dtype: str) -> Workload:
         return uncounted_workload(pipe, f"counting raised {type(error).__name__}: {error}.")
 
 
-def _command(
+def _make_command(
     predictions: Predictions,
     model: str,
     compile_: str,
@@ -256,7 +266,8 @@ def _command(
     Instead of a whole transformer, its blocks are compiled on some meshes. ``further`` options have their values by
     name, None for those that are left out.
     """
-    row, work = predictions.best, predictions.work
+    row = predictions.best
+    work = predictions.work
     hosts = -(-predictions.ranks // predictions.machine.per_host)
     if not row.runs or work.uncounted or predictions.ranks % hosts:
         return ""
@@ -293,7 +304,8 @@ def _options_of(row: Prediction) -> dict[str, str]:
 
     With blocks in host memory the command places text encoders there, too, unless it is told otherwise.
     """
-    placement, named = row.placement, dict(row.options)
+    placement = row.placement
+    named = dict(row.options)
     if placement.takes_turns:
         named["offload"] = "model"
     if placement.resident is not None:
@@ -308,13 +320,16 @@ def _options_of(row: Prediction) -> dict[str, str]:
     return {name.replace("_", "-"): str(value) for name, value in named.items()}
 
 
-def _as_json(predictions: Predictions) -> str:
+def _make_json(predictions: Predictions) -> str:
     """Return the predictions as JSON: seconds as a range, and bytes."""
     meshes = []
     for row in predictions.rows:
-        seconds = None if predictions.work.uncounted else predictions.seconds_of(row)
-        derived = {"description": str(row), "runs": row.runs, "code": row.code if row.runs else None}
-        meshes.append({**asdict(row), **derived, "seconds": seconds})
+        derived: dict[str, Any] = {"description": str(row), "runs": row.runs, "code": None, "seconds": None}
+        if row.runs:
+            derived["code"] = row.code
+        if not predictions.work.uncounted:
+            derived["seconds"] = predictions.seconds_of(row)
+        meshes.append({**asdict(row), **derived})
     content = {
         "model": predictions.work.name,
         "steps": predictions.work.steps,

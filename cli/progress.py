@@ -113,7 +113,9 @@ class Bars(Progress):
             transient=True,
             disable=not (shown and console.is_terminal),
         )
-        self._total, self._unit, self._done = prompts, unit, 0
+        self._total = prompts
+        self._unit = unit
+        self._done = 0
         self._prints_lines = shown and not console.is_terminal
         self._prompts = self.add_task(unit, total=prompts)
         self._steps = self.add_task("steps", total=None, visible=steps)
@@ -122,9 +124,12 @@ class Bars(Progress):
         """Show that prompt ``number`` begins: reset the second bar to 0 of ``steps`` (None if unknown)."""
         self.reset(self._steps, total=steps, description=f"steps of {number}")
         if self._prints_lines:
-            line = f" line {number} ({self._done + 1} of {self._total})" if self._total > 1 else ""
-            length = "" if steps is None else f", {steps} steps"
-            self.console.print(f"generating{line}{length}", markup=False)
+            text = "generating"
+            if self._total > 1:
+                text += f" line {number} ({self._done + 1} of {self._total})"
+            if steps is not None:
+                text += f", {steps} steps"
+            self.console.print(text, markup=False)
 
     def step(self, done: int) -> None:
         """Show the number of finished steps of the current prompt."""

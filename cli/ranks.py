@@ -15,7 +15,7 @@ import torch.distributed as dist
 import typer
 
 from para_core.cli.launcher import in_torchrun, stated_ranks
-from para_core.fleet.failures import sentence
+from para_core.fleet.failures import describe_exception
 from para_core.fleet.recipe import Recipe
 
 T = TypeVar("T")
@@ -23,14 +23,19 @@ T = TypeVar("T")
 
 def is_first_rank() -> bool:
     """Whether this process is rank 0, in the process group if there is one, or no rank at all."""
-    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
+    if dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def count_ranks(requested: int | None, replicas: int) -> int:
     """Return the number of ranks of each replica: ``requested``, else torchrun's ranks, else GPUs // ``replicas``.
 
-    The last is at least 1. Raise typer.BadParameter if a number is below 1 or contradicts torchrun's ranks, or if a
-    single replica has more ranks than this machine has GPUs (without GPUs, any number is accepted).
+    The last is at least 1.
+
+    Raises:
+        typer.BadParameter: A number is below 1 or contradicts torchrun's ranks, or a single replica has more ranks
+            than this machine has GPUs (without GPUs, any number is accepted).
     """
     stated = stated_ranks(requested, replicas)
     if stated is not None and in_torchrun():
@@ -57,7 +62,7 @@ def ending_on_error(*, debug: bool) -> Iterator[None]:
             raise
         if debug:
             traceback.print_exc()
-        sys.stderr.write(f"error: rank {os.environ['RANK']}: {sentence(error)}\n")
+        sys.stderr.write(f"error: rank {os.environ['RANK']}: {describe_exception(error)}\n")
         # Exit at once, without cleanup: torchrun then stops the other ranks, which may wait in a collective.
         sys.stderr.flush()
         os._exit(1)

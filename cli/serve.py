@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from io import BytesIO
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from para_core.fleet.log_relay import LogReader
     from para_core.fleet.recipe import Recipe
 
-_RESULTS = Path("~/.cache/para_core/videos")
-_FRAMES = re.compile(r"[0-9]{1,9}")
+_VIDEO_FOLDER = Path("~/.cache/para_core/videos")
+_FRAMES_PATTERN = re.compile(r"[0-9]{1,9}")
 # Default of --max-size.
-_PIXELS = {"image": 2048 * 2048, "video": 1280 * 720 * 129}
+_DEFAULT_PIXELS = {"image": 2048 * 2048, "video": 1280 * 720 * 129}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_LEVELS = ("debug", "info", "warning", "error")
+_LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = logging.getLogger(__name__)
 
 
@@ -69,7 +69,9 @@ def serve(
     spread: Annotated[bool, flag("--spread", "Place a replica on several nodes.", RANKS)] = False,
     limits: LimitOptions,
     max_size: Annotated[str | None, option("Default: 2048x2048, videos 1280x720x129.", "WxH", LIMITS)] = None,
-    out: Annotated[Path, option("Folder of asynchronous videos.", "DIR", INPUT, parser=options.read_folder)] = _RESULTS,
+    out: Annotated[
+        Path, option("Folder of asynchronous videos.", "DIR", INPUT, parser=options.read_folder)
+    ] = _VIDEO_FOLDER,
     encoded_prompts: Annotated[float, option("For encoded prompts, in host memory.", "GB", LIMITS, min=0)] = 1,
     loras: Annotated[Path | None, option("Folder of LoRAs that requests may name.", "DIR", PIPELINE)] = None,
     max_loras: Annotated[int, option("LoRAs of requests that stay loaded.", "N", LIMITS, min=1)] = 4,
@@ -80,7 +82,8 @@ def serve(
     debug: options.Debug = False,
 ) -> None:
     """Serve images or videos over HTTP with OpenAI's images API."""
-    api_key, level = _read_api_key(api_key_env, host), _read_level(log_level)
+    api_key = _read_api_key(api_key_env, host)
+    level = _read_level(log_level)
     _require_limits(limits)
     groups.require_valid()
     checked = checks.check(model, run, debug=debug)
@@ -94,12 +97,14 @@ def serve(
     checks.require_package("fastapi", "serve")
     if on_ray:
         checks.require_package("ray", "--spread, or RAY_ADDRESS,")
-    largest = None if max_size is None else _Shape.read("--max-size", max_size)
+    largest: _Shape | None = None
+    if max_size is not None:
+        largest = _Shape.read("--max-size", max_size)
     shapes = [_Shape.read("--warmup", size) for size in warmup or ()]
 
     announce_imports()
     from para_core.cli.ranks import count_ranks
-    from para_core.fleet.classical import refuse_ranks
+    from para_core.fleet.classical import check_ranks
     from para_core.fleet.http.bodies import ServerOptions
     from para_core.fleet.libraries import quiet
     from para_core.fleet.rank import ReplicaOptions
@@ -110,32 +115,44 @@ def serve(
     if loras is not None and not pipeline.takes_loras:
         raise typer.BadParameter(f"--loras {loras}: {pipeline.pipeline} loads no LoRAs.")
     delivery = Delivery(choose_format(pipeline, format_), fps)
+    pixels = _DEFAULT_PIXELS[pipeline.kind]
+    if largest is not None:
+        pixels = largest.pixels
+    lora_folder: Path | None = None
+    loaded_loras = 0
+    if loras is not None:
+        lora_folder = loras.absolute()
+        loaded_loras = max_loras
+    if request_log is not None:
+        request_log = request_log.absolute()
     server_options = ServerOptions(
         api_key=api_key,
         delivery=delivery,
         seed=seed,
         videos=out.expanduser().absolute(),
-        loras=None if loras is None else loras.absolute(),
+        loras=lora_folder,
         cors=tuple(cors or ()),
-        request_log=None if request_log is None else request_log.absolute(),
-        pixels=_PIXELS[pipeline.kind] if largest is None else largest.pixels,
+        request_log=request_log,
+        pixels=pixels,
         **vars(limits),
     )
     ranks = count_ranks(groups.ranks, groups.replicas)
-    refuse_ranks(pipeline, ranks)
+    check_ranks(pipeline, ranks)
     replica_options = ReplicaOptions(
         ranks,
         spread,
         groups.room,
         prompt_bytes=int(encoded_prompts * 1e9),
-        loras=0 if loras is None else max_loras,
+        loras=loaded_loras,
         warmup=tuple(_warmup_request(pipeline, shape, delivery) for shape in shapes),
     )
 
-    address = f"[{host}]" if ":" in host else host
+    address = host
+    if ":" in host:
+        address = f"[{host}]"
     message = f"{pipeline.pipeline} answers on http://{address}:{port}/ (stop with Ctrl-C)"
     everything = (pipeline, recipe, server_options, replica_options)
-    with _logged(level):
+    with _logging_to_stderr(level):
         if on_ray:
             from para_core.fleet import serving
 
@@ -160,8 +177,8 @@ def _read_api_key(variable: str, host: str) -> str | None:
 
 def _read_level(name: str) -> int:
     """Return the level of the log with this name. Raise BadParameter if there is none."""
-    if name.lower() not in _LEVELS:
-        raise typer.BadParameter(f"--log-level {name}: expected {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}.")
+    if name.lower() not in _LOG_LEVELS:
+        raise typer.BadParameter(f"--log-level {name}: expected {', '.join(_LOG_LEVELS[:-1])} or {_LOG_LEVELS[-1]}.")
     return logging.getLevelNamesMapping()[name.upper()]
 
 
@@ -172,8 +189,12 @@ def _serve_on_ray(start: Callable[[], LogReader], message: str, *, debug: bool) 
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     # Ray prints messages on stdout, while this command uses stderr. docker stop and systemd send SIGTERM.
-    with Path(os.devnull).open("w") as sink, nullcontext() if debug else redirect_stdout(sink), terminable():
-        log = None
+    with ExitStack() as stack:
+        if not debug:
+            sink = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(redirect_stdout(sink))
+        stack.enter_context(terminable())
+        log: LogReader | None = None
         try:
             log = start()
             console.print(message, markup=False)
@@ -187,7 +208,7 @@ def _serve_on_ray(start: Callable[[], LogReader], message: str, *, debug: bool) 
 
 
 @contextmanager
-def _logged(level: int) -> Iterator[None]:
+def _logging_to_stderr(level: int) -> Iterator[None]:
     """Inside this context, write what this package logs at ``level`` or above to stderr, with its time."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -250,10 +271,13 @@ class _Shape:
         >>> _Shape.read("--max-size", "64x32x9").pixels
         18432
         """
-        plane, frames = text, None
+        plane = text
+        frames: int | None = None
         if text.count("x") == 2:
             plane, _, last = text.rpartition("x")
-            frames = int(last) if _FRAMES.fullmatch(last) else 0
+            frames = 0
+            if _FRAMES_PATTERN.fullmatch(last):
+                frames = int(last)
         try:
             width, height = read_size(plane)
         except ValueError as error:

@@ -8,13 +8,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from para_core.cli.launcher import in_torchrun
 
 # Seconds in which the main thread can end the command by itself.
-_PATIENCE = 1.0
+_PATIENCE_SECONDS = 1.0
 
 
 class SignalCode(int):
@@ -57,7 +57,9 @@ def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iter
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             report_ignored(ignored)
             return
-        signum = signal.SIGTERM if ignored.exc_type is Terminated else signal.SIGINT
+        signum = signal.SIGINT
+        if ignored.exc_type is Terminated:
+            signum = signal.SIGTERM
         # By then the callback, in which Python calls this function, has ended.
         threading.Timer(0.1, os.kill, (os.getpid(), signum)).start()
 
@@ -67,8 +69,11 @@ def terminable(report: Callable[[KeyboardInterrupt], int] | None = None) -> Iter
         signal.signal(signal.SIGINT, signal.default_int_handler)
     report_ignored, sys.unraisablehook = sys.unraisablehook, send_again
     try:
-        with nullcontext() if report is None else _ending_late(report):
+        if report is None:
             yield
+        else:
+            with _ending_late(report):
+                yield
     finally:
         sys.unraisablehook = report_ignored
         signal.signal(signal.SIGINT, interrupts)
@@ -91,9 +96,12 @@ def _ending_late(report: Callable[[KeyboardInterrupt], int]) -> Iterator[None]:
             if not received:
                 return
             number = received[0]
-        if ended.wait(_PATIENCE):
+        if ended.wait(_PATIENCE_SECONDS):
             return
-        code = report(Terminated() if number == signal.SIGTERM else KeyboardInterrupt())
+        end = KeyboardInterrupt()
+        if number == signal.SIGTERM:
+            end = Terminated()
+        code = report(end)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

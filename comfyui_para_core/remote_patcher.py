@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import comfy.model_management
@@ -88,7 +88,11 @@ def _device_of(value: Any) -> torch.device | None:
     """Return the device of the first tensor in nested lists and dicts; None if there is none."""
     if isinstance(value, torch.Tensor):
         return value.device
-    entries = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    entries: Iterable[Any] = ()
+    if isinstance(value, dict):
+        entries = value.values()
+    elif isinstance(value, (list, tuple)):
+        entries = value
     return next((device for device in map(_device_of, entries) if device is not None), None)
 
 

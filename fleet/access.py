@@ -15,9 +15,9 @@ from para_core.fleet.failures import RequestError
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _MAX_HEADER_BYTES = 2**16
 # Value of a Host header (RFC 9110): a host and an optional port. An IPv6 address is in brackets.
-_HOST = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
+_HOST_PATTERN = re.compile(r"([A-Za-z0-9._~%!$&'()*+,;=-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{0,5})?")
 # Path below which a reverse proxy shows the server, in characters that need no quoting.
-_PREFIX = re.compile(r"(/[A-Za-z0-9._~%@:+=-]+)+")
+_PREFIX_PATTERN = re.compile(r"(/[A-Za-z0-9._~%@:+=-]+)+")
 
 
 class Access:
@@ -40,14 +40,18 @@ class Access:
         if sum(len(name) + len(value) for name, value in http.headers.raw) > _MAX_HEADER_BYTES:
             raise RequestError(431, "headers_too_large", f"the headers have more than {_MAX_HEADER_BYTES} bytes.")
         hosts = http.headers.getlist("host")
-        host = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        host = None
+        if len(hosts) == 1:
+            host = _HOST_PATTERN.fullmatch(hosts[0])
         if host is None:
             raise RequestError(400, "invalid_host", "expected one Host header with a host name and an optional port.")
         if self._keys:
             # The scheme "Bearer" is case-insensitive (RFC 9110). Starlette has decoded the header as Latin-1, so
             # encoding as Latin-1 restores the bytes that the client sent.
             scheme, _, key = http.headers.get("authorization", "").strip().partition(" ")
-            sent = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+            sent = b""
+            if scheme.lower() == "bearer":
+                sent = key.strip().encode("latin-1")
             if not any(hmac.compare_digest(sent, key) for key in self._keys):
                 raise RequestError(
                     401,
@@ -88,8 +92,11 @@ def public_address(http: HttpRequest) -> str:
     prefix = prefix.rstrip("/")
     # The path below which an application has mounted this one. http.base_url has only that of the application.
     mounted = http.scope.get("root_path", "").rstrip("/")
-    own = http.base_url
-    scheme = scheme.lower() if scheme.lower() in ("http", "https") else own.scheme
-    host = host if _HOST.fullmatch(host) else own.netloc
-    prefix = prefix if _PREFIX.fullmatch(prefix) else ""
+    scheme = scheme.lower()
+    if scheme not in ("http", "https"):
+        scheme = http.base_url.scheme
+    if not _HOST_PATTERN.fullmatch(host):
+        host = http.base_url.netloc
+    if not _PREFIX_PATTERN.fullmatch(prefix):
+        prefix = ""
     return f"{scheme}://{host}{prefix}{mounted}"

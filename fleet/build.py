@@ -49,9 +49,12 @@ def find_model(
     """Return the description of a model without loading its weights.
 
     ``name`` is a folder, Hub repository or single file of a classical or modular pipeline, None for the tiny FLUX. The
-    other arguments are as in :func:`select_pipeline`, which says what it raises. Raise ValueError as well if this
-    diffusers lacks the pipeline's class, the model generates neither images nor videos, or its repository contains code
-    that is not trusted, and TypeError if para_core cannot run the pipeline.
+    other arguments are as in :func:`select_pipeline`, which says what it raises.
+
+    Raises:
+        ValueError: This diffusers lacks the pipeline's class, the model generates neither images nor videos, or its
+            repository contains code that is not trusted.
+        TypeError: para_core cannot run the pipeline.
     """
     import diffusers
 
@@ -79,7 +82,9 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
     Raises what ``from_pretrained``, :func:`parallelize_pipe` and :func:`apply_cache_on_pipe` raise.
     """
     device = _device_type()
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = 1
+    if dist.is_initialized():
+        ranks = dist.get_world_size()
     sizes = {f"max_{name}_dim_size": size for name, size in recipe.mesh}
     mesh: Any = None
     if sizes and ranks > 1:

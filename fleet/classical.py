@@ -20,8 +20,12 @@ _ENCODER_WEIGHTS = {
 }
 
 
-def refuse_ranks(model: Model, ranks: int) -> None:
-    """Raise TypeError if the class of ``model`` runs on one rank only and ``ranks`` is larger, before it is loaded."""
+def check_ranks(model: Model, ranks: int) -> None:
+    """Check that the class of ``model`` runs on ``ranks`` ranks, before it is loaded.
+
+    Raises:
+        TypeError: The class runs on one rank only, and ``ranks`` is larger.
+    """
     import diffusers
 
     if ranks == 1 or model.modular:
@@ -38,7 +42,9 @@ def pipeline_class(recipe: Recipe) -> Any:
     """Return the class that loads the pipeline of ``recipe``: its own, or DiffusionPipeline, which reads the index."""
     import diffusers
 
-    return diffusers.DiffusionPipeline if recipe.pipeline is None else getattr(diffusers, recipe.pipeline)
+    if recipe.pipeline is None:
+        return diffusers.DiffusionPipeline
+    return getattr(diffusers, recipe.pipeline)
 
 
 def load_controlnets(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
@@ -54,7 +60,9 @@ def load_controlnets(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
         nets.append(cls.from_pretrained(name, dtype=dtype))
     if not nets:
         return {}
-    return {CONTROLNET: nets[0] if len(nets) == 1 else nets}
+    if len(nets) == 1:
+        return {CONTROLNET: nets[0]}
+    return {CONTROLNET: nets}
 
 
 def load_classical(recipe: Recipe, *, dtype: torch.dtype, quantize: Quantize | None = None) -> Any:
@@ -62,9 +70,12 @@ def load_classical(recipe: Recipe, *, dtype: torch.dtype, quantize: Quantize | N
 
     Raises what ``from_pretrained`` and ``from_single_file`` of diffusers raise.
     """
-    cls, parts = pipeline_class(recipe), load_controlnets(recipe, dtype)
+    cls = pipeline_class(recipe)
+    parts = load_controlnets(recipe, dtype)
     if not is_single_file(recipe.model):
-        config = {} if quantize is None else {"quantization_config": require_quantizer().loading_config(quantize)}
+        config: dict[str, Any] = {}
+        if quantize is not None:
+            config["quantization_config"] = require_quantizer().loading_config(quantize)
         return cls.from_pretrained(recipe.model, dtype=dtype, **parts, **config)
     if kind_of_file(recipe.model) == "pipeline":
         pipe = _load_pipeline_file(recipe, cls, dtype, parts)
@@ -97,7 +108,9 @@ def _load_pipeline_file(recipe: Recipe, cls: Any, dtype: torch.dtype, parts: dic
             "repository of the model."
         ) from error
     # Not every class can read single files, but each can be made from the components of another.
-    return pipe if recipe.pipeline is None and not parts else cls.from_pipe(pipe, dtype=dtype, **parts)
+    if recipe.pipeline is None and not parts:
+        return pipe
+    return cls.from_pipe(pipe, dtype=dtype, **parts)
 
 
 def _load_other_encoders(file: str, home: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -129,7 +142,9 @@ def _load_denoiser_file(recipe: Recipe, dtype: torch.dtype) -> dict[str, Any]:
     home = recipe.config or ""
     content = read_index(home).content
     name = next((name for name in DENOISERS if class_in(content, name) is not None), None)
-    cls = None if name is None else getattr(diffusers, str(class_in(content, name)), None)
+    cls = None
+    if name is not None:
+        cls = getattr(diffusers, str(class_in(content, name)), None)
     if name is None or not hasattr(cls, "from_single_file"):
         raise ValueError(
             f"model is {recipe.model!r}, a file with a transformer, and diffusers reads no such files for the pipeline "

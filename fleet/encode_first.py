@@ -42,7 +42,7 @@ class Encoder(Protocol):
         """Prepare requests that run as a whole, without phases."""
 
 
-def encoded_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
+def encode_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequence[Line]]:
     """Yield batches of ``lines`` whose prompts have been encoded. A collective call.
 
     The last batch has the lines whose encoding raised. The caller runs the whole pipeline for them, and gets the same
@@ -51,21 +51,23 @@ def encoded_batches(lines: Sequence[Line], encoder: Encoder) -> Iterator[Sequenc
     if not encoder.encodes_first():
         yield lines
         return
-    left, failed = list(lines), list[Line]()
-    while left:
+    waiting = list(lines)
+    failed: list[Line] = []
+    while waiting:
         encoder.begin_encoding()
-        done, has_room = list[Line](), True
-        while left and has_room:
-            line = left.pop(0)
+        encoded: list[Line] = []
+        has_room = True
+        while waiting and has_room:
+            line = waiting.pop(0)
             try:
                 has_room = encoder.encode(line)
-                done.append(line)
+                encoded.append(line)
             except RanksEnded:
                 raise
             except Exception:
                 failed.append(line)
-        encoder.end_encoding(bool(left or failed))
-        yield done
+        encoder.end_encoding(bool(waiting or failed))
+        yield encoded
     if failed:
         encoder.restore_encoders()
         yield failed
@@ -87,7 +89,9 @@ class EncodeFirst:
     @property
     def bytes(self) -> int:
         """Total size of the text encoders' outputs that wait in host memory."""
-        return 0 if self._encoded is None else self._encoded.bytes
+        if self._encoded is None:
+            return 0
+        return self._encoded.bytes
 
     @staticmethod
     def fits(recipe: Recipe) -> bool:
@@ -101,12 +105,17 @@ class EncodeFirst:
         Does nothing without a text encoder or denoiser. With ``park`` the denoisers' weights stay in host memory while
         text encoders run.
         """
-        encoders, denoisers = text_encoders_of(pipe), {**transformers_of(pipe), **other_denoisers_of(pipe)}
+        encoders = text_encoders_of(pipe)
+        denoisers = {**transformers_of(pipe), **other_denoisers_of(pipe)}
         if not encoders or not denoisers:
             return
-        self._pipe, self._device, self._names = pipe, torch.device(device), list(denoisers)
+        self._pipe = pipe
+        self._device = torch.device(device)
+        self._names = list(denoisers)
         self._encoders = _Weights(encoders.values())
-        self._denoisers = _Weights(denoisers.values() if park else ())
+        self._denoisers = _Weights(())
+        if park:
+            self._denoisers = _Weights(denoisers.values())
         self._denoisers.park(self._device, keep=True)
         self._encoded = EncodedPrompts(pipe, max_bytes=sys.maxsize)
 
@@ -174,9 +183,13 @@ class _Weights:
 
     def park(self, device: torch.device, *, keep: bool) -> None:
         """Free the device memory of the parameters. Without ``keep`` their data is lost, else it moves to the host."""
-        for x in () if self._kept else self._parameters:
+        if self._kept:
+            return  # They are parked already.
+        for x in self._parameters:
             parked = torch.zeros((), dtype=x.dtype, device=device).expand(x.shape)
-            self._kept[x] = x.data.cpu() if keep else parked
+            self._kept[x] = parked
+            if keep:
+                self._kept[x] = x.data.cpu()
             x.data = parked
 
     def restore(self, device: torch.device) -> None:

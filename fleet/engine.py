@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from para_core.fleet.failures import RanksEnded, sentence
+from para_core.fleet.failures import RanksEnded, describe_exception
 from para_core.fleet.libraries import quiet
 from para_core.launcher.display import Display
 from para_core.launcher.errors import RankDied
@@ -88,14 +88,16 @@ class LaunchedRanks:
     @property
     def process_ids(self) -> list[int]:
         """Process id of each rank."""
-        members = [] if self._state.group is None else self._state.group.members
-        return [member.pid for member in members if isinstance(member, LocalProcess)]
+        if self._state.group is None:
+            return []
+        return [member.pid for member in self._state.group.members if isinstance(member, LocalProcess)]
 
     def death(self) -> RankDied | None:
         """Return the error of a rank whose process has ended, None if none has."""
         group = self._state.group
-        members = [] if group is None or group.ended else group.members
-        for rank, member in enumerate(members):
+        if group is None or group.ended:
+            return None
+        for rank, member in enumerate(group.members):
             if member.wait(0.0):
                 return RankDied(f"rank {rank} {member.describe_end()}", rank)
         return None
@@ -115,7 +117,7 @@ class LaunchedRanks:
             group = self._state.group
             if group is None or not group.ended:
                 raise
-            raise RanksEnded(sentence(error)) from error
+            raise RanksEnded(describe_exception(error)) from error
 
     def close(self) -> None:
         # No rank has anything to save, so ranks are not asked to end, but killed.
@@ -150,7 +152,9 @@ class OwnRank:
     restarts = False
 
     def __init__(self, load: Callable[[], Any]) -> None:
-        self._load, self._loaded, self._calls = load, None, 0
+        self._load = load
+        self._loaded: Any = None
+        self._calls = 0
         # A group of its own, because a collective of the default group may be blocked by the rank that raised.
         self._agreement: Any = None
 
@@ -164,12 +168,14 @@ class OwnRank:
     def call(self, method: str, *args: Any, listener: Listener | None = None, ticket: Ticket | None = None) -> Any:
         self._calls += 1
         ticket = ticket or Ticket()
-        keywords = {} if listener is None else {"link": Link(listener, lambda: ticket.cancelled)}
+        keywords: dict[str, Link] = {}
+        if listener is not None:
+            keywords["link"] = Link(listener, lambda: ticket.cancelled)
         try:
             return getattr(self._loaded, method)(*args, **keywords)
         except Exception as error:
             if not self._all_raised():
-                raise RanksEnded(sentence(error)) from error
+                raise RanksEnded(describe_exception(error)) from error
             raise
 
     def _all_raised(self) -> bool:

@@ -39,7 +39,10 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the JSON body of the error response, in the form of OpenAI's API."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        usual = "server_error"
+        if self.status < 500:
+            usual = "invalid_request_error"
+        kind = kinds.get(self.status, usual)
         return {"error": {"message": str(self), "type": kind, "code": self.code}}
 
 
@@ -53,7 +56,7 @@ _EXTRAS = {
 }
 
 
-def sentence(error: BaseException) -> str:
+def describe_exception(error: BaseException) -> str:
     """Return a message for users, in one line.
 
     The message is the exception's text. The type's name precedes it, unless messages of this type are written for users
@@ -67,7 +70,9 @@ def sentence(error: BaseException) -> str:
             advice = f"pip install 'para_core[{extra}]' brings it, in a checkout pip install '.[{extra}]'."
             return f"{package} is not installed: {advice}"
     if isinstance(error, OSError) and error.strerror and error.errno is not None:
-        file = "" if error.filename is None else f"{error.filename}: "
-        return f"{file}{error.strerror}."
-    plain = isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError))
-    return text if plain and text else f"{type(error).__name__}: {text}"
+        if error.filename is None:
+            return f"{error.strerror}."
+        return f"{error.filename}: {error.strerror}."
+    if text and isinstance(error, (ValueError, TypeError, OSError, RuntimeError, ImportError)):
+        return text
+    return f"{type(error).__name__}: {text}"

@@ -31,7 +31,7 @@ from para_core.foreign_errors import is_slow_start_of_ray
 # Seconds between two reads of the number of finished steps from the first rank.
 _POLL_SECONDS = 0.1
 # Number of attempts to start Ray. Ray gives a node half a minute to start, which is too short on a busy machine.
-_STARTS = 4
+_START_ATTEMPTS = 4
 # Seconds for the other ranks to answer after one rank failed or was cancelled. They are at most one step behind that
 # rank.
 _GRACE_SECONDS = 30.0
@@ -42,7 +42,9 @@ class Replica(replica.Replica):
     """A :class:`~para_core.fleet.replica.Replica` of Ray actors. ``name`` is its name in the log."""
 
     def __init__(self, recipe: Recipe, options: ReplicaOptions, name: str = "replica") -> None:
-        self._recipe, self._options, self._name = recipe, options, name
+        self._recipe = recipe
+        self._options = options
+        self._name = name
         self._placement: Any = None
         self._turn = asyncio.Lock()
         self._started = False  # whether start has ever ended
@@ -57,9 +59,16 @@ class Replica(replica.Replica):
         Raise RuntimeError if the cluster has no free resources within the recipe's timeout, or if loading fails.
         """
         await self.stop()
-        begun, bundle, ranks = time.monotonic(), _bundle(), self._options.ranks
-        logger.info("%s: %s, %d ranks", self._name, "restarting" if self._started else "starting", ranks)
-        strategy = "PACK" if self._options.spread else "STRICT_PACK"
+        begun = time.monotonic()
+        bundle = _resources_of_rank()
+        ranks = self._options.ranks
+        begins, ready = "starting", "ready"
+        if self._started:
+            begins, ready = "restarting", "ready again"
+        logger.info("%s: %s, %d ranks", self._name, begins, ranks)
+        strategy = "STRICT_PACK"
+        if self._options.spread:
+            strategy = "PACK"
         self._placement = placement_group([bundle] * ranks, strategy=strategy)
         seconds = self._recipe.timeout
         try:
@@ -88,10 +97,10 @@ class Replica(replica.Replica):
                 await asyncio.gather(*[self._join(rank, host, port) for rank in range(ranks)])
         except (ray.exceptions.RayError, ReplicaDied) as error:
             await self.stop()
-            logger.error("%s: cannot start: %s", self._name, cause(error))
-            raise RuntimeError(cause(error)) from error
-        seconds, ready = time.monotonic() - begun, "ready again" if self._started else "ready"
+            logger.error("%s: cannot start: %s", self._name, describe_cause(error))
+            raise RuntimeError(describe_cause(error)) from error
         self._started = self._loaded = True
+        seconds = time.monotonic() - begun
         ids = ", ".join(str(pid) for pid, _ in self._processes)
         logger.info("%s: %s after %.1f s, process ids of its ranks: %s", self._name, ready, seconds, ids)
 
@@ -129,7 +138,10 @@ class Replica(replica.Replica):
 
     def _describe_end(self, rank: int, error: BaseException) -> str:
         """Return how rank ``rank`` ended, such as ``"SIGKILL"``, for an error that Ray raised; and log it once."""
-        pid, notes = self._processes[rank] if rank < len(self._processes) else (None, None)
+        pid: int | None = None
+        notes: Notes | None = None
+        if rank < len(self._processes):
+            pid, notes = self._processes[rank]
         death = describe_death(str(error), notes)
         if rank not in self._dead:
             self._dead.add(rank)
@@ -143,7 +155,9 @@ class Replica(replica.Replica):
         self.actors = []
         for _, notes in self._processes:
             notes.close()
-        self._processes, self._dead, self._loaded = [], set(), False
+        self._processes = []
+        self._dead = set()
+        self._loaded = False
         if self._placement is not None:
             remove_placement_group(self._placement)
             self._placement = None
@@ -182,14 +196,16 @@ class Replica(replica.Replica):
                 rank = self.actors[0].progress.options(concurrency_group=CONTROL)
                 done, previews = await rank.remote(batch[0][0], sent)
                 sent += len(previews)
-                for event in (done, *previews) if done > reported else previews:
-                    progress(event)
+                if done > reported:
+                    progress(done)
+                for preview in previews:
+                    progress(preview)
                 reported = done
 
         polling = asyncio.ensure_future(poll())
         try:
             refs = [actor.generate_batch.remote(batch) for actor in self.actors]
-            answers = (await _answers(refs))[0]
+            answers = (await _wait_for_answers(refs))[0]
         except ReplicaDied as error:
             if error.rank is None:
                 logger.error("%s: %s", self._name, error)
@@ -236,8 +252,13 @@ def cancel(first_rank: Any, id_: str) -> Any:
 
 
 def require_cluster(options: ReplicaOptions, replicas: int) -> None:
-    """Raise ValueError unless the connected cluster has enough GPUs and CPUs, and large enough nodes."""
-    bundle, has = _bundle(), ray.cluster_resources()
+    """Check that the connected cluster is large enough for ``replicas`` replicas.
+
+    Raises:
+        ValueError: The cluster has too few GPUs or CPUs, or its nodes are too small for a replica each.
+    """
+    bundle = _resources_of_rank()
+    has = ray.cluster_resources()
     for kind, each in bundle.items():
         needed = each * options.ranks * replicas
         if needed > has.get(kind, 0):
@@ -269,7 +290,9 @@ def connect(cpus: int, *, debug: bool) -> bool:
     # With Ray's default niceness of 15, ranks would get little CPU time on a busy machine, and wait for each other.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options: dict[str, Any] = {} if debug else {"logging_level": "ERROR", "log_to_driver": False}
+    options: dict[str, Any] = {}
+    if not debug:
+        options = {"logging_level": "ERROR", "log_to_driver": False}
     here = {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False, **options}
     # Ray replaces the handler of SIGTERM. With Ray's, Serve outlives the process.
     before = signal.getsignal(signal.SIGTERM)
@@ -293,7 +316,7 @@ def connect(cpus: int, *, debug: bool) -> bool:
 
 def _start(**options: Any) -> None:
     """Call ``ray.init``, and again if a node starts too slowly. Raise ValueError if there is a cluster already."""
-    for left in range(_STARTS - 1, -1, -1):
+    for attempt in range(1, _START_ATTEMPTS + 1):
         try:
             ray.init(**options)
             return
@@ -301,16 +324,20 @@ def _start(**options: Any) -> None:
             raise
         except Exception as error:
             # If a node starts too slowly, Ray raises a bare Exception, so the message has to be compared.
-            if left == 0 or not is_slow_start_of_ray(error):
-                raise RuntimeError(f"Ray does not start on this machine: {cause(error)}") from error
+            if attempt == _START_ATTEMPTS or not is_slow_start_of_ray(error):
+                raise RuntimeError(f"Ray does not start on this machine: {describe_cause(error)}") from error
             ray.shutdown()
 
 
-def _bundle() -> dict[str, float]:
-    return {"CPU": 1.0, "GPU": 1.0} if ray.cluster_resources().get("GPU", 0) else {"CPU": 1.0}
+def _resources_of_rank() -> dict[str, float]:
+    """Return the bundle of resources that a rank takes: a CPU, and a GPU if the cluster has any."""
+    bundle = {"CPU": 1.0}
+    if ray.cluster_resources().get("GPU", 0):
+        bundle["GPU"] = 1.0
+    return bundle
 
 
-async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
+async def _wait_for_answers(refs: Sequence[Any]) -> list[list[Answer]]:
     """Wait for the answers of all ranks, and return them in rank order.
 
     A failed or cancelled answer starts a timeout for the other ranks, because they may be waiting for that rank in a
@@ -318,10 +345,13 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
     Raise ReplicaDied if a rank died, or did not answer in time.
     """
     tasks: list[asyncio.Task[list[Answer]]] = [asyncio.ensure_future(ref) for ref in refs]
-    pending, errors = set(tasks), list[Exception]()
+    pending = set(tasks)
+    errors: list[Exception] = []
+    grace: float | None = None
     try:
         while pending:
-            grace = _GRACE_SECONDS if errors else None
+            if errors:
+                grace = _GRACE_SECONDS
             ended, pending = await asyncio.wait(pending, timeout=grace, return_when=asyncio.FIRST_COMPLETED)
             if not ended:
                 raise ReplicaDied(
@@ -332,7 +362,7 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
                     continue
                 error = task.exception()
                 if error is not None:
-                    raise ReplicaDied(f"rank {rank} died: {cause(error)}", rank) from error
+                    raise ReplicaDied(f"rank {rank} died: {describe_cause(error)}", rank) from error
                 errors += [x.outcome for x in task.result() if isinstance(x.outcome, Exception)]
     finally:
         for task in pending:
@@ -340,7 +370,7 @@ async def _answers(refs: Sequence[Any]) -> list[list[Answer]]:
     return [task.result() for task in tasks]
 
 
-def cause(error: BaseException) -> str:
+def describe_cause(error: BaseException) -> str:
     """Return the first nonempty line of an exception that Ray raised, or of the cause that it wraps."""
     lines = str(getattr(error, "cause", None) or error).splitlines()
     return next((line.strip() for line in lines if line.strip()), type(error).__name__)

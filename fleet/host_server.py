@@ -50,7 +50,7 @@ def serve(
     is in use, ValueError if there are too few GPUs, and RuntimeError if a replica cannot start.
     """
     logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
-    with bound_socket(host, port) as listener:
+    with bind_socket(host, port) as listener:
         pool = Pool(recipe, replica_options, replicas)
         server = Server(pool, model, options)
         server.loading = True
@@ -88,8 +88,12 @@ async def _serve(pool: Pool, server: Server, listener: socket.socket, on_loaded:
             for task in ended:
                 task.result()  # raises what loading raised
         server.ending = True
-        word = "interrupted" if received.result() == signal.SIGINT else "ended by SIGTERM"
-        lost = f", {server.unfinished} requests were not finished" if server.unfinished else ""
+        word = "ended by SIGTERM"
+        if received.result() == signal.SIGINT:
+            word = "interrupted"
+        lost = ""
+        if server.unfinished:
+            lost = f", {server.unfinished} requests were not finished"
         logger.info("%s: all ranks end%s", word, lost)
     finally:
         for task in tasks:
@@ -111,9 +115,11 @@ async def _load(pool: Pool, server: Server, on_loaded: Callable[[], None]) -> No
 
 
 @contextmanager
-def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
+def bind_socket(host: str, port: int) -> Iterator[socket.socket]:
     """Yield a socket with this address, on which nobody listens yet. Raise OSError if the port cannot be used."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET
+    if ":" in host:
+        family = socket.AF_INET6
     with socket.socket(family) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from para_core.fleet.pipeline_info import Model
 
 # Ends of the keys of diffusers' tables that name editing checkpoints of a family, such as "flux-kontext".
-_EDITING = ("kontext", "edit", "edit-plus", "i2v")
+_EDITING_SUFFIXES = ("kontext", "edit", "edit-plus", "i2v")
 # Parts of class names, for families that the tables lack: HunyuanVideoPipeline, HunyuanVideoImageToVideoPipeline.
-_PARTS = ("Img2Img", "Inpaint", "Edit", "ImageToVideo", "I2V", "I2I")
+_CLASS_NAME_PARTS = ("Img2Img", "Inpaint", "Edit", "ImageToVideo", "I2V", "I2I")
 
 
 def classes_with_images(pipeline: str) -> tuple[str, ...]:
@@ -28,24 +28,24 @@ def classes_with_images(pipeline: str) -> tuple[str, ...]:
         tables.AUTO_IMAGE2VIDEO_PIPELINES_MAPPING,
     )
     families = [family for table in sources for family, cls in table.items() if cls.__name__ == pipeline]
-    keys = [*families, *(f"{family}-{end}" for family in families for end in _EDITING)]
+    keys = [*families, *(f"{family}-{end}" for family in families for end in _EDITING_SUFFIXES)]
     names = [table[key].__name__ for key in keys for table in targets if key in table]
     if not names:
         stem = pipeline.removesuffix("Pipeline").removesuffix("T2V").removesuffix("T2I")
-        names = [name for part in _PARTS if hasattr(diffusers, name := f"{stem}{part}Pipeline")]
+        names = [name for part in _CLASS_NAME_PARTS if hasattr(diffusers, name := f"{stem}{part}Pipeline")]
     return tuple(dict.fromkeys(name for name in names if name != pipeline))
 
 
 # Names of the fields by which clients send an image: those of OpenAI's API, and those of pipelines.
-_NAMES = ("image", "images", "input_image", "input_images", "input_reference", "mask", "mask_image", "image[]")
+_IMAGE_FIELDS = ("image", "images", "input_image", "input_images", "input_reference", "mask", "mask_image", "image[]")
 
 
 def is_image_field(name: str) -> bool:
     """Whether a field of this name is meant as an image by clients."""
-    return name in _NAMES
+    return name in _IMAGE_FIELDS
 
 
-def takes_no_image(model: Model) -> str:
+def explain_refused_image(model: Model) -> str:
     """Return the error message for an image that was sent to ``model``, with the classes that would take it."""
     classes = model.others or classes_with_images(model.pipeline)
     if not classes:

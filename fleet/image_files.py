@@ -14,7 +14,8 @@ MAX_IMAGE_PIXELS = 64 * 2**20
 def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
     """Decode an image file into a PIL image in RGB. The size is checked before decoding.
 
-    Raise ValueError if ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
+    Raises:
+        ValueError: ``data`` is not a valid PNG, JPEG or WebP file, or has more than ``max_pixels``.
     """
     from PIL import Image
 
@@ -32,11 +33,16 @@ def open_image(data: bytes, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
 def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] | None) -> tuple[bytes, ...]:
     """Return the contents of the image files that ``value`` names, in the field ``name`` of a request.
 
-    Raise ValueError if images cannot be passed here, or a file is no readable image, and what ``read`` raises.
+    Raises what ``read`` raises, too.
+
+    Raises:
+        ValueError: Images cannot be passed here, or a file is no readable image.
     """
     if read is None:
         raise ValueError(f"field {name!r} takes an image, and images cannot be passed here.")
-    paths = value if isinstance(value, list) else [value]
+    paths = value
+    if isinstance(paths, str):
+        paths = [paths]
     files = tuple(read(path) for path in paths)
     for path, data in zip(paths, files, strict=True):
         try:
@@ -46,7 +52,7 @@ def read_images(name: str, value: str | list[str], read: Callable[[str], bytes] 
     return files
 
 
-def white_where_transparent(data: bytes) -> bytes:
+def convert_mask(data: bytes) -> bytes:
     """Convert OpenAI's mask, transparent where to generate, to diffusers' mask, white there. Other images stay."""
     from PIL import Image, ImageChops
 

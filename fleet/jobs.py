@@ -117,7 +117,9 @@ class Jobs:
             self.metrics.requests.labels("refused").inc()
             sample = self.metrics.registry.get_sample_value
             ended = sample("para_core_request_seconds_count")
-            mean = sample("para_core_request_seconds_sum") / ended if ended else 1.0
+            mean = 1.0
+            if ended:
+                mean = sample("para_core_request_seconds_sum") / ended
             seconds = max(1, round(mean * self._options.waiting / self._replicas.count))
             message = f"{len(self._jobs)} requests run or wait; at most {room} may. Retry in {seconds} s."
             raise RequestError(429, "busy", message, {"Retry-After": str(seconds)})
@@ -209,7 +211,8 @@ class Jobs:
                 return await job.answer
             except ReplicaDied:
                 self.metrics.deaths.inc()
-                job.steps_done, retries = 0, retries - 1
+                job.steps_done = 0
+                retries -= 1
                 if retries < 0:
                     raise
                 logger.warning("request %s: its replica died; it waits again", job.id_)
@@ -244,7 +247,8 @@ class Jobs:
 
     async def _run_batch(self, batch: Sequence[Job]) -> None:
         # A job may be retried on another replica before this one is free again, so its answer may be replaced.
-        answers, died = [job.answer for job in batch], ReplicaDied("the replica ended without an answer.")
+        answers = [job.answer for job in batch]
+        died = ReplicaDied("the replica ended without an answer.")
         try:
             await self._replicas.run(batch)
         except ReplicaDied as error:

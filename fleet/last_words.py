@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 # Beginnings of the line that faulthandler writes for the signals of a crash, and these signals.
-_CRASHES = {
+_CRASH_SIGNALS = {
     "Segmentation fault": "SIGSEGV",
     "Aborted": "SIGABRT",
     "Bus error": "SIGBUS",
@@ -23,7 +23,7 @@ _CRASHES = {
 }
 _CRASH_FILE = "crash"
 # Other signals that end a process. Ray handles SIGTERM itself, and says so.
-_OTHERS = ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
+_OTHER_SIGNALS = ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGXCPU")
 _EXIT_CODE = re.compile(r"exit code (\d+)")
 
 
@@ -38,9 +38,9 @@ class LastWords:
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="para_core_rank_")
         # The files stay open until the process ends, because a signal handler cannot open any.
-        self._files: list[Any] = [(Path(self.folder) / name).open("w") for name in (_CRASH_FILE, *_OTHERS)]
+        self._files: list[Any] = [(Path(self.folder) / name).open("w") for name in (_CRASH_FILE, *_OTHER_SIGNALS)]
         faulthandler.enable(self._files[0], all_threads=False)
-        for name, file in zip(_OTHERS, self._files[1:], strict=True):
+        for name, file in zip(_OTHER_SIGNALS, self._files[1:], strict=True):
             number = getattr(signal, name)
             # A signal that is ignored, as SIGHUP is under nohup, or handled in Python does not end the process: a note
             # of it would be taken for the reason of a later end.
@@ -60,7 +60,9 @@ class Notes:
         path = Path(folder)
         # On another node there is no such folder.
         self.readable = path.is_dir()
-        self._files = {file.name: file.open(errors="replace") for file in path.iterdir()} if self.readable else {}
+        self._files: dict[str, Any] = {}
+        if self.readable:
+            self._files = {file.name: file.open(errors="replace") for file in path.iterdir()}
         shutil.rmtree(path, ignore_errors=True)
 
     def read_signal(self) -> str:
@@ -70,7 +72,7 @@ class Notes:
             text = file.read()
             if text and name != _CRASH_FILE:
                 return name
-            for beginning, crash in _CRASHES.items():
+            for beginning, crash in _CRASH_SIGNALS.items():
                 if beginning in text:
                     return crash
         return ""
@@ -87,14 +89,17 @@ def describe_death(message: str, notes: Notes | None) -> str:
 
     ``notes`` are those of the rank, None if it had made none yet.
     """
-    noted = "" if notes is None else notes.read_signal()
-    if noted:
-        return noted
+    if notes is not None:
+        noted = notes.read_signal()
+        if noted:
+            return noted
     if "SIGTERM" in message.partition("exit detail")[2]:
         return "SIGTERM"
     code = _EXIT_CODE.search(message)
     if code is not None:
         return f"exit code {code[1]}"
     if "End of file" in message:
-        return "SIGKILL" if notes is not None and notes.readable else "a signal, most likely SIGKILL"
+        if notes is not None and notes.readable:
+            return "SIGKILL"
+        return "a signal, most likely SIGKILL"
     return next((line.strip() for line in message.splitlines() if line.strip()), "for an unknown reason")

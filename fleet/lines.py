@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from para_core.fleet.encode_first import encoded_batches
+from para_core.fleet.encode_first import encode_batches
 from para_core.fleet.engine import Ranks
-from para_core.fleet.failures import RanksEnded, sentence
+from para_core.fleet.failures import RanksEnded, describe_exception
 from para_core.fleet.outputs import Result
 from para_core.fleet.prompt_file import Line, Problem
 
@@ -51,10 +51,10 @@ class LineRun:
         A line fails if all ranks raise. If ranks end, the current line fails, and new ranks generate those that are
         left. Raise RanksEnded if ranks end without a line or cannot start again, and what ``write`` raises.
         """
-        while left := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
+        while waiting := [line for line in self.lines if line.number not in {*self._done, *self._problems}]:
             try:
                 self.ranks.start()
-                for batch in encoded_batches(left, self):
+                for batch in encode_batches(waiting, self):
                     for line in batch:
                         self._generate(line)
             except RanksEnded as error:
@@ -96,7 +96,7 @@ class LineRun:
     def _fail(self, number: int, error: Exception) -> None:
         if self.debug:
             traceback.print_exception(error)
-        self._problems[number] = sentence(error)
+        self._problems[number] = describe_exception(error)
         self._current = None
 
     # The phases of an Encoder, on all ranks.

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from para_core.fleet.engine import LaunchedRanks, OwnRank
-from para_core.fleet.failures import RanksEnded, ReplicaDied, RequestCancelled, RequestFailed, sentence
+from para_core.fleet.failures import RanksEnded, ReplicaDied, RequestCancelled, RequestFailed, describe_exception
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.rank import ReplicaOptions, load_rank
@@ -87,9 +87,12 @@ class LocalReplica(Replica):
             raise
         except Exception as error:
             await self.stop()
-            logger.error("%s: cannot start: %s", self._name, sentence(error))
-            raise RuntimeError(sentence(error)) from error
-        seconds, ready = time.monotonic() - begun, "ready again" if self._started else "ready"
+            logger.error("%s: cannot start: %s", self._name, describe_exception(error))
+            raise RuntimeError(describe_exception(error)) from error
+        seconds = time.monotonic() - begun
+        ready = "ready"
+        if self._started:
+            ready = "ready again"
         self._started = self._running = True
         ids = ", ".join(map(str, self.process_ids))
         logger.info("%s: %s after %.1f s, process ids of its ranks: %s", self._name, ready, seconds, ids)
@@ -108,7 +111,9 @@ class LocalReplica(Replica):
     @property
     def process_ids(self) -> list[int]:
         """Process id of each rank."""
-        return self._ranks.process_ids if isinstance(self._ranks, LaunchedRanks) else [os.getpid()]
+        if isinstance(self._ranks, LaunchedRanks):
+            return self._ranks.process_ids
+        return [os.getpid()]
 
     async def stop(self) -> None:
         self._running = False
@@ -141,7 +146,8 @@ class LocalReplica(Replica):
         self, batch: Sequence[tuple[str, Request]], progress: Callable[[int | Output], None]
     ) -> list[Result | RequestFailed | RequestCancelled]:
         """Run the batch on all ranks, and return the outcome of each request."""
-        loop, running = asyncio.get_running_loop(), _Batch({id_ for id_, _ in batch})
+        loop = asyncio.get_running_loop()
+        running = _Batch({id_ for id_, _ in batch})
 
         def note(event: int | Output) -> None:
             if isinstance(event, int):
@@ -171,11 +177,16 @@ class LocalReplica(Replica):
             running.ticket.cancel()
             raise
         except Exception as error:
-            return [RequestFailed(sentence(error)) for _ in batch]
+            return [RequestFailed(describe_exception(error)) for _ in batch]
         finally:
             self._batch = None
-        ended = RequestCancelled(f"cancelled after step {running.steps}.")
-        return [ended if id_ in running.cancelled else result for (id_, _), result in zip(batch, results, strict=True)]
+        outcomes: list[Result | RequestFailed | RequestCancelled] = []
+        for (id_, _), result in zip(batch, results, strict=True):
+            if id_ in running.cancelled:
+                outcomes.append(RequestCancelled(f"cancelled after step {running.steps}."))
+            else:
+                outcomes.append(result)
+        return outcomes
 
     def cancel(self, id_: str) -> None:
         batch = self._batch
@@ -188,7 +199,9 @@ class LocalReplica(Replica):
     async def alive(self) -> bool:
         if not self.running:
             return False
-        death = self._ranks.death() if isinstance(self._ranks, LaunchedRanks) else None
+        if not isinstance(self._ranks, LaunchedRanks):
+            return True
+        death = self._ranks.death()
         if death is None:
             return True
         if self._batch is None:  # else the end of the batch tells it
@@ -197,9 +210,10 @@ class LocalReplica(Replica):
         return False
 
     def _log_death(self, error: BaseException) -> None:
-        rank = error.rank if isinstance(error, RankDied) else None
-        which = "" if rank is None else f" Its process id was {self.process_ids[rank]}."
-        logger.error("%s: %s%s", self._name, sentence(error), which)
+        which = ""
+        if isinstance(error, RankDied) and error.rank is not None:
+            which = f" Its process id was {self.process_ids[error.rank]}."
+        logger.error("%s: %s%s", self._name, describe_exception(error), which)
 
 
 class _NamedLog(logging.Handler):
@@ -247,7 +261,8 @@ class _WorkThread:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             function, future = job
-            result, error = None, None
+            result: Any = None
+            error: BaseException | None = None
             try:
                 result = function()
             except BaseException as raised:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 # Name of the logger above all loggers of this package.
 ROOT = "para_core"
 # Number of records that wait at most. The oldest are dropped.
-_MOST = 2000
-_SECONDS = 0.3
+_MOST_RECORDS = 2000
+_READ_SECONDS = 0.3
 
 
 class Entry(NamedTuple):
@@ -41,7 +41,7 @@ class LogRelay(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self._name, self._last = uuid.uuid4().hex, 0
-        self._entries: deque[tuple[int, Entry]] = deque(maxlen=_MOST)
+        self._entries: deque[tuple[int, Entry]] = deque(maxlen=_MOST_RECORDS)
 
     def attach(self, level: int) -> None:
         """Keep the records of all loggers of this package at ``level`` or above, from now on."""
@@ -63,8 +63,10 @@ class LogRelay(logging.Handler):
     def read(self, position: Position) -> tuple[Position, list[Entry]]:
         """Return the records after ``position``, and the position after these. Forget those before ``position``."""
         with self.lock:  # type: ignore[union-attr]
-            read = position.number if position.relay == self._name else 0
-            while self._entries and self._entries[0][0] <= read:
+            last_read = 0
+            if position.relay == self._name:
+                last_read = position.number
+            while self._entries and self._entries[0][0] <= last_read:
                 self._entries.popleft()
             return Position(self._name, self._last), [entry for _, entry in self._entries]
 
@@ -90,12 +92,12 @@ class LogReader:
     def close(self) -> None:
         """Log the last records, and end the thread."""
         self._ended.set()
-        self._thread.join(10 * _SECONDS)
+        self._thread.join(10 * _READ_SECONDS)
 
     def _read(self) -> None:
         position = Position()
         while True:
-            last = self._ended.wait(_SECONDS)
+            last = self._ended.wait(_READ_SECONDS)
             try:
                 position, entries = self._read_after(position)
                 log_entries(entries)

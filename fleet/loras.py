@@ -14,7 +14,7 @@ from para_core.adapters.weights.encoded_prompts import EncodedPrompts
 from para_core.fleet.recipe import Recipe, read_lora
 from para_core.fleet.request import Lora
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class LoadedLoras:
@@ -34,7 +34,8 @@ class LoadedLoras:
     def use(self, lora: Lora | None) -> None:
         """Activate ``lora``, loaded if necessary, in addition to the recipe's LoRAs; with None only the recipe's.
 
-        Raise ValueError if ``lora`` cannot be loaded. The previous LoRA then stays active.
+        Raises:
+            ValueError: ``lora`` cannot be loaded. The previous LoRA then stays active.
         """
         if lora == self._active:
             return
@@ -89,17 +90,20 @@ class LoraFolder:
 
     def names(self) -> list[str]:
         """Return the names of all LoRAs in the folder, sorted, without the suffix ``.safetensors``."""
-        paths = self._folder.iterdir() if self._folder.is_dir() else ()
+        if not self._folder.is_dir():
+            return []
+        paths = self._folder.iterdir()
         return sorted(path.name.removesuffix(".safetensors") for path in paths if self._is_lora(path))
 
     def find(self, text: str) -> Lora:
         """Return the LoRA for a name with an optional scale, such as ``"style:0.8"``.
 
-        Raise ValueError if the folder has no LoRA of this name, or the scale is infinite.
+        Raises:
+            ValueError: The folder has no LoRA of this name, or the scale is infinite.
         """
         name, scale = read_lora(text)
         for path in (self._folder / f"{name}.safetensors", self._folder / name):
-            if _NAME.fullmatch(name) and self._is_lora(path) and abs(scale) < float("inf"):
+            if _NAME_PATTERN.fullmatch(name) and self._is_lora(path) and abs(scale) < float("inf"):
                 return Lora(str(path.resolve()), scale)
         raise ValueError(f"no lora {text[:80]!r} is served; expected one of {', '.join(self.names()) or 'none'}.")
 

@@ -75,7 +75,8 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     if predict is None or recipe.offload == "model":
         return None
     # The weights of a GGUF file have at most 8 bits.
-    quantize, resident = recipe.quantize, None
+    quantize = recipe.quantize
+    resident: int | None = None
     if recipe.model.endswith(GGUF):
         quantize = quantize or "int8"
     if recipe.offload == "blocks":
@@ -98,7 +99,9 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
     if per_pixel <= 0:
         return None
     memory = Memory(room, fixed, per_pixel)
-    return memory if memory.pixels > 0 else None
+    if memory.pixels <= 0:
+        return None
+    return memory
 
 
 def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
@@ -114,5 +117,8 @@ def foresee_mesh(pipe: Any, recipe: Recipe, ranks: int) -> dict[str, int]:
     choose = feature("choose_default_mesh")
     if ranks == 1 or choose is None:
         return {"batch": 1, "ring": 1, "ulysses": ranks}
-    choice = choose(pipe, ranks, "cuda" if torch.cuda.is_available() else "cpu", ranks)
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = "cuda"
+    choice = choose(pipe, ranks, device, ranks)
     return {"batch": choice.batch, "ring": choice.ring, "ulysses": choice.ulysses}

@@ -21,10 +21,10 @@ from para_core.fleet.failures import RequestError
 
 logger = logging.getLogger(__name__)
 ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_HEADER = "x-request-id"
-_KEY = "para_core.request"
+_ID_HEADER = "x-request-id"
+_SCOPE_KEY = "para_core.request"
 # Routes that are asked again and again by probes, so that their requests are logged at the level debug.
-_PROBED = ("/health", "/metrics")
+_PROBED_ROUTES = ("/health", "/metrics")
 
 
 @dataclass
@@ -37,7 +37,7 @@ class HttpRecord:
 
 def record_of(scope: Scope) -> HttpRecord:
     """Return the record of the HTTP request with this ASGI scope. It has a new id if :class:`RequestLog` never ran."""
-    record: HttpRecord = scope.setdefault(_KEY, HttpRecord(uuid.uuid4().hex))
+    record: HttpRecord = scope.setdefault(_SCOPE_KEY, HttpRecord(uuid.uuid4().hex))
     return record
 
 
@@ -71,30 +71,32 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        sent = Headers(scope=scope).get(_HEADER, "")
-        record = HttpRecord(sent if ID.fullmatch(sent) else uuid.uuid4().hex)
+        id_ = Headers(scope=scope).get(_ID_HEADER, "")
+        if not ID.fullmatch(id_):
+            id_ = uuid.uuid4().hex
+        record = HttpRecord(id_)
         start, size, status = time.monotonic(), 0, 0
 
-        async def counted(message: Message) -> None:
+        async def send_counted(message: Message) -> None:
             nonlocal size, status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
-                del headers[_HEADER]
+                del headers[_ID_HEADER]
                 if self._send_id:
-                    headers[_HEADER] = record.id_
+                    headers[_ID_HEADER] = record.id_
             size += len(message.get("body", b""))
             await send(message)
 
         try:
-            await self._app({**scope, _KEY: record}, receive, counted)
+            await self._app({**scope, _SCOPE_KEY: record}, receive, send_counted)
         except Exception as error:
             logger.exception("request %s: the server failed", record.id_)
             record.reason = f"{type(error).__name__}, see above"
             if status:
                 raise  # The response has begun, so the web server must cut the connection.
             failure = RequestError(500, "server_error", "the server failed with this request; see its log.")
-            await JSONResponse(failure.body(), failure.status)(scope, receive, counted)
+            await JSONResponse(failure.body(), failure.status)(scope, receive, send_counted)
         finally:
             seconds = time.monotonic() - start
             if self._ending() and not record.reason:
@@ -116,7 +118,7 @@ class RequestLog:
 
 
 def _is_probed(scope: Scope) -> bool:
-    return scope["path"].removeprefix(scope.get("root_path", "")) in _PROBED
+    return scope["path"].removeprefix(scope.get("root_path", "")) in _PROBED_ROUTES
 
 
 def _log(scope: Scope, record: HttpRecord, status: int, seconds: float, *, debug: bool) -> None:
@@ -124,7 +126,8 @@ def _log(scope: Scope, record: HttpRecord, status: int, seconds: float, *, debug
 
     With ``debug`` the level is that, whatever the status.
     """
-    refused, failed = 400 <= status < 500, status >= 500 or status == 0
+    refused = 400 <= status < 500
+    failed = status >= 500 or status == 0
     level = logging.INFO
     if refused or record.reason:
         level = logging.WARNING
@@ -132,16 +135,26 @@ def _log(scope: Scope, record: HttpRecord, status: int, seconds: float, *, debug
         level = logging.ERROR
     if debug:
         level = logging.DEBUG
-    word = "failed" if failed or not refused else "refused"
-    reason = f", {word}: {record.reason or 'no reason was given'}" if refused or failed or record.reason else ""
-    route = printable(f"{scope['method']} {scope['path']}")
+    word = "failed"
+    if refused:
+        word = "refused"
+    reason = ""
+    if refused or failed or record.reason:
+        reason = f", {word}: {record.reason or 'no reason was given'}"
+    route = escape_unprintable(f"{scope['method']} {scope['path']}")
     number = status or "no status"
-    logger.log(level, "request %s: %s, %s, %.3f s%s", record.id_, route, number, seconds, printable(reason))
+    logger.log(level, "request %s: %s, %s, %.3f s%s", record.id_, route, number, seconds, escape_unprintable(reason))
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Return ``text`` with characters that could forge or hide lines of a log replaced by escapes."""
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+    letters: list[str] = []
+    for letter in text:
+        if letter.isprintable():
+            letters.append(letter)
+        else:
+            letters.append(repr(letter)[1:-1])
+    return "".join(letters)
 
 
 class HeadAsGet:
@@ -156,10 +169,10 @@ class HeadAsGet:
             await self._app(scope, receive, send)
             return
 
-        async def without_body(message: Message) -> None:
+        async def send_without_body(message: Message) -> None:
             if message["type"] == "http.response.body":
                 message = {**message, "body": b""}
             await send(message)
 
         # Without extensions, by which a server sends a file by itself.
-        await self._app({**scope, "method": "GET", "extensions": {}}, receive, without_body)
+        await self._app({**scope, "method": "GET", "extensions": {}}, receive, send_without_body)

@@ -10,8 +10,8 @@ from typing import Any
 from para_core.fleet.pipeline_info import TINY_FLUX_FIELDS, Model, find_tiny_flux
 
 # Parameters of pipelines' calls whose defaults are shown.
-_SHOWN = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "num_frames")
-_PROMPTS = {
+_SHOWN_DEFAULTS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "num_frames")
+_EXAMPLE_PROMPTS = {
     "image": "a lighthouse on a cliff at dusk, oil painting",
     "video": "waves break on a beach, seen from above, slow camera",
 }
@@ -19,7 +19,7 @@ _PROMPTS = {
 _TINY_PROMPT = "a large red circle in the centre on a white background"
 
 
-def model_card(model: Model) -> dict[str, Any]:
+def make_model_card(model: Model) -> dict[str, Any]:
     """Return the JSON object that describes ``model``.
 
     Besides OpenAI's fields it has ``pipeline``; ``kind``; ``defaults`` of fields that a request leaves out, where
@@ -27,18 +27,22 @@ def model_card(model: Model) -> dict[str, Any]:
     """
     # If the model is a local folder, show only the last part of the path, because clients must not learn paths of this
     # machine.
-    name = Path(model.name).name if Path(model.name).is_dir() else model.name
-    is_tiny = _is_tiny(model)
+    name = model.name
+    if Path(name).is_dir():
+        name = Path(name).name
     values = {**model.fields, **model.defaults}
-    defaults = {key: values[key] for key in _SHOWN if _is_number(values.get(key))}
-    sides = values.get("width"), values.get("height")
-    size = f"{sides[0]}x{sides[1]}" if all(map(_is_number, sides)) else None
-    example = {"prompt": _PROMPTS[model.kind]}
-    if is_tiny:
+    defaults = {key: values[key] for key in _SHOWN_DEFAULTS if _is_number(values.get(key))}
+    width, height = values.get("width"), values.get("height")
+    size: str | None = None
+    if _is_number(width) and _is_number(height):
+        size = f"{width}x{height}"
+    example = {"prompt": _EXAMPLE_PROMPTS[model.kind]}
+    if _is_tiny(model):
+        name = "tiny-flux"
         tiny_size = f"{TINY_FLUX_FIELDS['width']}x{TINY_FLUX_FIELDS['height']}"
         example = {"prompt": _TINY_PROMPT, "size": tiny_size}
     return {
-        "id": "tiny-flux" if is_tiny else name or model.pipeline,
+        "id": name or model.pipeline,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "para_core",

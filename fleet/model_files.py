@@ -19,7 +19,7 @@ SAFETENSORS, GGUF = ".safetensors", ".gguf"
 # Suffixes of other files of weights. They are pickles, which may run code when they are read.
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin")
 # Prefixes of weights that only a checkpoint of a whole pipeline has: those of VAEs and of text encoders.
-_WHOLE = ("first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.")
+_PREFIXES_OF_PIPELINES = ("first_stage_model.", "vae.", "cond_stage_model.", "conditioner.", "text_encoders.")
 _LARGEST_HEADER = 100 * 2**20
 
 
@@ -39,8 +39,10 @@ class Index:
 def home_of(model: str, config: str | None) -> str:
     """Return the folder or repository with the configs of ``model``: ``config`` for a single file, else ``model``.
 
-    Raise FileNotFoundError if the file does not exist, and ValueError if it is of another kind, lacks ``config``, or
-    ``config`` is given for a model that is no file.
+    Raises:
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is of another kind or lacks ``config``, or ``config`` is given for a model that is no
+            file.
     """
     path = Path(model)
     is_file = path.is_file() or path.suffix in (SAFETENSORS, GGUF, *_PICKLES)
@@ -72,9 +74,12 @@ def is_single_file(model: str) -> bool:
 
 
 def read_index(name: str, *, subject: str = "model") -> Index:
-    """Return the index of a folder or Hub repository. Raise FileNotFoundError if it has none or cannot be reached.
+    """Return the index of a folder or Hub repository.
 
     ``subject`` says in the message what ``name`` is.
+
+    Raises:
+        FileNotFoundError: The folder or repository has no index, or cannot be reached.
     """
     index_file = _find(name, CLASSICAL, subject) or _find(name, MODULAR, subject)
     if index_file is None:
@@ -89,9 +94,14 @@ def read_index(name: str, *, subject: str = "model") -> Index:
 def read_config(name: str, subfolder: str = "", *, subject: str = "model") -> Mapping[str, Any]:
     """Return the ``config.json`` of a component in a folder or Hub repository.
 
-    Raise FileNotFoundError if there is none. ``subject`` says in the message what ``name`` is.
+    ``subject`` says in the message what ``name`` is.
+
+    Raises:
+        FileNotFoundError: There is no such file.
     """
-    file = f"{subfolder}/config.json" if subfolder else "config.json"
+    file = "config.json"
+    if subfolder:
+        file = f"{subfolder}/config.json"
     config_file = _find(name, file, subject)
     if config_file is None:
         raise FileNotFoundError(
@@ -131,21 +141,25 @@ def _download(name: str, file: str, subject: str) -> Path | None:
     """
     owner, slash, repository = name.partition("/")
     if not slash or not owner or not repository or "/" in repository or name.startswith((".", "~")):
-        wanted = f"{CLASSICAL} or {MODULAR}" if file in (CLASSICAL, MODULAR) else file
-        single = "a .safetensors or .gguf file, " if subject == "model" else ""
+        wanted = file
+        if file in (CLASSICAL, MODULAR):
+            wanted = f"{CLASSICAL} or {MODULAR}"
+        single = ""
+        if subject == "model":
+            single = "a .safetensors or .gguf file, "
         raise FileNotFoundError(
             f"{subject} {name!r} does not exist here; expected a folder with a {wanted} in it, {single}or owner/name "
             "of a repository on the Hub."
         )
     try:
-        return _downloaded(name, file)
+        return _download_once(name, file)
     except Exception as error:
         # An invalid name, a missing or gated repository, or the network: the Hub's client has a class for each.
-        raise FileNotFoundError(_unreachable(name, file, subject, error)) from error
+        raise FileNotFoundError(_describe_unreachable(name, file, subject, error)) from error
 
 
 @cache
-def _downloaded(name: str, file: str) -> Path | None:
+def _download_once(name: str, file: str) -> Path | None:
     """Do the same as :func:`_download`, and raise what the client of the Hub raises.
 
     The result is kept for the process, because the client asks the Hub each time whether the file has changed.
@@ -161,9 +175,11 @@ def _downloaded(name: str, file: str) -> Path | None:
         return None
 
 
-def _unreachable(name: str, file: str, subject: str, error: Exception) -> str:
+def _describe_unreachable(name: str, file: str, subject: str, error: Exception) -> str:
+    reason = type(error).__name__
     lines = str(error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
+    if lines:
+        reason = lines[0]
     return (
         f"{subject} {name!r} has no readable {file}: it is no folder here, and no repository that can be reached "
         f"on the Hub ({reason})"
@@ -176,7 +192,10 @@ SingleFile = Literal["pipeline", "transformer"]
 def kind_of_file(path: str) -> SingleFile:
     """Return whether a single file has the weights of a whole pipeline or of its transformer alone.
 
-    Only the header of the file is read. Raise ValueError if it is damaged, or has the weights of a LoRA.
+    Only the header of the file is read.
+
+    Raises:
+        ValueError: The file is damaged, or has the weights of a LoRA.
     """
     if Path(path).suffix == GGUF:
         with Path(path).open("rb") as file:
@@ -188,11 +207,17 @@ def kind_of_file(path: str) -> SingleFile:
         raise ValueError(f"model {path!r} is a safetensors file with no weights. Download it again.")
     if any(".lora_" in name or name.startswith("lora_") for name in names):
         raise ValueError(f"model {path!r} has the weights of a LoRA. Give it as --lora, and its base as --model.")
-    return "pipeline" if any(name.startswith(_WHOLE) for name in names) else "transformer"
+    if any(name.startswith(_PREFIXES_OF_PIPELINES) for name in names):
+        return "pipeline"
+    return "transformer"
 
 
 def weight_names(path: str) -> list[str]:
-    """Return the names of the weights in a safetensors file: an 8-byte length, then that many bytes of JSON."""
+    """Return the names of the weights in a safetensors file: an 8-byte length, then that many bytes of JSON.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     try:
         with Path(path).open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))

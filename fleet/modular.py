@@ -23,7 +23,7 @@ from para_core.progress import report
 
 # Outputs of a modular pipeline that can be written to files. The values are the kind of result, and the attribute of a
 # classical pipeline's output that holds it.
-_OUTPUTS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "images": ("image", "images")}
+_OUTPUT_KINDS: Mapping[str, tuple[Kind, str]] = {"videos": ("video", "frames"), "images": ("image", "images")}
 # Inputs that one block passes to the next. diffusers lists them as inputs of the pipeline, but requests must not set
 # them.
 _BETWEEN_BLOCKS = ("batch_size", "dtype", "timesteps", "preprocess_kwargs", "mask_overlay_kwargs")
@@ -44,7 +44,8 @@ def has_modular_index(name: str) -> bool:
 def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
     """Return the modular pipeline of a folder or repository, without the components that are loaded from files.
 
-    Raise ValueError if this diffusers lacks its class, or its repository has code of blocks that is not trusted.
+    Raises:
+        ValueError: This diffusers lacks its class, or its repository has code of blocks that is not trusted.
     """
     import diffusers
     from diffusers import ModularPipeline, ModularPipelineBlocks
@@ -69,7 +70,8 @@ def open_modular(name: str, *, trust_remote_code: bool = False) -> Any:
 def describe_modular(name: str, pipe: Any) -> Model:
     """Return the description of model ``name``, whose modular pipeline is ``pipe``, with or without loaded components.
 
-    Raise ValueError if ``pipe`` generates neither images nor videos, or requires a video, which cannot be given.
+    Raises:
+        ValueError: ``pipe`` generates neither images nor videos, or requires a video, which cannot be given.
     """
     blocks, pipeline = _blocks(pipe), original_class(pipe)
     output = _output_of(blocks)
@@ -88,7 +90,7 @@ def describe_modular(name: str, pipe: Any) -> Model:
         name,
         pipeline.__name__,
         fields,
-        _OUTPUTS[output][0],
+        _OUTPUT_KINDS[output][0],
         annotations={key: x.type_hint for key, x in inputs.items() if x.type_hint is not None},
         modular=True,
         takes_loras=hasattr(pipeline, "load_lora_weights"),
@@ -124,10 +126,13 @@ def load_modular(
 ) -> Any:
     """Load the modular pipeline of a folder or repository. With ``quantize``, torchao quantizes its transformers.
 
-    Raise RuntimeError if a component cannot be loaded.
+    Raises:
+        RuntimeError: A component cannot be loaded.
     """
     pipe = open_modular(name, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {"dtype": dtype, **({"trust_remote_code": True} if trust_remote_code else {})}
+    options: dict[str, Any] = {"dtype": dtype}
+    if trust_remote_code:
+        options["trust_remote_code"] = True
     if quantize is not None:
         types = {part: pipe.get_component_spec(part).type_hint for part in pipe.pretrained_component_names}
         names = [part for part, cls in types.items() if part in USUAL_NAMES or is_transformer_class(cls)]
@@ -137,7 +142,7 @@ def load_modular(
         for part in pipe.pretrained_component_names
         if pipe.get_component_spec(part).pretrained_model_name_or_path is not None and getattr(pipe, part, None) is None
     ]
-    with _errors_raised_only():
+    with _muting_block_errors():
         for index, part in enumerate(names):
             report(f"loading component {index + 1} of {len(names)}: {part}", index, len(names))
             pipe.load_components(names=part, **options)
@@ -164,7 +169,7 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
     scales = {guiders[name]: value for name, value in arguments.items() if name in guiders and value is not None}
     # An input of the blocks without an argument gets its default from diffusers.
     fields = {name: value for name, value in arguments.items() if name in inputs}
-    with ExitStack() as stack, _errors_raised_only(), _calling_back(pipe, arguments.get("callback_on_step_end")):
+    with ExitStack() as stack, _muting_block_errors(), _calling_back(pipe, arguments.get("callback_on_step_end")):
         for name, scale in scales.items():
             guider = getattr(pipe, name)
             stack.callback(setattr, guider, "guidance_scale", guider.guidance_scale)
@@ -172,7 +177,7 @@ def call_modular(pipe: Any, arguments: Mapping[str, Any]) -> Any:
         samples = pipe(output=output, **fields)
     if output == "images" and isinstance(samples[0], list):
         samples = [layer for layers in samples for layer in layers]
-    return SimpleNamespace(**{_OUTPUTS[output or ""][1]: samples})
+    return SimpleNamespace(**{_OUTPUT_KINDS[output or ""][1]: samples})
 
 
 @contextmanager
@@ -195,7 +200,9 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
         # If step_index is the same as after the previous call, the scheduler repeated that step, which counts once.
         if index is None or index != last:
             taken += 1
-            latents = output[0] if isinstance(output, tuple) else getattr(output, "prev_sample", None)
+            latents = getattr(output, "prev_sample", None)
+            if isinstance(output, tuple):
+                latents = output[0]
             callback(pipe, taken - 1, None, {"latents": latents})
         last = index
         return output
@@ -208,7 +215,7 @@ def _calling_back(pipe: Any, callback: Callable[..., Any] | None) -> Iterator[No
 
 
 @contextmanager
-def _errors_raised_only() -> Iterator[None]:
+def _muting_block_errors() -> Iterator[None]:
     """Inside this context, turn off the log in which each enclosing block of diffusers repeats a raised exception."""
     blocks = logging.getLogger("diffusers.modular_pipelines.modular_pipeline")
     before = blocks.level
@@ -226,7 +233,7 @@ def _blocks(pipe: Any) -> Any:
 
 def _output_of(blocks: Any) -> str | None:
     names = {x.name for x in blocks.outputs}
-    return next((name for name in _OUTPUTS if name in names), None)
+    return next((name for name in _OUTPUT_KINDS if name in names), None)
 
 
 def _hide_progress(blocks: Any) -> None:

@@ -26,23 +26,25 @@ def warnings_of(request: Request, model: Model) -> tuple[str, ...]:
     texts = {name: value for name, value in request.fields.items() if name.startswith("negative_prompt")}
     negative = ", ".join(name for name, value in texts.items() if _has_text(value))
     if "true_cfg_scale" in model.fields and model.pipeline not in _BY_GUIDANCE_SCALE:
-        return _true_guidance_warnings(request, model, negative)
-    scale = _scale(request.fields, model, "guidance_scale")
-    other_scale = _scale(request.fields, model, "audio_guidance_scale") or 0.0
-    least = 0.0 if model.pipeline.startswith(_ADDED_GUIDANCE) else 1.0
+        return _warn_of_true_guidance(request, model, negative)
+    scale = _read_scale(request.fields, model, "guidance_scale")
+    other_scale = _read_scale(request.fields, model, "audio_guidance_scale") or 0.0
+    least = 1.0
+    if model.pipeline.startswith(_ADDED_GUIDANCE):
+        least = 0.0
     if not negative or scale is None or model.modular or model.pipeline in _OTHER_RULES:
         return ()
     if max(scale, other_scale) > least:
         return ()
-    return (_needs(negative, model, "guidance_scale", least, scale),)
+    return (_describe_need(negative, model, "guidance_scale", least, scale),)
 
 
-def _true_guidance_warnings(request: Request, model: Model, negative: str) -> tuple[str, ...]:
-    scale = _scale(request.fields, model, "true_cfg_scale")
+def _warn_of_true_guidance(request: Request, model: Model, negative: str) -> tuple[str, ...]:
+    scale = _read_scale(request.fields, model, "true_cfg_scale")
     if scale is None:
         return ()
     if negative and scale <= 1:
-        return (_needs(negative, model, "true_cfg_scale", 1.0, scale),)
+        return (_describe_need(negative, model, "true_cfg_scale", 1.0, scale),)
     # An empty negative prompt is one, too: these pipelines ask only whether there is any.
     is_set = request.fields.get("true_cfg_scale") is not None
     if is_set and scale > 1 and request.fields.get("negative_prompt") is None:
@@ -51,16 +53,18 @@ def _true_guidance_warnings(request: Request, model: Model, negative: str) -> tu
     return ()
 
 
-def _needs(names: str, model: Model, parameter: str, least: float, scale: float) -> str:
+def _describe_need(names: str, model: Model, parameter: str, least: float, scale: float) -> str:
     return f"{names} has no effect: {model.pipeline} uses it if {parameter} is above {least:g}, and it is {scale:g}."
 
 
 def _has_text(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
+    texts = value
+    if not isinstance(texts, list):
+        texts = [texts]
     return any(isinstance(text, str) and text.strip() for text in texts)
 
 
-def _scale(fields: Mapping[str, Any], model: Model, name: str) -> float | None:
+def _read_scale(fields: Mapping[str, Any], model: Model, name: str) -> float | None:
     """Return the number that the request or else the pipeline has for this scale, None if there is no number."""
     value = fields.get(name)
     if value is None:

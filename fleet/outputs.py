@@ -28,7 +28,7 @@ FORMATS: Mapping[Kind, tuple[str, ...]] = {"image": ("png", "jpg", "webp"), "vid
 _BYTES_PER_PIXEL = {"png": 3.1, "jpg": 3.0, "webp": 3.0, "mp4": 1.0, "gif": 1.5}
 _SPARE_BYTES = 64 * 2**20
 # Names of the temporary files of write_atomically. A process that was killed leaves them behind.
-_HALF_WRITTEN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
+_TEMPORARY_PATTERN = re.compile(r"\.(.+-)?\d{5,}(-\d+)?\.(json|png|jpg|webp|mp4|gif)\.\w{8}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Result:
 def choose_format(model: Model, format_: str | None) -> str:
     """Return ``format_``. None gives the default for what ``model`` generates: png for images, mp4 for videos.
 
-    Raise ValueError if the model's results cannot have this format, or its encoder is not installed.
+    Raises:
+        ValueError: The model's results cannot have this format, or its encoder is not installed.
     """
     allowed = FORMATS[model.kind]
     chosen = format_ or allowed[0]
@@ -75,30 +76,33 @@ def choose_format(model: Model, format_: str | None) -> str:
     return chosen
 
 
-def too_large(folder: Path, request: Request, kind: Kind) -> str | None:
+def find_disk_problem(folder: Path, request: Request, kind: Kind) -> str | None:
     """Return an error message if the result of ``request`` alone may not fit on the disk of ``folder``, else None."""
-    needed = _estimated_bytes([request], kind)
+    needed = _estimate_bytes([request], kind)
     parent = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
     if needed + _SPARE_BYTES <= free or needed <= _SPARE_BYTES:
         return None
-    return f"its result may take {_amount(needed)}, and {folder} has {_amount(free)} free."
+    return f"its result may take {_format_bytes(needed)}, and {folder} has {_format_bytes(free)} free."
 
 
-def _estimated_bytes(requests: Sequence[Request], kind: Kind) -> int:
+def _estimate_bytes(requests: Sequence[Request], kind: Kind) -> int:
     return int(sum(estimated_pixels(x, kind) * _BYTES_PER_PIXEL[x.delivery.format_] for x in requests))
 
 
-def _amount(number: int) -> str:
-    return f"{number / 1e9:.3g} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+def _format_bytes(number: int) -> str:
+    if number >= 1e9:
+        return f"{number / 1e9:.3g} GB"
+    return f"{number / 1e6:.1f} MB"
 
 
 def require_room(folder: Path, requests: Sequence[Request], kind: Kind) -> int:
     """Make the folder, and return an upper estimate of the bytes that the results of ``requests`` take.
 
-    Raise OSError if the folder cannot be made or written to, or its disk has too little free space.
+    Raises:
+        OSError: The folder cannot be made or written to, or its disk has too little free space.
     """
-    needed = _estimated_bytes(requests, kind)
+    needed = _estimate_bytes(requests, kind)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -110,14 +114,19 @@ def require_room(folder: Path, requests: Sequence[Request], kind: Kind) -> int:
     free = shutil.disk_usage(folder).free
     if needed + _SPARE_BYTES > free:
         raise OSError(
-            f"{folder} has {_amount(free)} free, and {len(requests)} results may take {_amount(needed)} (with "
-            f"{_amount(_SPARE_BYTES)} to spare). Use a folder on another disk with --out, or generate fewer at once."
+            f"{folder} has {_format_bytes(free)} free, and {len(requests)} results may take {_format_bytes(needed)} "
+            f"(with {_format_bytes(_SPARE_BYTES)} to spare). Use a folder on another disk with --out, or generate "
+            "fewer at once."
         )
     return needed
 
 
 def require_file(path: Path | None) -> None:
-    """Raise OSError if a file cannot be written at ``path``. An existing file is not changed."""
+    """Check that a file can be written at ``path``, unless it is None. An existing file is not changed.
+
+    Raises:
+        OSError: No file can be written there.
+    """
     if path is None:
         return
     try:
@@ -129,19 +138,25 @@ def require_file(path: Path | None) -> None:
         raise OSError(f"{path} cannot be written: {error.strerror}. Use another file with --out.") from error
 
 
-_NAME = re.compile(r"[^\W.][^\\/:*?\"<>|\0]*")
+_NAME_PATTERN = re.compile(r"[^\W.][^\\/:*?\"<>|\0]*")
 
 
 def require_name(name: str | None) -> None:
-    """Raise ValueError if ``name`` is not a valid beginning of a file name. None is valid."""
-    if name is not None and not _NAME.fullmatch(name):
+    """Check that ``name`` is a valid beginning of a file name. None is valid.
+
+    Raises:
+        ValueError: ``name`` is none, for example because it has a folder.
+    """
+    if name is not None and not _NAME_PATTERN.fullmatch(name):
         raise ValueError(f"name is {name!r}; expected the beginning of a file name, such as 'cat', without a folder.")
 
 
-def digest(request: Request, recipe: Recipe, kind: Kind) -> str:
+def compute_digest(request: Request, recipe: Recipe, kind: Kind) -> str:
     """Return a string that is equal for results with equal files: digests of request and recipe, format, frame rate."""
-    rate = [f"{request.delivery.fps} fps"] if kind == "video" else []
-    return " ".join([request.digest, recipe.digest, request.delivery.format_, *rate])
+    parts = [request.digest, recipe.digest, request.delivery.format_]
+    if kind == "video":
+        parts.append(f"{request.delivery.fps} fps")
+    return " ".join(parts)
 
 
 def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple[list[Line], list[Line]]:
@@ -150,40 +165,60 @@ def choose_names(folder: Path, lines: Sequence[Line], name: str | None) -> tuple
     A line is finished if the folder has a complete result with its digest. A line to generate is named by its number
     (``cat-00001`` if ``name`` is ``cat``), or by an unused number if the folder already has files of that name.
     """
-    prefix = "" if name is None else f"{name}-"
+    prefix = ""
+    if name is not None:
+        prefix = f"{name}-"
     pattern = re.compile(re.escape(prefix) + r"(\d{5,})(-\d+)?\.\w+")
-    files = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    files: list[str] = []
+    if folder.is_dir():
+        files = [path.name for path in folder.iterdir()]
     taken = {int(match[1]) for match in map(pattern.fullmatch, files) if match}
     results: dict[str, list[int]] = {}
     for number in sorted(taken, reverse=True):
-        results.setdefault(digest_of(folder, f"{prefix}{number:05d}"), []).append(number)
-    left, finished = list[Line](), list[Line]()
+        results.setdefault(read_digest(folder, f"{prefix}{number:05d}"), []).append(number)
+    unfinished: list[Line] = []
+    finished: list[Line] = []
     for line in lines:
         numbers = results.get(line.digest)
         if numbers:
             finished.append(replace(line, name=f"{prefix}{numbers.pop():05d}"))
         else:
-            left.append(line)
-    # Unused numbers are larger than those of all files and of all lines, so that no two lines get the same number.
-    free = count(1 + max([*taken, *(line.number for line in left)], default=0))
-    numbers = [line.number if line.number not in taken else next(free) for line in left]
-    return [replace(line, name=f"{prefix}{number:05d}") for line, number in zip(left, numbers, strict=True)], finished
+            unfinished.append(line)
+    # Unused numbers are larger than those of all files and of all lines, so that no two lines get the same
+    # number.
+    unused = count(1 + max([*taken, *(line.number for line in unfinished)], default=0))
+    named: list[Line] = []
+    for line in unfinished:
+        number = line.number
+        if number in taken:
+            number = next(unused)
+        named.append(replace(line, name=f"{prefix}{number:05d}"))
+    return named, finished
 
 
-def digest_of(folder: Path, name: str) -> str:
+def read_digest(folder: Path, name: str) -> str:
     """Return the digest of the result ``name`` in ``folder``, or an empty string if the result is not complete."""
     try:
         record = json.loads((folder / f"{name}.json").read_bytes())
-        return str(record["digest"]) if all((folder / file).is_file() for file in record["files"]) else ""
+        if all((folder / file).is_file() for file in record["files"]):
+            return str(record["digest"])
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        pass  # A record that is missing or damaged is not complete.
+    return ""
 
 
 def encode(samples: Sequence[Any], delivery: Delivery) -> list[Output]:
     """Encode each sample, a PIL image or a sequence of PIL frames, as one file. Equal pixels give equal bytes."""
-    files = [_encode(x if isinstance(x, Sequence) else [x], delivery) for x in samples]
+    files: list[bytes] = []
+    for sample in samples:
+        frames = sample
+        if not isinstance(sample, Sequence):
+            frames = [sample]
+        files.append(_encode(frames, delivery))
     suffix = f".{delivery.format_}"
-    return [Output(f"-{i}{suffix}" if len(files) > 1 else suffix, data) for i, data in enumerate(files)]
+    if len(files) == 1:
+        return [Output(suffix, files[0])]
+    return [Output(f"-{index}{suffix}", data) for index, data in enumerate(files)]
 
 
 def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
@@ -194,15 +229,20 @@ def _encode(frames: Sequence[Any], delivery: Delivery) -> bytes:
             path = Path(folder) / "video.mp4"
             export_to_video(list(frames), str(path), fps=delivery.fps)
             return path.read_bytes()
+    encoder = delivery.format_.upper()
+    if delivery.format_ == "jpg":
+        encoder = "JPEG"
     options: dict[str, Any] = {}
     if len(frames) > 1:
         options = {"save_all": True, "append_images": frames[1:], "duration": 1000 // delivery.fps, "loop": 0}
     elif delivery.quality is not None:
         options = {"quality": delivery.quality}  # PNG has none, and ignores it.
-    elif delivery.format_ in ("jpg", "webp"):
-        options = {"quality": 95} if delivery.format_ == "jpg" else {"lossless": True}
+    elif delivery.format_ == "jpg":
+        options = {"quality": 95}
+    elif delivery.format_ == "webp":
+        options = {"lossless": True}
     buffer = io.BytesIO()
-    frames[0].save(buffer, "JPEG" if delivery.format_ == "jpg" else delivery.format_.upper(), **options)
+    frames[0].save(buffer, encoder, **options)
     return buffer.getvalue()
 
 
@@ -210,8 +250,10 @@ def write_result(folder: Path, line: Line, result: Result) -> None:
     """Write the files of the line's result, and a record of its metadata with the line's number and digest.
 
     The record is ``line.name.json``, which is written last: if it exists, the other files are complete. A PNG also has
-    the record inside, in its text chunks ``prompt`` and ``para_core`` (JSON). If one of the files exists, nothing is
-    written, and FileExistsError is raised.
+    the record inside, in its text chunks ``prompt`` and ``para_core`` (JSON).
+
+    Raises:
+        FileExistsError: One of the files exists. Nothing is written then.
     """
     paths = [folder / f"{line.name}{output.suffix}" for output in result.outputs]
     record_path = folder / f"{line.name}.json"
@@ -222,14 +264,17 @@ def write_result(folder: Path, line: Line, result: Result) -> None:
     record = {**numbers, **result.metadata, "files": [path.name for path in paths]}
     text = json.dumps(record, indent=2) + "\n"
     prompt = result.metadata.get("request", {}).get("prompt") or ""
-    prompt = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    if not isinstance(prompt, str):
+        prompt = json.dumps(prompt, ensure_ascii=False)
     for path, output in zip(paths, result.outputs, strict=True):
-        is_png = path.suffix == ".png"
-        write_atomically(path, _with_texts(output.data, prompt=prompt, para_core=text) if is_png else output.data)
+        data = output.data
+        if path.suffix == ".png":
+            data = _add_texts(data, prompt=prompt, para_core=text)
+        write_atomically(path, data)
     write_atomically(record_path, text.encode())
 
 
-def _with_texts(png: bytes, **texts: str) -> bytes:
+def _add_texts(png: bytes, **texts: str) -> bytes:
     """Return the PNG file ``png`` with these text chunks added. Its pixels are not encoded again."""
     from PIL.PngImagePlugin import PngInfo, putchunk
 
@@ -266,10 +311,13 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock ``folder`` inside this context against other processes of this machine. Delete leftover temporary files.
 
-    Raise RuntimeError if another process holds the lock. On a file system without locks, nothing is locked.
+    On a file system without locks, nothing is locked.
+
+    Raises:
+        RuntimeError: Another process holds the lock.
     """
     import fcntl
 
@@ -285,7 +333,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         except OSError:
             pass  # The file system has no locks.
         for path in folder.iterdir():
-            if _HALF_WRITTEN.fullmatch(path.name):
+            if _TEMPORARY_PATTERN.fullmatch(path.name):
                 path.unlink(missing_ok=True)
         yield
     finally:

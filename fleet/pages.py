@@ -17,7 +17,7 @@ _INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 def add_pages(app: FastAPI) -> None:
     """Add the page ``/``, and ``/docs`` with the assets of Swagger UI, which the package fastapi_offline contains."""
-    home, docs = _page("page.html"), _page("docs.html", "style-src 'self' 'unsafe-inline'")
+    home, docs = _read_page("page.html"), _read_page("docs.html", "style-src 'self' 'unsafe-inline'")
 
     @app.get("/", include_in_schema=False)
     async def show_home() -> HTMLResponse:
@@ -30,7 +30,7 @@ def add_pages(app: FastAPI) -> None:
     app.mount("/docs/assets", StaticFiles(directory=str(files("fastapi_offline") / "static")))
 
 
-def _page(name: str, *directives: str) -> HTMLResponse:
+def _read_page(name: str, *directives: str) -> HTMLResponse:
     """Return the page in the file ``name``, with a policy that lets it load only its own scripts, styles and data.
 
     ``directives`` replace those of the policy with the same name.

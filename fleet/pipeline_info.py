@@ -13,18 +13,19 @@ from typing import Any, Literal
 import para_core
 
 Kind = Literal["image", "video"]
-_IMAGES = ("images", "input_images", "reference_images", "memory_images", "gligen_images")
+_IMAGE_PARAMETERS = ("images", "input_images", "reference_images", "memory_images", "gligen_images")
 # Parameters of a pipeline's call that a request may not set, because the command or server sets them itself.
-_OWN = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
+_SET_BY_CALLER = ("self", "generator", "output_type", "return_dict", "args", "kwargs")
 
 # This folder exists in a checkout of the repository, but not in an installed package.
 TINY_FLUX = Path("zoo/flux/pipeline")
 # 64 text tokens are four times as fast as FLUX's default of 512, and the images are as good.
 TINY_FLUX_FIELDS = {"height": 128, "width": 128, "num_inference_steps": 20, "max_sequence_length": 64}
 
-# A pipeline generates videos if its call has one of the parameters _FRAMES, else audio if it has one of _SOUND.
-_FRAMES = ("num_frames", "video_length")
-_SOUND = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_duration_s")
+# A pipeline generates videos if its call has one of _FRAME_PARAMETERS, else audio if it has one of
+# _AUDIO_PARAMETERS.
+_FRAME_PARAMETERS = ("num_frames", "video_length")
+_AUDIO_PARAMETERS = ("audio_length_in_s", "audio_duration", "audio_end_in_s", "audio_duration_s")
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Model:
     @property
     def images(self) -> tuple[str, ...]:
         """Names of the fields that take one or several images."""
-        return tuple(name for name in self.fields if name.endswith("image") or name in _IMAGES)
+        return tuple(name for name in self.fields if name.endswith("image") or name in _IMAGE_PARAMETERS)
 
 
 def can_be_given(name: str) -> bool:
@@ -71,20 +72,23 @@ def can_be_given(name: str) -> bool:
     False for tensors (embeddings, masks and latents), for callbacks, and for what the command or server sets itself.
     """
     tensor = name.endswith(("_embeds", "_mask")) or "latents" in name
-    return name not in _OWN and not tensor and not name.startswith("callback")
+    return name not in _SET_BY_CALLER and not tensor and not name.startswith("callback")
 
 
-def unknown_field(model: Model, name: str) -> str:
+def describe_unknown_field(model: Model, name: str) -> str:
     """Return the error message for an unknown field. It suggests the most similar known field, or lists all."""
     close = difflib.get_close_matches(name, [*model.fields, "seed", "size", "steps"], n=1)
-    hint = f"Did you mean {close[0]}?" if close else f"It takes seed, size, steps, {', '.join(model.fields)}."
+    hint = f"It takes seed, size, steps, {', '.join(model.fields)}."
+    if close:
+        hint = f"Did you mean {close[0]}?"
     return f"{model.pipeline} has no field {name!r} here. {hint}"
 
 
 def find_tiny_flux() -> Path:
     """Return the folder of the small trained FLUX, in the checkout of para_core or below the current folder.
 
-    Raise FileNotFoundError if it is in neither.
+    Raises:
+        FileNotFoundError: The folder is in neither.
     """
     for root in (Path(para_core.__file__).parents[1], Path.cwd()):
         if (root / TINY_FLUX / "model_index.json").is_file():
@@ -98,7 +102,8 @@ def find_tiny_flux() -> Path:
 def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
     """Return the description of model ``name``, whose pipeline class is ``cls``, with these defaults of fields.
 
-    Raise ValueError if ``cls`` generates audio only.
+    Raises:
+        ValueError: ``cls`` generates audio only.
     """
     parameters = inspect.signature(cls.__call__).parameters
     fields = {key: parameter.default for key, parameter in parameters.items()}
@@ -119,12 +124,15 @@ def describe(name: str, cls: Any, defaults: Mapping[str, Any]) -> Model:
 def describe_call(name: str, pipeline: str, parameters: Mapping[str, Any], defaults: Mapping[str, Any]) -> Model:
     """Return the description of a model by the parameters of its pipeline's call and their defaults, without types.
 
-    Raise ValueError if the pipeline generates audio only.
+    Raises:
+        ValueError: The pipeline generates audio only.
     """
     fields = {key: default for key, default in parameters.items() if can_be_given(key)}
-    if any(key in fields for key in _SOUND) and not any(key in fields for key in _FRAMES):
+    kind: Kind = "image"
+    if any(key in fields for key in _FRAME_PARAMETERS):
+        kind = "video"
+    elif any(key in fields for key in _AUDIO_PARAMETERS):
         raise ValueError(f"model {name!r} ({pipeline}) generates audio; expected images or videos.")
-    kind: Kind = "video" if any(key in fields for key in _FRAMES) else "image"
     model = Model(name, pipeline, fields, kind, {key: value for key, value in defaults.items() if key in fields})
     return replace(model, required=tuple(key for key in model.images if _is_required(key, pipeline, fields[key])))
 

@@ -22,7 +22,7 @@ from typing import Any
 DENOISERS = ("transformer", "unet", "prior", "transformer_2")
 CONTROLNET = "controlnet"
 # Components whose classes are compared to say which pipelines fit a folder.
-_COMPARED = (*DENOISERS, "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+_COMPARED_COMPONENTS = (*DENOISERS, "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 _SIDES = ("height", "width")
 _SEQUENCES = ("list", "tuple", "List", "Tuple")
 _NO_CLASSES = (*_SEQUENCES, "Optional", "Union", "None")
@@ -62,11 +62,11 @@ class PipelineSource:
         names = re.findall(r"\w+", self.components.get(CONTROLNET, ""))
         return any(name in _SEQUENCES or "Multi" in name for name in names)
 
-    def lacking(self, index: Mapping[str, Any], others: Sequence[str] = ()) -> tuple[str, ...]:
+    def find_lacking(self, index: Mapping[str, Any], others: Sequence[str] = ()) -> tuple[str, ...]:
         """Return the required components that neither the index of a folder has nor ``others`` names."""
         return tuple(name for name in self.required if name not in others and class_in(index, name) is None)
 
-    def other_denoiser(self, index: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    def find_other_denoiser(self, index: Mapping[str, Any]) -> tuple[str, str, str] | None:
         """Return name, class and expected class of a denoiser that is not of the class that this pipeline takes.
 
         None if there is no such denoiser, or the source does not state the class.
@@ -81,11 +81,11 @@ class PipelineSource:
         """Whether the class runs the weights of a folder with this index, perhaps with a ControlNet in addition."""
         if not any(name in self.components and class_in(index, name) is not None for name in DENOISERS):
             return False
-        compared = [name for name in self.components if name in _COMPARED]
+        compared = [name for name in self.components if name in _COMPARED_COMPONENTS]
         same = all(self._takes(name, class_in(index, name)) for name in compared)
         # The index of a folder has optional components as well, without a class.
         same = same and all(name in index for name in compared if name in self.positional)
-        return same and not self.lacking(index, (CONTROLNET,))
+        return same and not self.find_lacking(index, (CONTROLNET,))
 
     def _takes(self, component: str, cls: str | None) -> bool:
         """Whether the annotation of a component names its class in a folder, or names none."""
@@ -135,33 +135,36 @@ def read_pipeline(name: str) -> PipelineSource | None:
     base = next((source for source in inherited if source is not None), PipelineSource(name, {}, (), (), {}, ()))
     components, positional, required = base.components, base.positional, base.required
     if "__init__" in functions:
-        components = {
-            parameter.arg: "" if parameter.annotation is None else ast.unparse(parameter.annotation)
-            for parameter in _parameters(functions["__init__"])
-        }
-        optional = _optional_components(cls)
-        parameters = _parameters(functions["__init__"])
+        optional = _read_optional_components(cls)
+        parameters = _read_parameters(functions["__init__"])
+        components = {parameter.arg: _unparse_annotation(parameter) for parameter in parameters}
         positional = tuple(parameter.arg for parameter, default in parameters.items() if default is Parameter.empty)
         required = tuple(parameter for parameter in positional if parameter not in optional)
     call, divisors = base.call, base.divisors
     if "__call__" in functions:
-        call = {parameter.arg: default for parameter, default in _parameters(functions["__call__"]).items()}
+        call = {parameter.arg: default for parameter, default in _read_parameters(functions["__call__"]).items()}
         checks = [functions[function] for function in ("check_inputs", "__call__") if function in functions]
-        divisors = tuple(divisor for function in checks for divisor in _divisors(function))
+        divisors = tuple(divisor for function in checks for divisor in _find_divisors(function))
     return PipelineSource(name, components, positional, required, call, divisors)
 
 
-def _parameters(function: ast.FunctionDef) -> dict[ast.arg, Any]:
+def _read_parameters(function: ast.FunctionDef) -> dict[ast.arg, Any]:
     """Return the default of each parameter but ``self``: Parameter.empty without one, None if it is no literal."""
     arguments = function.args
     positional = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(positional) - len(arguments.defaults))
     defaults += arguments.defaults
     pairs = [*zip(positional, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
-    return {parameter: _literal(default) for parameter, default in pairs[1:]}
+    return {parameter: _evaluate_default(default) for parameter, default in pairs[1:]}
 
 
-def _literal(default: ast.expr | None) -> Any:
+def _unparse_annotation(parameter: ast.arg) -> str:
+    if parameter.annotation is None:
+        return ""
+    return ast.unparse(parameter.annotation)
+
+
+def _evaluate_default(default: ast.expr | None) -> Any:
     if default is None:
         return Parameter.empty
     try:
@@ -170,15 +173,16 @@ def _literal(default: ast.expr | None) -> Any:
         return None
 
 
-def _optional_components(cls: ast.ClassDef) -> list[str]:
+def _read_optional_components(cls: ast.ClassDef) -> list[str]:
     for node in cls.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if any(isinstance(target, ast.Name) and target.id == "_optional_components" for target in targets):
+        if not isinstance(node, ast.Assign):
+            continue
+        if any(isinstance(target, ast.Name) and target.id == "_optional_components" for target in node.targets):
             return [item.value for item in ast.walk(node) if isinstance(item, ast.Constant)]  # type: ignore[misc]
     return []
 
 
-def _divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
+def _find_divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
     """Yield what ``height`` or ``width`` is divided by. A local variable is replaced by the value it was assigned."""
     assigned = {
         node.targets[0].id: node.value
@@ -192,8 +196,10 @@ def _divisors(function: ast.FunctionDef) -> Iterator[ast.expr]:
             and isinstance(node.left, ast.Name)
             and node.left.id in _SIDES
         ):
-            is_local = isinstance(node.right, ast.Name)
-            yield assigned.get(node.right.id, node.right) if is_local else node.right  # type: ignore[attr-defined]
+            divisor = node.right
+            if isinstance(divisor, ast.Name):
+                divisor = assigned.get(divisor.id, divisor)
+            yield divisor
 
 
 def multiple_of_sides(source: PipelineSource, pipe: Any) -> int:
@@ -208,27 +214,37 @@ def multiple_of_sides(source: PipelineSource, pipe: Any) -> int:
 
 def _evaluate(expression: ast.expr, pipe: Any) -> int | None:
     """Return the value of an integer, an attribute of ``self`` or an item of one, or a product or power; else None."""
+    value: Any = None
     if isinstance(expression, ast.Constant):
-        return expression.value if type(expression.value) is int else None
+        value = expression.value
     if isinstance(expression, (ast.Attribute, ast.Subscript)):
-        value = _attribute(expression, pipe)
-        return value if type(value) is int else None
+        value = _read_attribute(expression, pipe)
     if isinstance(expression, ast.BinOp) and isinstance(expression.op, (ast.Mult, ast.Pow)):
-        left, right = _evaluate(expression.left, pipe), _evaluate(expression.right, pipe)
+        left = _evaluate(expression.left, pipe)
+        right = _evaluate(expression.right, pipe)
         if left is None or right is None:
             return None
-        return left * right if isinstance(expression.op, ast.Mult) else int(left**right)
+        if isinstance(expression.op, ast.Mult):
+            return left * right
+        return int(left**right)
+    if type(value) is int:
+        return value
     return None
 
 
-def _attribute(expression: ast.expr, pipe: Any) -> Any:
+def _read_attribute(expression: ast.expr, pipe: Any) -> Any:
+    """Return the value of ``self``, which is ``pipe``, or of an attribute or item of it; None for others."""
     if isinstance(expression, ast.Attribute):
-        return getattr(_attribute(expression.value, pipe), expression.attr, None)
+        return getattr(_read_attribute(expression.value, pipe), expression.attr, None)
     if isinstance(expression, ast.Subscript):
-        items, index = _attribute(expression.value, pipe), _evaluate(expression.slice, pipe)
-        is_item = isinstance(items, (list, tuple)) and index is not None and index < len(items)
-        return items[index] if is_item else None
-    return pipe if isinstance(expression, ast.Name) and expression.id == "self" else None
+        items = _read_attribute(expression.value, pipe)
+        index = _evaluate(expression.slice, pipe)
+        if isinstance(items, (list, tuple)) and index is not None and index < len(items):
+            return items[index]
+        return None
+    if isinstance(expression, ast.Name) and expression.id == "self":
+        return pipe
+    return None
 
 
 def fitting_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
@@ -259,48 +275,56 @@ _OWN_WEIGHTS = re.compile(
 
 def advised_pipelines(index: Mapping[str, Any]) -> list[PipelineSource]:
     """Return the classes of :func:`fitting_pipelines`, without those that need weights of their own."""
-    own = set(_OWN_WEIGHTS.findall(str(index.get("_class_name"))))
-    return [source for source in fitting_pipelines(index) if set(_OWN_WEIGHTS.findall(source.name)) <= own]
+    inputs = set(_OWN_WEIGHTS.findall(str(index.get("_class_name"))))
+    return [source for source in fitting_pipelines(index) if set(_OWN_WEIGHTS.findall(source.name)) <= inputs]
 
 
 def require_pipeline(name: str, model: str, index: Mapping[str, Any], others: Sequence[str] = ()) -> PipelineSource:
     """Return the description of the class ``name`` for the weights of ``model``, a folder with this index.
 
-    ``others`` names the components that come from elsewhere, such as a ControlNet. Raise ValueError if diffusers has no
-    such class, the folder lacks one of its components, or has a denoiser of another class. The message names classes
-    that fit the weights.
+    ``others`` names the components that come from elsewhere, such as a ControlNet.
+
+    Raises:
+        ModuleNotFoundError: diffusers is not installed.
+        ValueError: diffusers has no such class, or the folder lacks one of its components, or has a denoiser of
+            another class. The message names classes that fit the weights.
     """
     if not pipeline_files():
         raise ModuleNotFoundError("the classes of pipelines need diffusers", name="diffusers")
     source = read_pipeline(name)
     if source is None:
         close = difflib.get_close_matches(name, pipeline_files(), n=1)
-        hint = f"Did you mean {close[0]}? " if close else ""
+        hint = ""
+        if close:
+            hint = f"Did you mean {close[0]}? "
         raise ValueError(
-            f"pipeline is {name!r}, and this diffusers has no classical pipeline of this name. {hint}{_advice(index)}"
+            f"pipeline is {name!r}, and this diffusers has no classical pipeline of this name. {hint}{_advise(index)}"
         )
-    other = source.other_denoiser(index)
+    other = source.find_other_denoiser(index)
     if other is not None:
         component, cls, expected = other
         raise ValueError(
             f"pipeline is {name!r}, whose {component} is a {expected}, and that of {model!r} is a {cls}. "
-            f"{_advice(index)}"
+            f"{_advise(index)}"
         )
-    lacking = source.lacking(index, others)
+    lacking = source.find_lacking(index, others)
     if CONTROLNET in lacking:
         raise ValueError(
             f"pipeline is {name!r}, which needs a ControlNet; expected --controlnet with a folder or Hub repository of "
             f"a {' or '.join(source.single_controlnets)}."
         )
     if lacking:
+        noun = "component"
+        if len(lacking) > 1:
+            noun = "components"
         raise ValueError(
-            f"pipeline is {name!r}, which needs {', '.join(lacking)}, and {model!r} has no such "
-            f"component{'s' if len(lacking) > 1 else ''}. {_advice(index)}"
+            f"pipeline is {name!r}, which needs {', '.join(lacking)}, and {model!r} has no such {noun}. "
+            f"{_advise(index)}"
         )
     return source
 
 
-def _advice(index: Mapping[str, Any]) -> str:
+def _advise(index: Mapping[str, Any]) -> str:
     fitting = [source.name for source in fitting_pipelines(index)]
     if not fitting:
         return "Leave --pipeline out to use the class that the model names."

@@ -68,7 +68,9 @@ class Pool:
 
     async def stop(self) -> None:
         """End all replicas."""
-        tasks = [*self._restarts, *([] if self._watching is None else [self._watching])]
+        tasks = list(self._restarts)
+        if self._watching is not None:
+            tasks.append(self._watching)
         self._watching = None
         for task in tasks:
             task.cancel()
@@ -90,7 +92,7 @@ class Pool:
         for job in batch:
             # Its replica died after it was cancelled, so it waited again.
             if job.cancelled and not job.answer.done():
-                job.finish(_cancelled())
+                job.finish(_make_cancellation())
         jobs = [job for job in batch if not job.answer.done()]
         self._running.update(dict.fromkeys([job.id_ for job in jobs], replica))
 
@@ -151,7 +153,7 @@ class Pool:
         """Cancel a job: at once if it still waits for a replica, after its current step if it runs."""
         replica = self._running.get(job.id_)
         if replica is None:
-            job.finish(_cancelled())
+            job.finish(_make_cancellation())
         else:
             replica.cancel(job.id_)
 
@@ -160,5 +162,5 @@ class Pool:
         return sum(await asyncio.gather(*[replica.alive() for replica in self._replicas]))
 
 
-def _cancelled() -> RequestCancelled:
+def _make_cancellation() -> RequestCancelled:
     return RequestCancelled("cancelled before its first step.")

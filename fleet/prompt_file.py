@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from para_core.fleet.failures import sentence
+from para_core.fleet.failures import describe_exception
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import Request, make_request, merge_fields, request_schema
 
@@ -19,7 +19,7 @@ class Line:
 
     number: int  # from 1
     request: Request
-    digest: str = ""  # see outputs.digest
+    digest: str = ""  # see outputs.compute_digest
     name: str = ""  # of the result's files, without suffix
 
 
@@ -38,21 +38,28 @@ def read_prompts(
 
     Each line of a ``.txt`` file is a prompt. Each line of any other file is a JSON object with fields of a request.
     ``common`` has fields for every line that does not set them itself. Line n has the seed ``seed + n - 1``, unless it
-    sets its own. Raise OSError if the file cannot be read, and ValueError if it is not UTF-8, is one JSON array, or has
-    only empty lines.
+    sets its own.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is not UTF-8, is one JSON array, or has only empty lines.
     """
-    contents, is_plain = read_contents(path), _is_plain(path)
+    contents = read_contents(path)
+    is_plain = _is_plain(path)
 
     def read_image(name: str) -> bytes:
         return (path.parent / name).read_bytes()
 
     schema = request_schema(model)
-    requests, problems = list[Line](), list[Problem]()
+    requests: list[Line] = []
+    problems: list[Problem] = []
     for number, text in enumerate(contents.split("\n"), start=1):
         if not text.strip():
             continue
         try:
-            values = {"prompt": text.strip()} if is_plain else json.loads(text)
+            values: Any = {"prompt": text.strip()}
+            if not is_plain:
+                values = json.loads(text)
             if not isinstance(values, dict):
                 raise ValueError(
                     f'it is {text.strip()[:40]!r}; expected an object such as {{"prompt": "a red circle"}}.'
@@ -64,7 +71,7 @@ def read_prompts(
         except RecursionError:
             problems.append(Problem(number, "it is nested too deeply."))
         except (OSError, ValueError) as error:
-            problems.append(Problem(number, sentence(error)))
+            problems.append(Problem(number, describe_exception(error)))
         else:
             requests.append(Line(number, request))
     return requests, problems
@@ -73,7 +80,9 @@ def read_prompts(
 def read_contents(path: Path) -> str:
     """Return the text of a prompt file.
 
-    Raise OSError if it cannot be read, and ValueError if it is not UTF-8, is one JSON array, or has only empty lines.
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is not UTF-8, is one JSON array, or has only empty lines.
     """
     try:
         # Lines are split at "\n" below: splitlines() would also split at U+2028, which JSON strings may contain.

@@ -48,7 +48,10 @@ class Rank:
     ) -> None:
         self._recipe, self._options = recipe, options
         self._encoder = EncodeFirst(call_pipe)
-        self._pipe = build(recipe, self._encoder if encode_first else None)
+        attached: EncodeFirst | None = None
+        if encode_first:
+            attached = self._encoder
+        self._pipe = build(recipe, attached)
         self._encoded_prompts: EncodedPrompts | None = None
         self._loras: LoadedLoras | None = None
         # Whether to release the GPU memory that a failed request left reserved, before the next request begins.
@@ -60,7 +63,9 @@ class Rank:
 
     def memory(self) -> Memory | None:
         """Return the predicted memory of a rank, or None if it cannot be predicted."""
-        room = bytes_of_device() if self._options.room is None else self._options.room
+        room = self._options.room
+        if room is None:
+            room = bytes_of_device()
         return predict_memory(self._pipe, self._recipe, mesh_shape(self._pipe), room)
 
     def generate(self, request: Request, link: Link = NO_CALLER) -> Result | None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from para_core.fleet.failures import RequestCancelled, RequestFailed, sentence
+from para_core.fleet.failures import RequestCancelled, RequestFailed, describe_exception
 from para_core.fleet.last_words import LastWords
 from para_core.fleet.log_relay import Entry, LogRelay, Position
 from para_core.fleet.memory import Memory
@@ -47,7 +47,9 @@ class RankActor:
     """Actor with the :class:`~para_core.fleet.rank.Rank` number ``rank`` of ``options.ranks``."""
 
     def __init__(self, recipe: Recipe, rank: int, options: ReplicaOptions) -> None:
-        self._recipe, self._number, self._options = recipe, rank, options
+        self._recipe = recipe
+        self._number = rank
+        self._options = options
         self._rank: Rank | None = None  # before join
         self._store: Any = None
         self._last_words: LastWords | None = None
@@ -81,9 +83,9 @@ class RankActor:
 
     def memory(self) -> Memory | None:
         """Return the predicted memory of a rank, or None if it cannot be predicted."""
-        return self._joined().memory()
+        return self._require_joined().memory()
 
-    def _joined(self) -> Rank:
+    def _require_joined(self) -> Rank:
         if self._rank is None:
             raise RuntimeError("the rank has not joined the others.")
         return self._rank
@@ -95,7 +97,8 @@ class RankActor:
         """
         if torch.cuda.is_available():
             torch.cuda.set_device(0)  # The device is set per thread, and Ray may call this method in any thread.
-        ids, requests = [id_ for id_, _ in batch], [request for _, request in batch]
+        ids = [id_ for id_, _ in batch]
+        requests = [request for _, request in batch]
 
         def note(event: int | Output) -> None:
             if isinstance(event, Output):
@@ -105,12 +108,15 @@ class RankActor:
 
         self._previews.clear()
         try:
-            results = self._joined().generate_batch(requests, Link(note, lambda: self._cancelled.issuperset(ids)))
-            return [self._answer(id_, results[i] if results else None, len(ids)) for i, id_ in enumerate(ids)]
+            link = Link(note, lambda: self._cancelled.issuperset(ids))
+            results: Sequence[Result | None] | None = self._require_joined().generate_batch(requests, link)
+            if not results:  # Another rank has them.
+                results = [None] * len(ids)
+            return [self._answer(id_, result, len(ids)) for id_, result in zip(ids, results, strict=True)]
         except RequestCancelled as error:
             return [Answer(error, self._steps_done.get(id_, 0)) for id_ in ids]
         except Exception as error:
-            return [Answer(RequestFailed(sentence(error)), self._steps_done.get(id_, 0)) for id_ in ids]
+            return [Answer(RequestFailed(describe_exception(error)), self._steps_done.get(id_, 0)) for id_ in ids]
         finally:
             for id_ in ids:
                 self._steps_done.pop(id_, None)

@@ -147,7 +147,9 @@ class Recipe(PipelineChoices):
     @property
     def digest(self) -> str:
         """16 hex digits, equal for recipes whose results are equal up to rounding, even on different meshes."""
-        backend = asdict(self.schedule) if self.schedule else self.backend
+        backend: Any = self.backend
+        if self.schedule:
+            backend = asdict(self.schedule)
         decisive: tuple[Any, ...] = (self.model, self.dtype, self.cache, self.lora, backend, self.comm_dtype)
         other_classes = {"pipeline": self.pipeline, "config": self.config, "controlnet": self.controlnet}
         if any(other_classes.values()):
@@ -253,9 +255,11 @@ def _obstacles_to_verify(recipe: Recipe) -> list[str]:
 
 
 def require_loras(recipe: Recipe) -> None:
-    """Raise FileNotFoundError if a LoRA of the recipe is a path that does not exist, and ValueError if it is no name.
+    """Check the LoRAs of the recipe. One that may be a Hub repository, ``owner/name``, is not looked for.
 
-    One that may be a Hub repository, ``owner/name``, is not checked.
+    Raises:
+        FileNotFoundError: A LoRA is a path that does not exist.
+        ValueError: A LoRA has no name, or its scale is not finite.
     """
     for text in recipe.lora:
         name, scale = read_lora(text)
@@ -270,9 +274,12 @@ def require_loras(recipe: Recipe) -> None:
 
 
 def check_options_of_model(model: Model, recipe: Recipe) -> None:
-    """Raise ValueError if the pipeline of ``model`` lacks a method that a LoRA or ``offload="model"`` needs.
+    """Check that the pipeline of ``model`` has the methods that a LoRA and ``offload="model"`` need.
 
-    Raise what :func:`require_loras` raises.
+    Raises what :func:`require_loras` raises, too.
+
+    Raises:
+        ValueError: The pipeline loads no LoRAs, or is modular and cannot move its components as a whole.
     """
     if recipe.lora and not model.takes_loras:
         raise ValueError(f"lora is {recipe.lora[0]!r}, but {model.pipeline} loads no LoRAs. Leave --lora out.")

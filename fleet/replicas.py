@@ -26,27 +26,26 @@ def make_replicas(recipe: Recipe, options: ReplicaOptions, count: int) -> Sequen
         from para_core.fleet import group
 
         return [group.Replica(recipe, options, name) for name in names]
-    own_process, ranks = count * options.ranks == 1, options.ranks
-    # Replicas share the CPU cores, as ranks do.
-    env = {"OMP_NUM_THREADS": "1"} if count > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+    own_process = count * options.ranks == 1
+    env: dict[str, str] = {}
+    if count > 1 and "OMP_NUM_THREADS" not in os.environ:
+        # Replicas share the CPU cores, as ranks do.
+        env["OMP_NUM_THREADS"] = "1"
     has_gpus = torch.cuda.device_count() > 0  # without initializing CUDA
-    return [
-        LocalReplica(
-            recipe,
-            options,
-            name,
-            devices=range(number * ranks, (number + 1) * ranks) if has_gpus else None,
-            env=env,
-            own_process=own_process,
-        )
-        for number, name in enumerate(names)
-    ]
+    replicas: list[Replica] = []
+    for number, name in enumerate(names):
+        devices: Sequence[int] | None = None
+        if has_gpus:
+            devices = range(number * options.ranks, (number + 1) * options.ranks)
+        replicas.append(LocalReplica(recipe, options, name, devices=devices, env=env, own_process=own_process))
+    return replicas
 
 
 def connect(options: ReplicaOptions, count: int, *, debug: bool = False) -> bool:
     """Prepare what ``count`` replicas run on. Return whether this call connected to Ray.
 
-    Raise ValueError if there are too few GPUs, or on Ray, the cluster is too small.
+    Raises:
+        ValueError: There are too few GPUs, or on Ray, the cluster is too small.
     """
     if uses_ray(spread=options.spread):
         from para_core.fleet import group
@@ -54,7 +53,8 @@ def connect(options: ReplicaOptions, count: int, *, debug: bool = False) -> bool
         connected = group.connect(options.ranks * count, debug=debug)
         group.require_cluster(options, count)
         return connected
-    gpus, needed = torch.cuda.device_count(), options.ranks * count
+    gpus = torch.cuda.device_count()
+    needed = options.ranks * count
     if gpus and needed > gpus:
         raise ValueError(
             f"{count} replicas of {options.ranks} ranks need {needed} GPUs, and this host has {gpus}: use fewer "
@@ -90,7 +90,8 @@ def generate_lines(
     ``write`` is called in this process with each line and its result. A replica that dies is restarted, and tries its
     current line once more.
     """
-    waiting, problems = iter(lines), list[Problem]()
+    waiting = iter(lines)
+    problems: list[Problem] = []
 
     async def generate_waiting(replica: Replica) -> None:
         await replica.start()

@@ -15,9 +15,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from para_core.fleet.image_classes import is_image_field, takes_no_image
+from para_core.fleet.image_classes import explain_refused_image, is_image_field
 from para_core.fleet.image_files import open_image, read_images
-from para_core.fleet.pipeline_info import Kind, Model, unknown_field
+from para_core.fleet.pipeline_info import Kind, Model, describe_unknown_field
 
 # Short names that a request may use, and the parameters of diffusers that each stands for: the first that the pipeline
 # has.
@@ -26,16 +26,16 @@ _ALIASES = {
     "frames": ("num_frames", "video_length"),
     "n": ("num_images_per_prompt", "num_videos_per_prompt"),
 }
-_POSITIVE = (
+_POSITIVE_FIELDS = (
     *("height", "width", "num_inference_steps", "num_frames", "video_length", "max_sequence_length"),
     *("num_images_per_prompt", "num_videos_per_prompt"),
 )
-_SIZE = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")
+_SIZE_PATTERN = re.compile(r"^([1-9][0-9]{0,8})\s*[x×]\s*([1-9][0-9]{0,8})$")
 LARGEST_SEED = 2**63 - 1
 _LARGEST_INT = 2**31 - 1
 # Width, height and number of frames that are assumed for estimates if a request leaves them to the pipeline.
-_USUAL: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
-USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL.items()}
+_USUAL_SIZES: Mapping[Kind, tuple[int, int, int]] = {"image": (1024, 1024, 1), "video": (1280, 720, 129)}
+USUAL_PIXELS: Mapping[Kind, int] = {kind: math.prod(sizes) for kind, sizes in _USUAL_SIZES.items()}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ class Request:
     def results(self) -> int:
         """Number of images or videos that the request generates."""
         prompt = self.fields.get("prompt")
-        prompts = len(prompt) if isinstance(prompt, list) else 1
+        prompts = 1
+        if isinstance(prompt, list):
+            prompts = len(prompt)
         each = self.fields.get("num_images_per_prompt") or self.fields.get("num_videos_per_prompt") or 1
         return int(prompts * each)
 
@@ -101,10 +103,12 @@ class Request:
     def size(self) -> str:
         """The requested size as ``"WIDTHxHEIGHT"``, or ``"auto"`` if the pipeline chooses a side."""
         width, height = self.fields.get("width"), self.fields.get("height")
-        return "auto" if width is None or height is None else f"{width}x{height}"
+        if width is None or height is None:
+            return "auto"
+        return f"{width}x{height}"
 
 
-_COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
+_COUNT_FIELDS = ("num_images_per_prompt", "num_videos_per_prompt")
 
 
 def split_request(request: Request) -> list[Request]:
@@ -115,7 +119,7 @@ def split_request(request: Request) -> list[Request]:
     """
     if not request.images or request.results == 1 or isinstance(request.fields.get("prompt"), list):
         return [request]
-    fields = {name: value for name, value in request.fields.items() if name not in _COUNTS}
+    fields = {name: value for name, value in request.fields.items() if name not in _COUNT_FIELDS}
     parts = [replace(request, fields=fields, seed=seed) for seed in request.seeds]
     without_previews = replace(request.delivery, partial_images=0)
     return [parts[0], *(replace(part, delivery=without_previews) for part in parts[1:])]
@@ -126,7 +130,7 @@ def estimated_pixels(request: Request, kind: Kind) -> int:
 
     If the request has only one side, a square is assumed. If it has a side but no number of frames, 1 is assumed.
     """
-    width, height, frames = _USUAL[kind]
+    width, height, frames = _USUAL_SIZES[kind]
     sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
     if sides:
         width, height, frames = sides[0], sides[-1], 1
@@ -146,19 +150,24 @@ def request_schema(model: Model, *, at_most: Mapping[str, int] | None = None) ->
             kind: Any = str | Annotated[list[str], Field(min_length=1, max_length=limits.get(name))]
         elif name == "prompt":
             kind = str | Annotated[list[str], Field(min_length=1)]
-        elif name in _POSITIVE:
+        elif name in _POSITIVE_FIELDS:
             kind = Annotated[int, Field(ge=1, le=limits.get(name, _LARGEST_INT))]
         else:
             kind = _json_type(model.annotations.get(name, Any))
         # The default only documents the field: a field that a request does not set is not passed to the pipeline.
-        fields[name] = (kind | None, default if isinstance(default, (bool, int, float, str)) else None)
+        documented = None
+        if isinstance(default, (bool, int, float, str)):
+            documented = default
+        fields[name] = (kind | None, documented)
     for alias in _ALIASES:
         name = parameter_of(alias, model)
         if name in fields:
             fields.setdefault(alias, (fields[name][0], None))
     fields["seed"] = (Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None, None)
     # "auto" is valid too, because OpenAI's clients send it to let the server choose the size.
-    size = Annotated[str, Field(pattern=f"{_SIZE.pattern}|^auto$", description="width x height in pixels: 1024x768")]
+    size = Annotated[
+        str, Field(pattern=f"{_SIZE_PATTERN.pattern}|^auto$", description="width x height in pixels: 1024x768")
+    ]
     fields.setdefault("size", (size | None, None))
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     schema: type[BaseModel] = create_model(f"{model.pipeline}Request", __config__=config, **fields)
@@ -180,9 +189,12 @@ def _parameters_of(name: str, model: Model) -> tuple[str, ...]:
 
 
 def require_one_name(values: Mapping[str, Any], model: Model) -> None:
-    """Raise ValueError if two fields set the same parameter, such as ``steps`` and ``num_inference_steps``.
+    """Check that no two fields set the same parameter, such as ``steps`` and ``num_inference_steps``.
 
     A field whose value is None, or the size ``"auto"``, sets nothing.
+
+    Raises:
+        ValueError: Two fields set the same parameter.
     """
     names: dict[str, str] = {}
     for name, value in values.items():
@@ -207,7 +219,7 @@ def merge_fields(common: Mapping[str, Any], values: Mapping[str, Any], model: Mo
     rest = dict(common)
     size = rest.get("size")
     sides = {"width", "height"} & values.keys()
-    if sides and "size" not in model.fields and isinstance(size, str) and _SIZE.match(size):
+    if sides and "size" not in model.fields and isinstance(size, str) and _SIZE_PATTERN.match(size):
         del rest["size"]
         rest["width"], rest["height"] = read_size(size)
     sets = {parameter for name in values for parameter in _parameters_of(name, model)}
@@ -226,7 +238,9 @@ def _json_type(annotation: Any, *, is_item: bool = False) -> Any:
         return functools.reduce(operator.or_, [_json_type(part, is_item=is_item) for part in parts])
     if origin in (list, tuple) or annotation in (list, tuple):
         items = [_json_type(part, is_item=True) for part in parts if part is not ...]
-        return list[functools.reduce(operator.or_, items)] if items else list[Any]  # type: ignore[misc]
+        if not items:
+            return list[Any]
+        return list[functools.reduce(operator.or_, items)]  # type: ignore[misc]
     if annotation is str and not is_item:
         return str | list[str]
     if origin is Literal or annotation in (bool, int, float, str, type(None)):
@@ -245,20 +259,23 @@ def describe_error(error: ValidationError, model: Model, subject: str) -> str:
         return f'the {subject} is invalid: {first["msg"]}. Expected a JSON object such as {{"prompt": "a red circle"}}.'
     name = str(first["loc"][0])
     if first["type"] == "extra_forbidden":
-        no_image = is_image_field(name) and not model.edits
-        return takes_no_image(model) if no_image else unknown_field(model, name)
+        if is_image_field(name) and not model.edits:
+            return explain_refused_image(model)
+        return describe_unknown_field(model, name)
     if first["type"] == "string_pattern_mismatch":
-        return f"field {name!r} is {_short(first['input'])}: expected width x height in pixels, such as '1024x768'."
+        return f"field {name!r} is {_shorten(first['input'])}: expected width x height in pixels, such as '1024x768'."
     # pydantic reports one error for each member of a union, so the sentence joins all errors of the field.
     same = [other for other in errors if other["loc"][:1] == first["loc"][:1]]
     expected = "; or ".join(dict.fromkeys(other["msg"].lower() for other in same))
     value = min(same, key=lambda other: -len(other["loc"]))["input"]
-    return f"field {name!r} is {_short(value)}: {expected}."
+    return f"field {name!r} is {_shorten(value)}: {expected}."
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return the first 80 characters of a value's repr. The value may have megabytes."""
-    return repr(value[:80] if isinstance(value, (str, list)) else value)[:80]
+    if isinstance(value, (str, list)):
+        value = value[:80]
+    return repr(value)[:80]
 
 
 def make_request(
@@ -271,13 +288,15 @@ def make_request(
 ) -> Request:
     """Validate ``values``, and return the request.
 
-    Raise ValueError if a field is unknown or its value is invalid, and OSError if a file cannot be read.
-
     Args:
         values: Fields of the pipeline's call, or ``seed``, ``size``, ``steps``, ``frames``. Override the defaults.
         seed: Seed if ``values`` has none.
         read_image: Returns the contents of an image file, given the string in an image field. None refuses images.
         schema: The result of :func:`request_schema`, to make it once for many requests.
+
+    Raises:
+        ValueError: A field is unknown, or its value is invalid.
+        OSError: A file cannot be read.
     """
     try:
         fields = (schema or request_schema(model)).model_validate(values).model_dump(exclude_unset=True)
@@ -289,13 +308,18 @@ def make_request(
 def request_from(
     values: Mapping[str, Any], model: Model, *, seed: int = 0, read_image: Callable[[str], bytes] | None = None
 ) -> Request:
-    """Return the request for fields that pydantic has validated. For the arguments see :func:`make_request`."""
+    """Return the request for fields that pydantic has validated.
+
+    For the arguments and what is raised see :func:`make_request`.
+    """
     require_one_name(values, model)
-    fields, images = dict(model.defaults), dict[str, tuple[bytes, ...]]()
+    fields = dict(model.defaults)
+    images: dict[str, tuple[bytes, ...]] = {}
     for name, value in values.items():
         full_name = parameter_of(name, model)
         if name == "seed":
-            seed = seed if value is None else value
+            if value is not None:
+                seed = value
         elif name == "size" and "size" not in model.fields:
             if value not in (None, "auto"):
                 fields["width"], fields["height"] = read_size(value)
@@ -336,33 +360,37 @@ def _require_multiples(values: Mapping[str, Any], fields: Mapping[str, Any], mod
             continue
         if values.get("size") not in (None, "auto"):
             width, height = fields["width"], fields["height"]
-            smaller = f"{_down(width, step)}x{_down(height, step)}"
-            larger = f"{_up(width, step)}x{_up(height, step)}"
+            smaller = f"{_round_down(width, step)}x{_round_down(height, step)}"
+            larger = f"{_round_up(width, step)}x{_round_up(height, step)}"
             raise ValueError(
                 f"size is {width}x{height}; {model.pipeline} generates multiples of {step} pixels: expected "
                 f"{' or '.join(dict.fromkeys([smaller, larger]))}."
             )
+        nearest = dict.fromkeys([str(_round_down(side, step)), str(_round_up(side, step))])
         raise ValueError(
             f"field {name!r} is {side}; {model.pipeline} generates multiples of {step} pixels: expected "
-            f"{' or '.join(dict.fromkeys([str(_down(side, step)), str(_up(side, step))]))}."
+            f"{' or '.join(nearest)}."
         )
 
 
-def _down(side: int, step: int) -> int:
+def _round_down(side: int, step: int) -> int:
     return max(step, side // step * step)
 
 
-def _up(side: int, step: int) -> int:
+def _round_up(side: int, step: int) -> int:
     return -(-side // step) * step
 
 
 def read_size(value: str) -> tuple[int, int]:
-    """Parse ``"WIDTHxHEIGHT"`` in pixels. Raise ValueError if ``value`` has another form.
+    """Parse ``"WIDTHxHEIGHT"`` in pixels.
 
     >>> read_size("1024x768")
     (1024, 768)
+
+    Raises:
+        ValueError: ``value`` has another form.
     """
-    match = _SIZE.match(value)
+    match = _SIZE_PATTERN.match(value)
     if match is None:
         raise ValueError(f"size is {value!r}; expected width x height in pixels, such as '1024x768'.")
     return int(match[1]), int(match[2])
@@ -370,12 +398,17 @@ def read_size(value: str) -> tuple[int, int]:
 
 def call_arguments(request: Request) -> dict[str, Any]:
     """Return the arguments for the pipeline's call, except the generator. Images are decoded with Pillow."""
-    decoded = {name: [open_image(data) for data in files] for name, files in request.images.items()}
-    return {**request.fields, **{name: files[0] if len(files) == 1 else files for name, files in decoded.items()}}
+    arguments = dict(request.fields)
+    for name, files in request.images.items():
+        images = [open_image(data) for data in files]
+        arguments[name] = images
+        if len(images) == 1:
+            arguments[name] = images[0]
+    return arguments
 
 
 # Fields with one string in each request of a batch. In the batch's call they are lists of strings.
-_TEXTS = tuple(f"{name}{number}" for name in ("prompt", "negative_prompt") for number in ("", "_2", "_3", "_4"))
+_TEXT_FIELDS = tuple(f"{name}{number}" for name in ("prompt", "negative_prompt") for number in ("", "_2", "_3", "_4"))
 
 
 def batch_key(request: Request) -> str | None:
@@ -383,7 +416,7 @@ def batch_key(request: Request) -> str | None:
 
     None if the request must run alone: it has images, previews, several results or no prompt.
     """
-    texts = {name: value for name, value in request.fields.items() if name in _TEXTS and value is not None}
+    texts = {name: value for name, value in request.fields.items() if name in _TEXT_FIELDS and value is not None}
     one_each = all(isinstance(value, str) for value in texts.values()) and request.results == 1
     if not one_each or request.images or request.delivery.partial_images or "prompt" not in texts:
         return None
@@ -397,6 +430,8 @@ def batch_arguments(requests: Sequence[Request]) -> dict[str, Any]:
     if len(requests) == 1:
         return call_arguments(first)
     texts = {
-        name: [request.fields[name] for request in requests] for name in _TEXTS if first.fields.get(name) is not None
+        name: [request.fields[name] for request in requests]
+        for name in _TEXT_FIELDS
+        if first.fields.get(name) is not None
     }
     return {**first.fields, **texts}

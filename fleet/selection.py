@@ -47,10 +47,15 @@ def select_pipeline(
         config: Folder or repository with the configs of a single file.
         controlnet: Folders or repositories of ControlNets for the class.
 
-    Raise FileNotFoundError if a file is missing, and ValueError if the class, the configs or a ControlNet do not fit.
+    Raises:
+        FileNotFoundError: A file is missing.
+        ValueError: The class, the configs or a ControlNet do not fit.
     """
     home = home_of(model, config)
-    index = read_index(home, subject="model" if config is None else "config")
+    subject = "config"
+    if config is None:
+        subject = "model"
+    index = read_index(home, subject=subject)
     if index.modular:
         for name, value in (("pipeline", pipeline), ("controlnet", next(iter(controlnet), None)), ("config", config)):
             if value is not None:
@@ -63,7 +68,9 @@ def select_pipeline(
         kind_of_file(model)  # raises if the file is damaged
     chosen = pipeline or index.pipeline
     source = read_pipeline(chosen)
-    extra_components = (CONTROLNET,) if controlnet else ()
+    extra_components: tuple[str, ...] = ()
+    if controlnet:
+        extra_components = (CONTROLNET,)
     if pipeline is not None and (source is None or pipeline != index.pipeline):
         source = require_pipeline(pipeline, home, index.content, extra_components)
     if controlnet and source is not None:
@@ -105,4 +112,6 @@ def pipelines_for(home: str, *, images: bool) -> list[str]:
     if index.modular:
         return []
     fitting = [source for source in advised_pipelines(index.content) if CONTROLNET not in source.components]
-    return [source.name for source in fitting if (source.takes_images if images else source.is_from_text)]
+    if images:
+        return [source.name for source in fitting if source.takes_images]
+    return [source.name for source in fitting if source.is_from_text]

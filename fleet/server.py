@@ -24,12 +24,12 @@ from para_core.fleet.access import Access, public_address
 from para_core.fleet.failures import RequestError
 from para_core.fleet.http.answers import MEDIA_TYPES, answer_body, answer_events
 from para_core.fleet.http.bodies import ServerOptions, body_schema, read_content, read_request
-from para_core.fleet.image_classes import takes_no_image
+from para_core.fleet.image_classes import explain_refused_image
 from para_core.fleet.jobs import Job, Jobs, Replicas
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.memory import Memory
 from para_core.fleet.middleware import ID, HeadAsGet, RequestLog, record_of
-from para_core.fleet.model_card import model_card
+from para_core.fleet.model_card import make_model_card
 from para_core.fleet.no_effect import warnings_of
 from para_core.fleet.outputs import Output, Result
 from para_core.fleet.pages import add_pages
@@ -57,12 +57,14 @@ class Server:
         self._jobs = Jobs(replicas, options, self._fits)
         # The latest results whose requests asked for a URL instead of the data.
         self._stored: OrderedDict[str, tuple[Output, ...]] = OrderedDict()
-        self._card = model_card(model)
+        self._card = make_model_card(model)
         self.loading = self.ending = False
-        self._loras = None if options.loras is None else LoraFolder(options.loras)
+        self._loras: LoraFolder | None = None
+        if options.loras is not None:
+            self._loras = LoraFolder(options.loras)
         self._body_schema = body_schema(model, options)
         self._paths = generation_paths(model)
-        own: dict[Any, Any] = dict.fromkeys((RequestError, RequestValidationError), _refuse)
+        handlers: dict[Any, Any] = dict.fromkeys((RequestError, RequestValidationError), _refuse)
         self.app = FastAPI(
             title=f"para_core: {model.pipeline}",
             docs_url=None,
@@ -71,7 +73,7 @@ class Server:
             redirect_slashes=False,
             # Relative to openapi.json, so that /docs calls the right routes behind a prefix.
             servers=[{"url": "."}],
-            exception_handlers={**own, 404: self._absent, 405: self._absent},
+            exception_handlers={**handlers, 404: self._absent, 405: self._absent},
         )
         self._add_routes()
         if options.cors:
@@ -145,11 +147,13 @@ class Server:
     async def _health(self) -> Response:
         """Report the number of ready replicas: status 200 if there are any, else 503."""
         ready = await self._replicas.ready()
-        status = "ok"
-        if not ready:
-            status = "loading" if self.loading else "no replica is ready"
-        body = {"status": status, "ready": ready, "replicas": self._replicas.count}
-        return JSONResponse(body, 200 if ready else 503)
+        body = {"status": "ok", "ready": ready, "replicas": self._replicas.count}
+        if ready:
+            return JSONResponse(body, 200)
+        body["status"] = "no replica is ready"
+        if self.loading:
+            body["status"] = "loading"
+        return JSONResponse(body, 503)
 
     async def _show_metrics(self) -> Response:
         """Show the metrics in Prometheus' text format."""
@@ -201,7 +205,9 @@ class Server:
             takes = " or ".join(self._model.edited_images)
             raise RequestError(400, "invalid_value", f"an edit needs an image; expected field {takes}.")
         job = self._jobs.start(request, _id_of(http))
-        base_url = public_address(http) if request.delivery.url else None
+        base_url: str | None = None
+        if request.delivery.url:
+            base_url = public_address(http)
         if request.delivery.stream:
             # No proxy may keep the events until the response ends (nginx does by default).
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -232,7 +238,9 @@ class Server:
 
     async def _events(self, job: Job, http: HttpRequest, base_url: str | None) -> AsyncIterator[bytes]:
         waiting = asyncio.ensure_future(self._wait(job, http, base_url))
-        kind = "image_edit" if http.url.path.endswith("/edits") else f"{self._model.kind}_generation"
+        kind = f"{self._model.kind}_generation"
+        if http.url.path.endswith("/edits"):
+            kind = "image_edit"
         try:
             async for event in answer_events(job, waiting, kind, base_url, self._warnings_of(job)):
                 yield event
@@ -249,8 +257,12 @@ def generation_paths(model: Model) -> tuple[str, ...]:
     """Return the routes that generate with ``model``, without those that the class of its pipeline cannot serve."""
     if model.kind == "video":
         return ("/v1/videos/sync",)
-    paths = () if model.required else (_GENERATIONS,)
-    return (*paths, _EDITS) if model.edits else paths
+    paths: list[str] = []
+    if not model.required:
+        paths.append(_GENERATIONS)
+    if model.edits:
+        paths.append(_EDITS)
+    return tuple(paths)
 
 
 def _other_classes(model: Model, path: str) -> str:
@@ -258,8 +270,10 @@ def _other_classes(model: Model, path: str) -> str:
     if model.kind == "video" or path not in (_GENERATIONS, _EDITS) or path in generation_paths(model):
         return ""
     if path == _EDITS:
-        return f"{path} is not served: {takes_no_image(model)} "
-    hint = f": start it with --pipeline {' or '.join(model.others)}" if model.others else ""
+        return f"{path} is not served: {explain_refused_image(model)} "
+    hint = ""
+    if model.others:
+        hint = f": start it with --pipeline {' or '.join(model.others)}"
     return f"{path} is not served, because {model.pipeline} needs {' and '.join(model.required)}{hint}; "
 
 

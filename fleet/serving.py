@@ -16,7 +16,7 @@ from ray import serve
 
 from para_core.fleet import group
 from para_core.fleet.failures import ReplicaDied
-from para_core.fleet.host_server import bound_socket
+from para_core.fleet.host_server import bind_socket
 from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.jobs import Job
 from para_core.fleet.log_relay import Entry, LogReader, LogRelay, Position
@@ -45,7 +45,9 @@ class ReplicaDeployment:
     """
 
     async def __init__(self, recipe: Recipe, options: ReplicaOptions, log_level: int) -> None:  # type: ignore[misc]
-        self._id, self._busy, self._starting = uuid.uuid4().hex, False, asyncio.Lock()
+        self._id = uuid.uuid4().hex
+        self._busy = False
+        self._starting = asyncio.Lock()
         self._log = LogRelay()
         self._log.attach(log_level)
         self._logging = asyncio.ensure_future(self._send_log())
@@ -118,7 +120,7 @@ class ReplicaDeployment:
                     await self._ensure_running()
             except Exception as error:
                 # The front may be restarting or the cluster busy, so the replica tries again a second later.
-                logger.warning("a replica cannot report: %s", group.cause(error))
+                logger.warning("a replica cannot report: %s", group.describe_cause(error))
             await asyncio.sleep(_REPORT_SECONDS)
 
 
@@ -146,7 +148,6 @@ class Front:
             )
         try:
             async for kind, value in self._handle.remote([(job.id_, job.request) for job in batch]):
-                outcomes = [ReplicaDied(value)] * len(batch) if kind == "died" else value
                 for index, job in enumerate(batch):
                     if kind == "step":
                         job.progress(value)
@@ -154,11 +155,14 @@ class Front:
                         job.first_rank = value
                         if job.cancelled:
                             self.cancel(job)
+                    elif kind == "died":
+                        job.first_rank = None
+                        job.finish(ReplicaDied(value))
                     else:
                         job.first_rank = None
-                        job.finish(outcomes[index])
+                        job.finish(value[index])
         except Exception as error:
-            raise ReplicaDied(f"the replica's actor ended: {group.cause(error)}") from error
+            raise ReplicaDied(f"the replica's actor ended: {group.describe_cause(error)}") from error
 
     def cancel(self, job: Job) -> None:
         """Cancel a running job after its current step."""
@@ -210,7 +214,7 @@ def start(
     begun = time.monotonic()
     logger.info("starting: %s, %d replicas of %d ranks", model.pipeline, replicas, replica_options.ranks)
     reader: LogReader | None = None
-    with bound_socket(host, port):
+    with bind_socket(host, port):
         pass  # Serve itself would notice a used port only after loading the replicas.
     logger.info("starting Ray, or connecting to its cluster")
     group.connect(replica_options.ranks * replicas, debug=debug)
@@ -265,9 +269,13 @@ def _wait_until_ready(count_ready: Callable[[], int], replicas: int) -> bool:
 def _constructor_error() -> str:
     """Return the message that the constructor of a replica raised: Serve keeps it as text in its status. Else ""."""
     application = serve.status().applications.get(REPLICAS)
-    deployments = application.deployments.values() if application is not None else ()
-    lines = [deployment.message.strip().splitlines()[-1] for deployment in deployments if deployment.message.strip()]
-    return lines[0].partition("Error: ")[2] if lines else ""
+    if application is None:
+        return ""
+    messages = [deployment.message.strip() for deployment in application.deployments.values()]
+    last_lines = [message.splitlines()[-1] for message in messages if message]
+    if not last_lines:
+        return ""
+    return str(last_lines[0].partition("Error: ")[2])
 
 
 def _require_answer(host: str, port: int) -> None:

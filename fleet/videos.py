@@ -19,13 +19,13 @@ from starlette.responses import FileResponse
 from para_core.fleet.failures import RequestError
 from para_core.fleet.http.bodies import ServerOptions
 from para_core.fleet.jobs import Job, Jobs
-from para_core.fleet.middleware import printable
+from para_core.fleet.middleware import escape_unprintable
 from para_core.fleet.outputs import write_atomically
 from para_core.fleet.request import Request
 
 logger = logging.getLogger(__name__)
-_ID = re.compile(r"video_[0-9a-f]{32}")
-_RUNNING = ("queued", "in_progress")
+_ID_PATTERN = re.compile(r"video_[0-9a-f]{32}")
+_RUNNING_STATES = ("queued", "in_progress")
 
 
 class Videos:
@@ -45,7 +45,11 @@ class Videos:
         model: str,
         warn: Callable[[Job], tuple[str, ...]],
     ) -> None:
-        self._jobs, self._read, self._options, self._model, self._warn = jobs, read, options, model, warn
+        self._jobs = jobs
+        self._read = read
+        self._options = options
+        self._model = model
+        self._warn = warn
         self._folder = folder = options.videos or Path()
         self._running: dict[str, Job] = {}
         self._tasks: set[asyncio.Future[None]] = set()
@@ -55,11 +59,13 @@ class Videos:
             # Files that hold no record are left alone.
             with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 record = json.loads(path.read_bytes())
-                is_record = _ID.fullmatch(record["id"]) and {"status", "created_at", "expires_at"} <= record.keys()
+                is_record = (
+                    _ID_PATTERN.fullmatch(record["id"]) and {"status", "created_at", "expires_at"} <= record.keys()
+                )
                 if is_record and path.stem == record["id"]:
                     self._records[record["id"]] = record
         for record in self._records.values():
-            if record["status"] in _RUNNING:
+            if record["status"] in _RUNNING_STATES:
                 self._fail(record, "server_restarted", "the server ended before the video was done.")
         self._delete_expired()
 
@@ -70,6 +76,8 @@ class Videos:
         job = self._jobs.start(request, id_)
         frames = request.fields.get("num_frames") or request.fields.get("video_length") or 0
         prompt = request.fields.get("prompt")
+        if not isinstance(prompt, str):
+            prompt = json.dumps(prompt)
         record = {
             "id": id_,
             "object": "video",
@@ -77,7 +85,7 @@ class Videos:
             "status": "queued",
             "progress": 0,
             "model": self._model,
-            "prompt": prompt if isinstance(prompt, str) else json.dumps(prompt),
+            "prompt": prompt,
             "seconds": f"{frames / self._options.delivery.fps:g}",
             "size": request.size,
             "seed": request.seed,
@@ -107,7 +115,9 @@ class Videos:
         job = self._running.get(id_)
         if job is not None and job.steps_done:
             each = job.request.fields.get("num_inference_steps")
-            steps = each * job.request.calls if each else job.steps_done + 1
+            steps = job.steps_done + 1
+            if each:
+                steps = each * job.request.calls
             record |= {"status": "in_progress", "progress": min(99, 100 * job.steps_done // steps)}
         return {name: value for name, value in record.items() if name != "files"}
 
@@ -124,19 +134,22 @@ class Videos:
                 raise RequestError(404, "not_found", f"no video {after[:64]!r} exists (any more).")
             ids = ids[ids.index(after) + 1 :]
         page = ids[: max(1, min(limit, 100))]
-        ends = {"first_id": page[0] if page else None, "last_id": page[-1] if page else None}
+        ends: dict[str, str | None] = {"first_id": None, "last_id": None}
+        if page:
+            ends = {"first_id": page[0], "last_id": page[-1]}
         return {"object": "list", "data": [self._get(id_) for id_ in page], "has_more": len(ids) > len(page), **ends}
 
     async def content(self, video_id: str, index: int = 0) -> FileResponse:
         """Fetch a file of a finished video: number ``index``, from 0, if the request generated several."""
         status = self._get(video_id)["status"]
+        if status in _RUNNING_STATES:
+            raise RequestError(409, "not_ready", f"video {video_id} is {status}.")
         if status != "completed":
-            raise RequestError(409 if status in _RUNNING else 404, "not_ready", f"video {video_id} is {status}.")
+            raise RequestError(404, "not_ready", f"video {video_id} is {status}.")
         files: list[str] = self._records[video_id]["files"]
-        path = self._folder / files[index] if 0 <= index < len(files) else None
-        if path is None or not path.is_file():
+        if not 0 <= index < len(files) or not (self._folder / files[index]).is_file():
             raise RequestError(404, "not_found", f"video {video_id} has no file {index}.")
-        return FileResponse(path)
+        return FileResponse(self._folder / files[index])
 
     async def delete(self, video_id: str) -> dict[str, Any]:
         """Cancel a video, and delete its files."""
@@ -175,7 +188,7 @@ class Videos:
         if record.get("error") is None:
             logger.info("video %s: completed, %d s after it was requested", record["id"], now - record["created_at"])
         else:
-            reason = printable(record["error"]["message"])
+            reason = escape_unprintable(record["error"]["message"])
             logger.warning("video %s: failed, %d s after: %s", record["id"], now - record["created_at"], reason)
         if record["id"] in self._records:
             try:

@@ -48,20 +48,25 @@ def without_weights(model: Model, dtype: torch.dtype) -> Any:
             if repository is None or cls is None:
                 continue
             library = cls.__module__.split(".")[0]
-            component = _component(dtype, repository, spec.subfolder or "", library, cls.__name__)
+            component = _make_component(dtype, repository, spec.subfolder or "", library, cls.__name__)
             if component is not None:
                 pipe.register_components(**{part: component})
         return pipe
     home = model.config or model.name
     cls = getattr(diffusers, model.pipeline)
-    components = {
-        name: _component(dtype, home, name, *value) if isinstance(value, list) and len(value) == 2 else value
-        for name, value in read_index(home).content.items()
-        if name in inspect.signature(cls.__init__).parameters
-    }
-    nets = [_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet]
-    if nets:
-        components[CONTROLNET] = nets[0] if len(nets) == 1 else nets
+    parameters = inspect.signature(cls.__init__).parameters
+    components: dict[str, Any] = {}
+    for name, value in read_index(home).content.items():
+        if name not in parameters:
+            continue
+        components[name] = value
+        if isinstance(value, list) and len(value) == 2:
+            components[name] = _make_component(dtype, home, name, *value)
+    nets = [_make_component(dtype, name, "", "diffusers", _class_of_config(name)) for name in model.controlnet]
+    if len(nets) == 1:
+        components[CONTROLNET] = nets[0]
+    elif nets:
+        components[CONTROLNET] = nets
     return cls(**{**_without_components(cls), **components})
 
 
@@ -99,7 +104,7 @@ def multiple_of_model(model: Model) -> int:
             if name not in source.components or class_in(index, name) is None:
                 continue
             if "vae" in name:
-                components[name] = _component(torch.float32, home, name, *entry)
+                components[name] = _make_component(torch.float32, home, name, *entry)
             elif name in DENOISERS:
                 components[name] = ConfigOnly(SimpleNamespace(**read_config(home, name)))
         return multiple_of_sides(source, cls(**components))
@@ -120,7 +125,7 @@ def _class_of_config(name: str) -> str:
     return str(read_config(name).get("_class_name"))
 
 
-def _component(dtype: torch.dtype, model: str, name: str, library: str | None, cls: str | None) -> Any:
+def _make_component(dtype: torch.dtype, model: str, name: str, library: str | None, cls: str | None) -> Any:
     import diffusers
     import transformers
 

@@ -26,7 +26,7 @@ from para_core.fleet.request import Request, batch_arguments, split_request
 from para_core.instance.private_class import original_class
 from para_core.version import __version__
 
-_CALLBACK = "callback_on_step_end"
+_CALLBACK_ARGUMENT = "callback_on_step_end"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,9 @@ def generate(pipe: Any, request: Request, recipe: Recipe, watch: Watch = Watch()
     ``watch`` cancels the request, and what the pipeline raises. Invalid arguments raise on every rank.
     """
     results = generate_batch(pipe, [request], recipe, watch)
-    return None if results is None else results[0]
+    if results is None:
+        return None
+    return results[0]
 
 
 def generate_batch(
@@ -59,27 +61,41 @@ def generate_batch(
     """
     if len(requests) == 1 and requests[0].calls > 1:
         return _generate_parts(pipe, requests[0], recipe, watch)
-    mesh, previews = mesh_of(pipe), None
+    mesh = mesh_of(pipe)
     first = mesh is None or mesh.rank == 0
+    previews: Previews | None = None
     if watch.preview is not None and requests[0].delivery.partial_images:
-        send = watch.preview if first else lambda output: None
+        send: Callable[[Output], None] = _send_nothing
+        if first:
+            send = watch.preview
         # Decoding is a collective call if the VAE runs on all ranks, or on the first rank for all.
         decodes = first or recipe.vae or recipe.vae_on_first_rank
         previews = Previews(requests[0], send, decodes=decodes)
     start = time.perf_counter()
-    output = call_pipe(pipe, requests, **step_callback(pipe, watch, previews))
+    output = call_pipe(pipe, requests, **make_step_callback(pipe, watch, previews))
     seconds = time.perf_counter() - start
     if not first:
         return None
     videos = getattr(output, "frames", None)
-    samples = output.images if videos is None else videos
+    samples: Any = videos
+    if videos is None:
+        samples = output.images
+    shares = [samples]
+    if len(requests) > 1:
+        shares = [[sample] for sample in samples]
     results = []
-    for request, share in zip(requests, [samples] if len(requests) == 1 else [[x] for x in samples], strict=True):
+    for request, share in zip(requests, shares, strict=True):
         # The size is read from the result, because the pipeline may have rounded the requested one.
-        image = share[0] if videos is None else share[0][0]
-        described = {**metadata(pipe, request, recipe, seconds), "size": f"{image.width}x{image.height}"}
+        image = share[0]
+        if videos is not None:
+            image = share[0][0]
+        described = {**make_metadata(pipe, request, recipe, seconds), "size": f"{image.width}x{image.height}"}
         results.append(Result(tuple(encode(share, request.delivery)), described))
     return results
+
+
+def _send_nothing(output: Output) -> None:
+    """Ignore the preview ``output``, which the first rank sends."""
 
 
 def _generate_parts(pipe: Any, request: Request, recipe: Recipe, watch: Watch) -> list[Result] | None:
@@ -102,7 +118,7 @@ def _generate_parts(pipe: Any, request: Request, recipe: Recipe, watch: Watch) -
     files = [output for result in firsts for output in result.outputs]
     outputs = tuple(Output(f"-{index}.{output.format_}", output.data) for index, output in enumerate(files))
     seconds = sum(result.metadata["seconds"] for result in firsts)
-    described = {**metadata(pipe, request, recipe, seconds), "size": firsts[0].metadata["size"]}
+    described = {**make_metadata(pipe, request, recipe, seconds), "size": firsts[0].metadata["size"]}
     return [Result(outputs, described)]
 
 
@@ -114,39 +130,45 @@ def call_pipe(pipe: Any, requests: Sequence[Request], **options: Any) -> Any:
     # CPU generators give the same noise on every device. Each result has its own generator, so that it is the same in a
     # batch, or among the images of one request, as alone.
     generators = [torch.Generator().manual_seed(seed) for request in requests for seed in request.seeds]
-    arguments = {
-        **batch_arguments(requests),
-        "generator": generators[0] if len(generators) == 1 else generators,
-        "output_type": "pil",
-        **options,
-    }
+    arguments = {**batch_arguments(requests), "generator": generators, "output_type": "pil"}
+    if len(generators) == 1:
+        arguments["generator"] = generators[0]
+    arguments |= options
     with warnings.catch_warnings():
         # Warnings about a client's request, such as that its size is rounded, do not belong in a server's log.
         warnings.simplefilter("ignore")
-        return call_modular(pipe, arguments) if is_modular(pipe) else pipe(**arguments)
+        if is_modular(pipe):
+            return call_modular(pipe, arguments)
+        return pipe(**arguments)
 
 
-def metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
+def make_metadata(pipe: Any, request: Request, recipe: Recipe, seconds: float) -> dict[str, Any]:
     """Return the metadata that are stored in the JSON file of a result: request, recipe, mesh, seconds, versions."""
+    cache: list[str] | None = None
+    if recipe.cache is not None:
+        cache = str(cache_report(pipe)).splitlines()
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
     return {
         "request": {**request.fields, "seed": request.seed},
         "seeds": list(request.seeds),
         "recipe": {**asdict(recipe), "mesh": dict(recipe.mesh)},
         "pipeline": type(pipe).__name__,
         "mesh": mesh_shape(pipe),
-        "cache": None if recipe.cache is None else str(cache_report(pipe)).splitlines(),
+        "cache": cache,
         "seconds": round(seconds, 3),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device,
         "versions": {"para_core": __version__, "torch": torch.__version__, "diffusers": diffusers.__version__},
     }
 
 
-def step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> dict[str, Callable[..., Any]]:
+def make_step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> dict[str, Callable[..., Any]]:
     """Return ``{"callback_on_step_end": function}``. The function calls the functions of ``watch`` after each step.
 
     Return an empty dict if the pipeline's call has no such parameter.
     """
-    if not is_modular(pipe) and _CALLBACK not in inspect.signature(original_class(pipe).__call__).parameters:
+    if not is_modular(pipe) and _CALLBACK_ARGUMENT not in inspect.signature(original_class(pipe).__call__).parameters:
         return {}
     mesh = mesh_of(pipe)
 
@@ -163,7 +185,7 @@ def step_callback(pipe: Any, watch: Watch, previews: Previews | None = None) -> 
                 raise RequestCancelled(f"cancelled after step {step + 1}.")
         return {}
 
-    return {_CALLBACK: at_step_end}
+    return {_CALLBACK_ARGUMENT: at_step_end}
 
 
 logger = logging.getLogger(__name__)
@@ -177,20 +199,25 @@ class Previews:
     """
 
     def __init__(self, request: Request, send: Callable[[Output], None], *, decodes: bool) -> None:
-        self._send, self._decodes = send, decodes
-        self._count, self._delivery = request.delivery.partial_images, replace(request.delivery, quality=None)
+        self._send = send
+        self._decodes = decodes
+        self._count = request.delivery.partial_images
+        self._delivery = replace(request.delivery, quality=None)
         self._sides = request.fields.get("height"), request.fields.get("width")
         self._last: Tensor | None = None
 
     def at_step(self, pipe: Any, step: int, latents: Tensor | None) -> None:
         """Send a preview after step ``step`` (counted from 0) if one is due. Called after every step."""
         steps = len(pipe.scheduler.timesteps)
-        last, self._last = self._last, None if latents is None else latents.clone()
+        last = self._last
+        self._last = None
+        if latents is not None:
+            self._last = latents.clone()
         due = {round((index + 1) * steps / (self._count + 1)) for index in range(self._count)}
         if latents is None or step + 1 not in due or step + 1 == steps or not self._decodes:
             return
         try:
-            image = _decode(pipe, _predicted(pipe, step, last, latents), *self._sides)
+            image = _decode(pipe, _predict_clean(pipe, step, last, latents), *self._sides)
         except Exception as error:
             # The latents of an unknown pipeline may have any form. A missing preview is no error of the request.
             logger.debug("no preview of %s: %s", type(pipe).__name__, error)
@@ -198,7 +225,7 @@ class Previews:
         self._send(*encode([image], self._delivery))
 
 
-def _predicted(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Tensor:
+def _predict_clean(pipe: Any, step: int, last: Tensor | None, latents: Tensor) -> Tensor:
     """Return the clean latents predicted by a flow-matching step: extrapolated linearly from two steps to sigma 0.
 
     Other schedulers, and the first step, give ``latents`` unchanged.

@@ -21,9 +21,9 @@ def main() -> None:
         from para_core.cli.app import run
         from para_core.cli.signals import SignalCode
     except ModuleNotFoundError as error:
-        from para_core.fleet.failures import sentence
+        from para_core.fleet.failures import describe_exception
 
-        sys.exit(f"error: {sentence(error)}")
+        sys.exit(f"error: {describe_exception(error)}")
     code = run(sys.argv[1:])
     if isinstance(code, SignalCode):
         sys.stdout.flush()

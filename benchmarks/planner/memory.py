@@ -35,7 +35,7 @@ from para_core.adapters.planner.mesh import MeshShape
 from para_core.adapters.planner.predict import memory_of
 from para_core.adapters.planner.work import GenerationSizes, Workload
 from para_core.fleet.build import build
-from para_core.fleet.encode_first import EncodeFirst, encoded_batches
+from para_core.fleet.encode_first import EncodeFirst, encode_batches
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Request
@@ -161,7 +161,7 @@ def encoded_first(folder: str, encodes_first: bool, count: int) -> dict[str, int
     pipe.transformer.x_embedder.register_forward_pre_hook(partial(record, "denoising"))
     fields = {"height": 48, "width": 64, "num_inference_steps": 1, "max_sequence_length": 64}
     lines = [Line(seed, Request({**fields, "prompt": f"{seed} red circles"}, seed)) for seed in range(count)]
-    for batch in encoded_batches(lines, encode_first):
+    for batch in encode_batches(lines, encode_first):
         held["embeddings"] = max(held["embeddings"], encode_first.bytes)
         for line in batch:
             call_pipe(pipe, [line.request])

@@ -33,15 +33,17 @@ def answer_body(job: Job, result: Result, base_url: str | None, warnings: Sequen
             {"url": f"{base_url}/v1/files/{job.id_}/{index}"} for index in range(len(result.outputs))
         ]
     else:
-        data = [{"b64_json": _base64(output)} for output in result.outputs]
+        data = [{"b64_json": _encode_base64(output)} for output in result.outputs]
     for entry, seed in zip(data, job.request.seeds, strict=False):
         entry["seed"] = seed
     names = ("seconds", "size", "mesh", "versions")
     metadata = {name: result.metadata[name] for name in names if name in result.metadata}
     body = {"id": job.id_, "created": int(time.time()), "data": data, "para_core": metadata}
     body |= {"seed": job.request.seed, "warnings": list(warnings)}
-    body |= {"size": metadata["size"]} if "size" in metadata else {}
-    return {**body, "output_format": _API_FORMATS.get(result.outputs[0].format_, result.outputs[0].format_)}
+    if "size" in metadata:
+        body["size"] = metadata["size"]
+    format_ = result.outputs[0].format_
+    return {**body, "output_format": _API_FORMATS.get(format_, format_)}
 
 
 async def answer_events(
@@ -56,34 +58,36 @@ async def answer_events(
     """
     progress = job.request.delivery.progress
     if progress:
-        yield _event({"type": "accepted", "id": job.id_})
+        yield _encode_event({"type": "accepted", "id": job.id_})
     partials = 0
     waiting.add_done_callback(lambda _: job.events.put_nowait(None))
     while (event := await job.events.get()) is not None:
         if isinstance(event, Output):
-            common = _common(job, event, job.request.size)
-            yield _event({"type": f"{kind}.partial_image", **common, "partial_image_index": partials})
+            common = _make_common_fields(job, event, job.request.size)
+            yield _encode_event({"type": f"{kind}.partial_image", **common, "partial_image_index": partials})
             partials += 1
         elif progress:
             each = job.request.fields.get("num_inference_steps")
-            steps = None if each is None else each * job.request.calls
-            yield _event({"type": "progress", "step": event, "steps": steps})
+            steps: int | None = None
+            if each is not None:
+                steps = each * job.request.calls
+            yield _encode_event({"type": "progress", "step": event, "steps": steps})
     try:
         result = await waiting
     except RequestError as refusal:
-        yield _event({"type": "error", **refusal.body()})
+        yield _encode_event({"type": "error", **refusal.body()})
         return
     answer = answer_body(job, result, base_url, warnings)
     for output, data in zip(result.outputs, answer["data"], strict=True):
-        common = _common(job, output, result.metadata.get("size", job.request.size))
+        common = _make_common_fields(job, output, result.metadata.get("size", job.request.size))
         rest = {"usage": _NO_USAGE, "para_core": answer["para_core"], "warnings": answer["warnings"]}
-        yield _event({"type": f"{kind}.completed", **common, **data, **rest})
+        yield _encode_event({"type": f"{kind}.completed", **common, **data, **rest})
 
 
-def _common(job: Job, output: Output, size: str) -> dict[str, Any]:
+def _make_common_fields(job: Job, output: Output, size: str) -> dict[str, Any]:
     return {
         "id": job.id_,
-        "b64_json": _base64(output),
+        "b64_json": _encode_base64(output),
         "created_at": int(time.time()),
         "size": size,
         "output_format": _API_FORMATS.get(output.format_, output.format_),
@@ -92,9 +96,9 @@ def _common(job: Job, output: Output, size: str) -> dict[str, Any]:
     }
 
 
-def _base64(output: Output) -> str:
+def _encode_base64(output: Output) -> str:
     return base64.b64encode(output.data).decode()
 
 
-def _event(data: Mapping[str, Any]) -> bytes:
+def _encode_event(data: Mapping[str, Any]) -> bytes:
     return f"event: {data['type']}\ndata: {json.dumps(data)}\n\n".encode()

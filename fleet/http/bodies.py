@@ -17,8 +17,8 @@ from starlette.requests import Request as HttpRequest
 
 from para_core.fleet.failures import RequestError
 from para_core.fleet.http.forms import read_form
-from para_core.fleet.image_classes import takes_no_image
-from para_core.fleet.image_files import open_image, white_where_transparent
+from para_core.fleet.image_classes import explain_refused_image
+from para_core.fleet.image_files import convert_mask, open_image
 from para_core.fleet.loras import LoraFolder
 from para_core.fleet.memory import Memory
 from para_core.fleet.outputs import FORMATS
@@ -26,6 +26,7 @@ from para_core.fleet.pipeline_info import Model
 from para_core.fleet.request import (
     LARGEST_SEED,
     Delivery,
+    Lora,
     Request,
     describe_error,
     estimated_pixels,
@@ -45,7 +46,16 @@ _CLIP_TOKENS = 77
 # Deepest nesting of lists and dicts in a field. Serializing a field for a replica recurses, so depth must be limited.
 _MAX_NESTING = 16
 # Fields of OpenAI's API that are accepted and ignored, because pipelines have nothing like them.
-_IGNORED = ("user", "model", "quality", "style", "background", "moderation", "input_fidelity", "safety_identifier")
+_IGNORED_FIELDS = (
+    "user",
+    "model",
+    "quality",
+    "style",
+    "background",
+    "moderation",
+    "input_fidelity",
+    "safety_identifier",
+)
 _FORMAT_NAMES = {"jpeg": "jpg"}
 # Value of a seed that asks for a random one, like null.
 _RANDOM_SEED = -1
@@ -77,13 +87,17 @@ class ServerOptions:
     @property
     def most_pixels(self) -> int:
         """Largest number of pixels of a result by both limits, that of the server and that of a rank's memory."""
-        return self.pixels if self.memory is None else min(self.pixels, self.memory.pixels)
+        if self.memory is None:
+            return self.pixels
+        return min(self.pixels, self.memory.pixels)
 
 
 def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
     """Return the pydantic model of an HTTP body: the fields of a request, and the options of OpenAI's images API."""
     limited = {"num_inference_steps": options.steps, "max_sequence_length": _MAX_TOKENS}
-    formats = (*FORMATS[model.kind], *(["jpeg"] if model.kind == "image" else []))
+    formats = FORMATS[model.kind]
+    if model.kind == "image":
+        formats = (*formats, "jpeg")
     seed = Annotated[int, Field(ge=_RANDOM_SEED, le=LARGEST_SEED, description="null or -1: a random one")]
     extra: dict[str, Any] = {
         "seed": (seed | None, None),
@@ -93,7 +107,7 @@ def body_schema(model: Model, options: ServerOptions) -> type[BaseModel]:
         "partial_images": (Annotated[int, Field(ge=0, le=3)] | None, 0),
         "output_format": (Literal[formats] | None, None),
         "output_compression": (Annotated[int, Field(ge=0, le=100)] | None, None),
-        **dict.fromkeys(_IGNORED, (Any, None)),
+        **dict.fromkeys(_IGNORED_FIELDS, (Any, None)),
     }
     if options.loras is not None:
         extra["lora"] = (Annotated[str, Field(description="name or name:scale", max_length=200)] | None, None)
@@ -108,8 +122,10 @@ async def read_content(http: HttpRequest, options: ServerOptions) -> tuple[Any, 
     """Receive the body of the HTTP request ``http``, but not more bytes than its limit.
 
     Return the unvalidated JSON value and no files, or the fields of a form and its files. A field that is a file has a
-    placeholder string as its value, which is the key of the file's contents. Raise RequestError if the body is too
-    large, too slow, or neither JSON nor a form.
+    placeholder string as its value, which is the key of the file's contents.
+
+    Raises:
+        RequestError: The body is too large, too slow, or neither JSON nor a form.
     """
     kind = http.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind not in ("application/json", "multipart/form-data"):
@@ -148,8 +164,10 @@ def read_request(
 ) -> Request:
     """Validate a body, the result of :func:`read_content`, and return its request.
 
-    ``schema`` is the result of :func:`body_schema`. Images are decoded to validate them. Raise RequestError if the body
-    is not valid, or the request exceeds a limit.
+    ``schema`` is the result of :func:`body_schema`. Images are decoded to validate them.
+
+    Raises:
+        RequestError: The body is not valid, or the request exceeds a limit.
     """
     files = dict(files)
     if isinstance(values, dict):
@@ -161,12 +179,17 @@ def read_request(
         # OpenAI's clients send null for a field that their user omits, so exclude_none drops such fields.
         fields = schema.model_validate(values).model_dump(exclude_unset=True, exclude_none=True)
     except ValidationError as error:
-        code = "invalid_value" if error.errors()[0]["loc"] else "invalid_json"
+        code = "invalid_json"
+        if error.errors()[0]["loc"]:
+            code = "invalid_value"
         raise RequestError(400, code, describe_error(error, model, "body")) from None
-    for name in _IGNORED:
+    for name in _IGNORED_FIELDS:
         fields.pop(name, None)
     format_ = fields.pop("output_format", options.delivery.format_)
-    lora = fields.pop("lora", None if loras is None else loras.default)
+    default_lora: str | None = None
+    if loras is not None:
+        default_lora = loras.default
+    lora = fields.pop("lora", default_lora)
     delivery = replace(
         options.delivery,
         format_=_FORMAT_NAMES.get(format_, format_),
@@ -178,14 +201,14 @@ def read_request(
     )
 
     def read_image(text: str) -> bytes:
-        data = files[text] if text in files else _decode_base64(text)
+        data = _read_data(text, files)
         open_image(data, options.pixels)
         return data
 
     try:
         _require_short_texts(fields, model)
         for name, value in fields.items():
-            if _height(value) > _MAX_NESTING:
+            if _count_levels(value) > _MAX_NESTING:
                 raise ValueError(f"field {name!r} is nested more than {_MAX_NESTING} levels deep.")
             if isinstance(value, str) and value in files and name not in model.images:
                 raise ValueError(f"field {name!r} is a file; expected a text or a number.")
@@ -198,8 +221,12 @@ def read_request(
             except (ValueError, OverflowError):
                 raise ValueError(f"field 'seconds' is {seconds!r:.80}; expected a number.") from None
         if fields.get("seed", _RANDOM_SEED) == _RANDOM_SEED:
-            fields["seed"] = secrets.randbelow(_DRAWN_SEEDS) if options.seed is None else options.seed
-        adapter = None if loras is None or lora in (None, "none") else loras.find(lora)
+            fields["seed"] = options.seed
+            if options.seed is None:
+                fields["seed"] = secrets.randbelow(_DRAWN_SEEDS)
+        adapter: Lora | None = None
+        if loras is not None and lora not in (None, "none"):
+            adapter = loras.find(lora)
         request = request_from(fields, model, read_image=read_image)
         request = replace(request, delivery=delivery, lora=adapter)
     except ValueError as error:
@@ -215,12 +242,17 @@ def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
     """Raise RequestError if a string is much longer than the model can read: a tokenizer would take minutes."""
     name = "max_sequence_length"
     tokens = fields.get(name) or model.defaults.get(name) or model.fields.get(name)
-    tokens = tokens if isinstance(tokens, int) else _CLIP_TOKENS
+    if not isinstance(tokens, int):
+        tokens = _CLIP_TOKENS
     most = _CHARACTERS_PER_TOKEN * tokens
     prompt = fields.get("prompt")
-    prompts = max(1, len(prompt)) if isinstance(prompt, list) else 1
+    prompts = 1
+    if isinstance(prompt, list):
+        prompts = max(1, len(prompt))
     for name in set(fields) - set(model.images):
-        texts = fields[name] if isinstance(fields[name], list) else [fields[name]]
+        texts = fields[name]
+        if not isinstance(texts, list):
+            texts = [texts]
         lengths = [len(text) for text in texts if isinstance(text, str)]
         if sum(lengths) > most * prompts or max(lengths, default=0) > most:
             raise RequestError(
@@ -231,13 +263,13 @@ def _require_short_texts(fields: Mapping[str, Any], model: Model) -> None:
             )
 
 
-def _height(value: Any) -> int:
+def _count_levels(value: Any) -> int:
     """Return the number of levels of a JSON value: 1 for a scalar or an empty list."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list):
         return 1
-    return 1 + max(map(_height, value), default=0)
+    return 1 + max(map(_count_levels, value), default=0)
 
 
 def _require_size(request: Request, model: Model, options: ServerOptions) -> None:
@@ -252,8 +284,20 @@ def _require_size(request: Request, model: Model, options: ServerOptions) -> Non
     sides = [request.fields[name] for name in ("height", "width") if request.fields.get(name) is not None]
     if sides:
         side = int((most * sides[0] * sides[-1] / pixels) ** 0.5) // 16 * 16
-        hint = f"the same number of images or frames fits at {side}x{side}" if side else hint
+        if side:
+            hint = f"the same number of images or frames fits at {side}x{side}"
     raise RequestError(400, "too_large", f"{pixels} pixels in total are {why}: {hint}.")
+
+
+def _read_data(text: str, files: Mapping[str, bytes]) -> bytes:
+    """Return the contents of an image: a file of the form, whose placeholder ``text`` is, or else decoded.
+
+    Raises:
+        ValueError: ``text`` is neither a placeholder nor base64, see :func:`_decode_base64`.
+    """
+    if text in files:
+        return files[text]
+    return _decode_base64(text)
 
 
 def _decode_base64(text: str) -> bytes:
@@ -261,9 +305,10 @@ def _decode_base64(text: str) -> bytes:
 
     Paths and other URLs raise ValueError: the server must not open files or addresses that a client chooses.
     """
-    encoded = text.partition(",")[2] if text.startswith("data:") else text
+    if text.startswith("data:"):
+        text = text.partition(",")[2]
     try:
-        return base64.b64decode(encoded, validate=True)
+        return base64.b64decode(text, validate=True)
     except ValueError:
         raise ValueError(
             "an image must be base64, or data:image/png;base64,…; paths and addresses are not opened."
@@ -271,7 +316,7 @@ def _decode_base64(text: str) -> bytes:
 
 
 # Field names of OpenAI's API, and the names that pipelines have for these fields.
-_NAMES = {"mask": "mask_image", "input_reference": "image", "images": "image"}
+_PIPELINE_NAMES = {"mask": "mask_image", "input_reference": "image", "images": "image"}
 
 
 def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], model: Model) -> dict[str, Any]:
@@ -284,7 +329,9 @@ def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], mod
     sources: dict[str, str] = {}
     edited = model.edited_images
     for source, value in values.items():
-        name = source if source in model.fields else _NAMES.get(source, source)
+        name = source
+        if source not in model.fields:
+            name = _PIPELINE_NAMES.get(source, source)
         if name == "image" and "image" not in model.fields and edited:
             name = edited[0]
         if value is None:
@@ -292,28 +339,30 @@ def _with_pipeline_names(values: Mapping[str, Any], files: dict[str, bytes], mod
             continue
         if name in sources:
             raise ValueError(f"field {sources[name]!r} and field {source!r} both set {name!r}: expected one of them.")
-        if source in _NAMES and source not in model.fields and not edited:
-            raise ValueError(takes_no_image(model))
+        if source in _PIPELINE_NAMES and source not in model.fields and not edited:
+            raise ValueError(explain_refused_image(model))
         sources[name] = source
-        is_image = name in model.images or source in _NAMES
-        named[name] = _image_texts(source, value) if is_image else value
+        named[name] = value
+        if name in model.images or source in _PIPELINE_NAMES:
+            named[name] = _replace_addresses(source, value)
         if source == "mask":
-            named[name] = _converted_masks(named[name], files)
+            named[name] = _convert_masks(named[name], files)
     return named
 
 
-def _image_texts(name: str, value: Any) -> Any:
+def _replace_addresses(name: str, value: Any) -> Any:
     """Return ``value`` with each of OpenAI's objects ``{"image_url": …}`` replaced by its address, a text.
 
     Raise ValueError if an object has no address. Other values are returned as they are.
     """
     if isinstance(value, list):
-        return [_image_texts(name, item) for item in value]
+        return [_replace_addresses(name, item) for item in value]
     if not isinstance(value, dict):
         return value
     url = value.get("image_url")
     # The chat API has one more object around the address.
-    url = url.get("url") if isinstance(url, dict) else url
+    if isinstance(url, dict):
+        url = url.get("url")
     if isinstance(url, str):
         return url
     if "file_id" in value:
@@ -327,12 +376,12 @@ def _image_texts(name: str, value: Any) -> Any:
     )
 
 
-def _converted_masks(value: Any, files: dict[str, bytes]) -> Any:
+def _convert_masks(value: Any, files: dict[str, bytes]) -> Any:
     """Return masks of OpenAI's form as keys of ``files``, to which their conversions to diffusers' form are added."""
     if isinstance(value, list):
-        return [_converted_masks(item, files) for item in value]
+        return [_convert_masks(item, files) for item in value]
     if not isinstance(value, str):
         return value
     key = f"mask {len(files)} of the body"
-    files[key] = white_where_transparent(files[value] if value in files else _decode_base64(value))
+    files[key] = convert_mask(_read_data(value, files))
     return key

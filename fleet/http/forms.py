@@ -13,15 +13,19 @@ from para_core.fleet.failures import RequestError
 
 _MAX_FILES, _MAX_FIELDS = 32, 200
 # Values of these form fields, and of all with "prompt" in their name, are strings, but for names that begin with a word
-# of _NO_TEXTS, such as num_images_per_prompt. Values of other fields are parsed as JSON.
-_TEXTS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
-_NO_TEXTS = ("num_", "enhance_", "enable_", "use_")
+# of _JSON_PREFIXES, such as num_images_per_prompt. Values of other fields are parsed as JSON.
+_TEXT_FIELDS = ("size", "response_format", "output_format", "user", "model", "quality", "style", "background", "lora")
+_JSON_PREFIXES = ("num_", "enhance_", "enable_", "use_")
 
 
 async def read_form(
     headers: Headers, chunks: AsyncGenerator[bytes], max_bytes: int
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return the fields and files of a multipart form, with which OpenAI's clients send images."""
+    """Return the fields and files of a multipart form, with which OpenAI's clients send images.
+
+    Raises:
+        RequestError: The form is malformed, or has too many files or fields.
+    """
     parser = MultiPartParser(headers, chunks, max_files=_MAX_FILES, max_fields=_MAX_FIELDS, max_part_size=max_bytes)
     try:
         form = await parser.parse()
@@ -37,18 +41,21 @@ async def read_form(
                 item: Any = f"file {len(files)} of the form"
                 files[item] = data
             else:
-                is_text = name in _TEXTS or ("prompt" in name and not name.startswith(_NO_TEXTS))
-                item = value if is_text else _json_or_text(value)
-            if name in fields:
-                fields[name] = [*(fields[name] if isinstance(fields[name], list) else [fields[name]]), item]
-            else:
+                item = value
+                if name not in _TEXT_FIELDS and ("prompt" not in name or name.startswith(_JSON_PREFIXES)):
+                    item = _parse_json_or_text(value)
+            if name not in fields:
                 fields[name] = item
+            elif isinstance(fields[name], list):
+                fields[name] = [*fields[name], item]
+            else:
+                fields[name] = [fields[name], item]
     finally:
         await form.close()
     return fields, files
 
 
-def _json_or_text(text: str) -> Any:
+def _parse_json_or_text(text: str) -> Any:
     """Return the JSON value that ``text`` is, or else the text. An empty text, as of an empty box, is None."""
     if not text:
         return None

@@ -20,7 +20,7 @@ from benchmarks.harness import counted_traffic
 from para_core.adapters import AttentionSchedule, KeptKeys
 from para_core.cli.app import run
 from para_core.cli.comparison import Reference, compare, make_reference, relative_error
-from para_core.cli.measurement import MeasuredRank, MeasurementJob, _seconds, count_run, timed_run
+from para_core.cli.measurement import MeasuredRank, MeasurementJob, _summarize_seconds, count_run, time_run
 from para_core.fleet.build import build
 from para_core.fleet.recipe import Recipe, approximations
 from para_core.fleet.request import Request
@@ -116,7 +116,7 @@ def test_warmup_runs_are_not_timed(tmp_path, monkeypatch):
 def test_the_slowest_rank_counts():
     fast = [{"seconds": 1.0, "steps": [0.25, 0.75]}, {"seconds": 4.0, "steps": [1.0, 2.0]}]
     slow = [{"seconds": 2.0, "steps": [0.5, 1.0]}, {"seconds": 3.0, "steps": [1.0, 1.5]}]
-    seconds = _seconds([fast, slow])
+    seconds = _summarize_seconds([fast, slow])
     assert seconds["per generation"] == {"median": 3.0, "min": 2.0, "max": 4.0, "each": [2.0, 4.0]}
     assert seconds["per step"]["each"] == [0.75, 1.5]
 
@@ -175,7 +175,7 @@ def count_on_ranks(mesh):
     with counted_traffic() as traffic:
         call_pipe(build(recipe), [request])
     counted = count_run(build(recipe), request)
-    runs = timed_run(build(recipe), request)
+    runs = time_run(build(recipe), request)
     return counted, traffic.bytes, traffic.collectives, runs
 
 
@@ -332,7 +332,7 @@ def test_sigterm_ends_with_a_sentence_and_no_figures(tmp_path, monkeypatch, caps
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak can be reset on Linux only")
 def test_host_memory_counts_from_the_reset():
     large = torch.ones(60_000_000)
-    before = para_core.cli.measurement._memory()["host memory"]
+    before = para_core.cli.measurement._read_peak_memory()["host memory"]
     del large
     para_core.cli.measurement._reset_memory()
-    assert para_core.cli.measurement._memory()["host memory"] < before - 200e6
+    assert para_core.cli.measurement._read_peak_memory()["host memory"] < before - 200e6

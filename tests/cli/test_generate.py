@@ -25,7 +25,7 @@ from PIL import Image
 import para_core.cli.signals
 import para_core.fleet.rank
 from para_core.cli.app import app, run
-from para_core.fleet.outputs import Result, alone_in, digest, encode, write_atomically
+from para_core.fleet.outputs import Result, compute_digest, encode, lock_folder, write_atomically
 from para_core.fleet.recipe import Recipe
 from para_core.fleet.request import Delivery, Request
 from tests.scripts import command_on_ranks
@@ -426,7 +426,7 @@ def test_other_format_is_another_result(tmp_path, monkeypatch):
     assert generated_files(tmp_path, "--prompt", "a", "--format", "jpg") == ["00002.jpg", "00002.json"]
     assert generated_files(tmp_path, "--prompt", "a", "--fps", "3") == []
     ways = [Delivery(format_, fps) for format_ in ("mp4", "gif") for fps in (8, 16)]
-    of_videos = {digest(Request({"prompt": "a"}, delivery=way), Recipe("model"), "video") for way in ways}
+    of_videos = {compute_digest(Request({"prompt": "a"}, delivery=way), Recipe("model"), "video") for way in ways}
     assert len(of_videos) == 4
 
 
@@ -477,7 +477,7 @@ def test_one_run_writes_to_a_folder_at_a_time(tmp_path, prompts, monkeypatch, ca
     for name in (".00001.png.abcd_123", ".mine"):
         (out / name).touch()
     arguments = ["generate", "--prompts", prompts({"prompt": ""}), "--out", str(out)]
-    with alone_in(out):
+    with lock_folder(out):
         assert run(arguments) == 1
         assert re.search(r"^error: .*日本", capsys.readouterr().err, re.M)
     assert generated == []

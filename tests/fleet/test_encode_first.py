@@ -8,7 +8,7 @@ from torch import nn
 
 from para_core.cli.app import run
 from para_core.fleet.build import build
-from para_core.fleet.encode_first import EncodeFirst, encoded_batches
+from para_core.fleet.encode_first import EncodeFirst, encode_batches
 from para_core.fleet.failures import RanksEnded
 from para_core.fleet.prompt_file import Line
 from para_core.fleet.recipe import Recipe
@@ -42,7 +42,7 @@ def generate(recipe, lines, max_bytes=2**32):
     next(x for x in pipe.text_encoder_2.modules() if isinstance(x, nn.Linear)).register_forward_hook(
         lambda *_: calls.append(1)
     )
-    for batch in encoded_batches(lines, encode_first):
+    for batch in encode_batches(lines, encode_first):
         sizes.append(len(batch))
         num_calls = len(calls)
         for line in batch:
@@ -96,7 +96,7 @@ def test_a_line_that_cannot_be_encoded_comes_last_and_fails_for_its_reason():
     first, last = lines_of(["a red circle", "a blue circle"])
     encode_first = EncodeFirst(call_pipe)
     pipe = build(Recipe(str(TINY_FLUX)), encode_first)
-    batches = list(encoded_batches([first, bad, last], encode_first))
+    batches = list(encode_batches([first, bad, last], encode_first))
     assert batches == [[first, last], [bad]]
     with pytest.raises(ValueError, match="prompt_2"):
         call_pipe(pipe, [bad.request])
@@ -113,7 +113,7 @@ def test_ranks_that_end_while_they_encode_end_the_batches(monkeypatch):
 
     monkeypatch.setattr(encode_first, "encode", encode)
     with pytest.raises(RanksEnded, match="rank 1 ended"):
-        list(encoded_batches(lines_of(["a red circle", "a blue circle"]), encode_first))
+        list(encode_batches(lines_of(["a red circle", "a blue circle"]), encode_first))
     assert numbers == [1]
 
 
@@ -130,14 +130,14 @@ def test_placed_text_encoders_stay_where_they_are(recipe):
     pipe = build(recipe, encode_first)
     before = memory_of(pipe.text_encoder_2)
     lines = lines_of(["a red circle", "a blue circle"])
-    assert list(encoded_batches(lines, encode_first)) == [lines]
+    assert list(encode_batches(lines, encode_first)) == [lines]
     assert memory_of(pipe.text_encoder_2) == before
 
 
 def test_a_prompt_that_was_not_encoded_is_an_error():
     encode_first = EncodeFirst(call_pipe)
     pipe = build(Recipe(str(TINY_FLUX)), encode_first)
-    list(encoded_batches(lines_of(["a red circle"]), encode_first))
+    list(encode_batches(lines_of(["a red circle"]), encode_first))
     with pytest.raises(RuntimeError, match="text-encoders replicate"):
         pipe("a green circle", **SIZE)
 

@@ -25,7 +25,7 @@ def wait_for(*answers):
     """Return the answers, given as ``(seconds, answer)``, in rank order."""
 
     async def run():
-        return await group._answers([answer_after(*pair) for pair in answers])
+        return await group._wait_for_answers([answer_after(*pair) for pair in answers])
 
     return [answer for (answer,) in asyncio.run(run())]
 

@@ -21,7 +21,7 @@ from PIL import Image
 from safetensors.torch import load_file, save, save_file
 
 from para_core.fleet.build import build, find_model
-from para_core.fleet.classical import refuse_ranks
+from para_core.fleet.classical import check_ranks
 from para_core.fleet.model_files import read_index
 from para_core.fleet.pipeline_info import describe, find_tiny_flux
 from para_core.fleet.pipeline_source import fitting_pipelines, pipeline_files, read_pipeline
@@ -314,10 +314,10 @@ def test_class_for_one_rank_is_refused_on_several(tmp_path):
     index = {"_class_name": "StableDiffusion3PAGPipeline", "transformer": ["diffusers", "SD3Transformer2DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
     model = find_model(str(tmp_path))
-    refuse_ranks(model, 1)
+    check_ranks(model, 1)
     with pytest.raises(TypeError, match=r"ranks is 2.*StableDiffusion3PAGPipeline"):
-        refuse_ranks(model, 2)
-    refuse_ranks(find_model(FLUX, pipeline="FluxImg2ImgPipeline"), 2)
+        check_ranks(model, 2)
+    check_ranks(find_model(FLUX, pipeline="FluxImg2ImgPipeline"), 2)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torchao.quantization import Int8Tensor, Int8WeightOnlyConfig
 
 from para_core.adapters import cache_report
 from para_core.fleet.build import build, find_model
-from para_core.fleet.encode_first import EncodeFirst, encoded_batches
+from para_core.fleet.encode_first import EncodeFirst, encode_batches
 from para_core.fleet.failures import RequestCancelled
 from para_core.fleet.memory import foresee_mesh, predict_memory
 from para_core.fleet.modular import call_modular, load_modular, open_modular
@@ -151,7 +151,7 @@ def test_prompts_are_encoded_before_denoising(folders):
     recipe, order = Recipe(folders("flux")), EncodeFirst(call_pipe)
     pipe = build(recipe, order)
     lines = [Line(1, Request({**SIZE, "guidance_scale": 2.0}, seed=3)), Line(2, Request(SIZE, seed=4))]
-    batches = encoded_batches(lines, order)
+    batches = encode_batches(lines, order)
     results = []
     for batch in batches:
         assert pipe.text_encoder_2.get_input_embeddings().weight.stride() == (0, 0)  # The weight was freed.
