@@ -113,7 +113,9 @@ def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend
 def _choice_of_pytorch(query: Tensor, value: Tensor, mask: Tensor | None) -> int | None:
     """Return the ``SDPBackend`` value that SDPA would choose for a small call of this kind; None if no backend can."""
     enabled = tuple([is_enabled() for is_enabled in SWITCHES.values()])
-    mask_dtype = None if mask is None else mask.dtype
+    mask_dtype = None
+    if mask is not None:
+        mask_dtype = mask.dtype
     choice: int | None = _constant_choice(
         query.dtype, query.device, query.shape[-1], value.shape[-1], mask_dtype, enabled
     )
@@ -138,7 +140,9 @@ def _cached_choice(
 ) -> int | None:
     """Compute the result of :func:`_choice_of_pytorch`. ``enabled`` is unused: it only distinguishes cache entries."""
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
-    mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
+    mask = None
+    if mask_dtype is not None:
+        mask = torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
     try:
         return choose_backend(LocalAttentionCall(query, query, value, mask).folded())
     except RuntimeError:

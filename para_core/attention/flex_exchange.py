@@ -169,7 +169,9 @@ def _enter_backward_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any)
 
 def _leave(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     plan = _plan_of(*call)
-    own = out if plan.ordered_ulysses is None else plan.ordered_ulysses.start_leave((out,))()[0]
+    own = out
+    if plan.ordered_ulysses is not None:
+        own = plan.ordered_ulysses.start_leave((out,))()[0]
     return as_sdpa(own).clone(memory_format=torch.preserve_format), done(out)
 
 

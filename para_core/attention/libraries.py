@@ -107,7 +107,9 @@ def _flash_attention(library: Library, function: Callable[..., Any] | None, opti
 
 def _asking_for_lse(function: Callable[..., Any], library: Library) -> dict[str, Any]:
     """Return the keyword argument that makes ``function`` return lse, as ``{name: True}``; empty if it has none."""
-    return {library.asks_for_lse: True} if library.asks_for_lse in signature(function).parameters else {}
+    if library.asks_for_lse in signature(function).parameters:
+        return {library.asks_for_lse: True}
+    return {}
 
 
 def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:

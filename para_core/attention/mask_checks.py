@@ -86,7 +86,9 @@ def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
     A model may pass a new view of one mask to each layer. These share one entry until the memory is changed in place.
     """
     owner = owner_of(mask)
-    written = None if owner.is_inference() else version_of(owner)
+    written = None
+    if not owner.is_inference():
+        written = version_of(owner)
     return weakref.ref(owner), (mask.shape, mask.stride(), mask.storage_offset(), written)
 
 
@@ -95,7 +97,9 @@ def _review(mask: Tensor, num_common: int) -> Review:
         return Review()
     with torch.no_grad():
         mask = mask.detach()
-        shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
+        shown = mask
+        if mask.dtype != torch.bool:
+            shown = mask > _HIDDEN
         # Ignore rows that see all keys: some models fill a row without keys like this, to avoid NaN.
         telling = shown & ~shown.all(dim=-1, keepdim=True)
         behind = telling.triu(1).any()
@@ -112,7 +116,9 @@ def _review(mask: Tensor, num_common: int) -> Review:
         all_equal = read.shape[-2] > 1 and torch.equal(read, read[..., :1, :].expand_as(read))
         # Rows of a single value, such as those of padded queries, do not tell either which tokens they belong to.
         of_one_value = read.shape[-1] > 1 and torch.equal(read, read[..., :1].expand_as(read))
-        return Review(bits, 0 if all_equal or of_one_value else digest_of(read))
+        if all_equal or of_one_value:
+            return Review(bits, 0)
+        return Review(bits, digest_of(read))
 
 
 def evenly_spaced_rows(x: Tensor, most: int) -> Tensor:
@@ -245,7 +251,8 @@ def is_causal_caller() -> bool:
             caller = frame.f_locals.get(name)
             if of_module is None and isinstance(caller, nn.Module):
                 value = getattr(caller, "is_causal", None)
-                of_module = value if isinstance(value, bool) else None
+                if isinstance(value, bool):
+                    of_module = value
     return bool(of_module)
 
 

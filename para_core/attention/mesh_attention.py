@@ -120,8 +120,12 @@ class MeshAttention:
             with torch.autocast(query.device.type, enabled=False):
                 wide = call.with_tensors(query.float(), key.float(), value.float(), mask)
                 return self(wide).to(query.dtype)
-        lookup_key = None if compiling else _lookup_key(call)
-        prepared = None if lookup_key is None else self._prepared.get(lookup_key)
+        lookup_key = None
+        if not compiling:
+            lookup_key = _lookup_key(call)
+        prepared = None
+        if lookup_key is not None:
+            prepared = self._prepared.get(lookup_key)
         if prepared is None:
             try:
                 check_kind(query, key, value)
@@ -140,7 +144,8 @@ class MeshAttention:
             return self._compute(query, key, value, mask, prepared.plan, extents)
         leading = query.shape[:-3]
         query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
-        mask = None if mask is None else _in_one_batch(mask, leading)
+        if mask is not None:
+            mask = _in_one_batch(mask, leading)
         out = self._compute(query, key, value, mask, prepared.plan, extents)
         return out.reshape(*leading, *out.shape[1:])
 
@@ -252,7 +257,9 @@ def _expanded(call: SdpaCall) -> SdpaCall | None:
 
     Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check` then raises.
     """
-    tensors, num_dims = call[:3], 2 if not call.enable_gqa else 3
+    tensors, num_dims = call[:3], 2
+    if call.enable_gqa:
+        num_dims = 3
     shapes = [x.shape[:-num_dims] for x in tensors]
     if shapes[0] == shapes[1] == shapes[2] or any(x.ndim < 3 for x in tensors):
         return None
@@ -271,14 +278,7 @@ def _normalized(call: SdpaCall) -> SdpaCall:
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):
         # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its place.
-        # float64 and bool are not cast.
-        tensors: list[Any] = [
-            x.to(torch.get_autocast_dtype(x.device.type))
-            if x is not None and x.is_floating_point() and x.dtype != torch.float64
-            else x
-            for x in (query, key, value, mask)
-        ]
-        query, key, value, mask = tensors
+        query, key, value, mask = _cast(query), _cast(key), _cast(value), _cast(mask)
     elif (
         mask is None
         and (is_causal is False or is_causal is True)
@@ -291,8 +291,16 @@ def _normalized(call: SdpaCall) -> SdpaCall:
         if mask.ndim < 2:
             mask = mask[(None,) * (2 - mask.ndim)]
         expands_one_row = guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1)
-        mask = mask[..., :1, :] if expands_one_row else mask
+        if expands_one_row:
+            mask = mask[..., :1, :]
     return SdpaCall(query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths)
+
+
+def _cast(x: Any) -> Any:
+    """Return the tensor ``x`` in the dtype of autocast. float64, bool and None stay as they are."""
+    if x is not None and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def _lookup_key(call: SdpaCall) -> Any:
@@ -306,6 +314,9 @@ def _lookup_key(call: SdpaCall) -> Any:
     except AttributeError:  # An argument is not a tensor. check_kind() raises TypeError for it later.
         return None
     keeps_graph = torch.is_grad_enabled()
+    of_mask = None
+    if mask is not None:
+        of_mask = (mask.shape, mask.dtype, mask.device, keeps_graph and mask.requires_grad)
     return (
         query.shape,
         key.shape,
@@ -320,7 +331,7 @@ def _lookup_key(call: SdpaCall) -> Any:
         type(key),
         type(value),
         keeps_graph and (query.requires_grad, key.requires_grad, value.requires_grad),
-        None if mask is None else (mask.shape, mask.dtype, mask.device, keeps_graph and mask.requires_grad),
+        of_mask,
         *flags,
     )
 

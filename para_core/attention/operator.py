@@ -28,7 +28,9 @@ def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: T
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     )
     if torch.compiler.is_compiling():
-        operator = torch.ops.para_core.attention_to_learn if save else torch.ops.para_core.attention
+        operator = torch.ops.para_core.attention
+        if save:
+            operator = torch.ops.para_core.attention_to_learn
         out: Tensor = operator(query, key, value, mask, plan.spec.text, plan.spec.numbers, plan.spec.scale)[0]
         return out
     if save:
@@ -114,7 +116,9 @@ class _EagerAttention(torch.autograd.Function):
             *grads, grad_mask = usp_backward(
                 ctx.plan, grad_out, Saved(*saved), mask, mask_gradient=ctx.needs_input_grad[3]
             )
-        return (*grads, None if grad_mask is None else grad_mask.to(mask.dtype), None)
+        if grad_mask is not None:
+            grad_mask = grad_mask.to(mask.dtype)
+        return (*grads, grad_mask, None)
 
 
 # These are the schemas of the arguments that the functions below take as ``*call``: the arguments of read_plan, and
@@ -177,7 +181,10 @@ def _attention_backward(
 ) -> tuple[Tensor, ...]:
     with torch.no_grad():
         *grads, grad_mask = usp_backward(_plan_of(*call), grad_out, Saved(*saved), mask, mask_gradient=mask_gradient)
-    grad_mask = grad_out.new_empty(0) if grad_mask is None or mask is None else grad_mask.to(mask.dtype)
+    if grad_mask is None or mask is None:
+        grad_mask = grad_out.new_empty(0)
+    else:
+        grad_mask = grad_mask.to(mask.dtype)
     return *_as_traced(grads), grad_mask, done(grad_out)
 
 
@@ -189,7 +196,10 @@ def _attention_backward_shape(
     of_query = spec.num_heads, spec.query_layout.size(spec.mesh.rank)
     of_key = spec.num_kv_heads, spec.key_layout.size(spec.mesh.rank)
     grads = [x.new_empty(x.shape[0], *of, x.shape[3]) for x, of in zip(saved, (of_query, of_key, of_key), strict=False)]
-    grad_mask = mask.new_empty(mask.shape) if mask is not None and mask_gradient else grad_out.new_empty(0)
+    if mask is not None and mask_gradient:
+        grad_mask = mask.new_empty(mask.shape)
+    else:
+        grad_mask = grad_out.new_empty(0)
     return *grads, grad_mask, done(grad_out)
 
 

@@ -194,7 +194,9 @@ def refuse_transforms() -> bool:
     Otherwise return True: Dynamo runs this once, while tracing, and needs a result to treat as a constant.
     """
     interpreter = innermost_transform()
-    kind = None if interpreter is None else interpreter.key()
+    kind = None
+    if interpreter is not None:
+        kind = interpreter.key()
     if kind == TransformType.Vmap:
         raise RuntimeError(
             "attention over several ranks inside torch.func.vmap: a collective has no batching rule. Put the mapped "
