@@ -45,12 +45,16 @@ class Machine:
 
     def link(self, stride: int, size: int) -> Link:
         """Return the link among ``size`` ranks that are ``stride`` ranks apart: ``between`` if they span hosts."""
-        return self.inside if stride * size <= self.per_host else self.between
+        if stride * size <= self.per_host:
+            return self.inside
+        return self.between
 
     @property
     def rank_room(self) -> float:
         """Bytes of device memory that a rank can use for weights and activations."""
-        return self.device.memory - RESERVED if self.room is None else self.room
+        if self.room is None:
+            return self.device.memory - RESERVED
+        return self.room
 
 
 def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Placement | None = None) -> Prediction:
@@ -120,7 +124,9 @@ def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = No
 def token_share(call: CallWork, ranks: int) -> float:
     """Return the share of a call's tokens that the first of ``ranks`` sequence ranks holds."""
     longest = call.longest
-    return 1.0 if longest is None else -(-longest.queries // ranks) / longest.queries
+    if longest is None:
+        return 1.0
+    return -(-longest.queries // ranks) / longest.queries
 
 
 def bytes_of_tokens(call: AttentionWork) -> float:
@@ -272,4 +278,6 @@ def copy_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: 
     elif placement.text_encoders == "fsdp" and shape.ranks > 1:
         link = machine.link(1, shape.ranks)
         seconds += work.branches * link.seconds(weights.encoders.gathered(shape.ranks), weights.encoders.parts)
-    return seconds + weights.vae / device.host_bandwidth if placement.vae_waits else seconds
+    if placement.vae_waits:
+        return seconds + weights.vae / device.host_bandwidth
+    return seconds

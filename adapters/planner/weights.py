@@ -112,7 +112,9 @@ class Weights:
             held += self.encoders.total
         elif placement.text_encoders == "fsdp":
             held += self.encoders.at_rest(shape.ranks)
-        return held if placement.vae_waits else held + self.vae
+        if placement.vae_waits:
+            return held
+        return held + self.vae
 
     def while_encoding(self, placement: Placement) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the text encoders run."""
@@ -120,17 +122,23 @@ class Weights:
             return self.encoders.total
         if placement.text_encoders == "fsdp":
             return self.encoders.at_once
-        return self.encoders.largest_layer if placement.encoders_wait else 0.0
+        if placement.encoders_wait:
+            return self.encoders.largest_layer
+        return 0.0
 
     def while_denoising(self, shape: MeshShape, placement: Placement) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the transformer runs."""
         if placement.takes_turns:
             return self.transformer.total
-        return self.transformer.at_once if shape.fsdp else 0.0
+        if shape.fsdp:
+            return self.transformer.at_once
+        return 0.0
 
     def while_decoding(self, placement: Placement) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the VAE runs."""
-        return self.vae if placement.vae_waits or placement.takes_turns else 0.0
+        if placement.vae_waits or placement.takes_turns:
+            return self.vae
+        return 0.0
 
     def in_host_memory(self, placement: Placement) -> float:
         """Return the bytes of weights in the host memory of each rank: text encoders, VAE and transformer blocks."""
@@ -139,11 +147,15 @@ class Weights:
         waiting = self.transformers * self.copied(placement)
         if placement.encoders_wait:
             waiting += self.encoders.total
-        return waiting + self.vae if placement.vae_waits else waiting
+        if placement.vae_waits:
+            return waiting + self.vae
+        return waiting
 
     def copied(self, placement: Placement) -> float:
         """Return the bytes of one transformer's blocks in host memory, which each call copies to the device."""
-        return 0.0 if placement.resident is None else sum(size for _, size in self.blocks[placement.resident :])
+        if placement.resident is None:
+            return 0.0
+        return sum(size for _, size in self.blocks[placement.resident :])
 
     def _transformers(self, shape: MeshShape, placement: Placement) -> float:
         if shape.fsdp:
