@@ -72,7 +72,9 @@ class ParallelCall:
     ) -> None:
         self.mesh, self.session = mesh, session
         # By component name. Without verify=True there are none.
-        self._verifications = {name: make_check("verify") for name in transformers} if verify else {}
+        self._verifications = {}
+        if verify:
+            self._verifications = {name: make_check("verify") for name in transformers}
         # The components, compiled or not, whose calls are verified.
         self._verified: WeakSet[nn.Module] = WeakSet()
         self.fused: FusedPipe | None = None
@@ -83,10 +85,14 @@ class ParallelCall:
         self._caching: PipelineCache | None = None
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
         self._places: Places = {}
-        self._guidance = Guidance(mesh.batch, meta_output) if sequential_cfg else None
+        self._guidance = None
+        if sequential_cfg:
+            self._guidance = Guidance(mesh.batch, meta_output)
         # The components, compiled or not, that calls have wrapped to distribute their CFG branches.
         self._guided: WeakSet[nn.Module] = WeakSet()
-        guided = transformers.values() if sequential_cfg else ()
+        guided: list[nn.Module] = []
+        if sequential_cfg:
+            guided = list(transformers.values())
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
             for module in guided
@@ -197,7 +203,6 @@ class ParallelCall:
         bound = inspect.signature(original_class(pipe).__call__).bind(pipe, *args, **kwargs).arguments
         bound.pop("self", None)
         state: dict[str, Any] = {**bound.pop("kwargs", {}), **bound}
-        decodes = state.get("output_type") != "latent"
         for name in ("scheduler", "guider"):
             part = getattr(pipe, name, None)
             if part is not None:
@@ -206,13 +211,18 @@ class ParallelCall:
                 settings = {key: value for key, value in config.items() if not key.startswith("_")}
                 state[f"pipe.{name}"] = {"class": type(part).__name__, **settings}
         caching = caching_of(pipe)
-        for name, each in ({} if caching is None else caching.caches).items():
-            state |= {f"{option} of the cache of {name}": text for option, text in each.as_text().items()}
+        if caching is not None:
+            for name, options in caching.caches.items():
+                state |= {f"{option} of the cache of {name}": text for option, text in options.as_text().items()}
         for name, module in transformers_of(pipe).items():
             state |= {f"{option} of {name}": value for option, value in attention_by_name(module).items()}
-        names = {*transformers_of(pipe), "unet", *(("vae",) if decodes else ())}
+        names = {*transformers_of(pipe), "unet"}
+        if state.get("output_type") != "latent":
+            names.add("vae")
         for name, model in models_of(pipe):
-            dtypes = {str(x.dtype).removeprefix("torch.") for x in model.parameters()} if name in names else None
+            dtypes = None
+            if name in names:
+                dtypes = {str(x.dtype).removeprefix("torch.") for x in model.parameters()}
             if dtypes:
                 state[f"dtype of pipe.{name}"] = ", ".join(sorted(dtypes))
         if self.scheduled is not None:

@@ -147,7 +147,8 @@ def _move(pipe: Any, weights: str, device: str) -> None:
     for part in _modules(pipe):
         if weights == "stages":
             for x in (*part.parameters(), *part.buffers()):
-                x.data = x.data if x.is_meta else x.data.to(device)
+                if not x.is_meta:
+                    x.data = x.data.to(device)
         elif part not in components_of(pipe).values():
             part.to(device)
 
@@ -213,7 +214,9 @@ def _files_in(folder: Path, variant: str | None) -> list[Path]:
         # The variant is the part after the first dot: "fp16" in
         # diffusion_pytorch_model.fp16-00001-of-00002.safetensors.
         parts = path.name.split(".")
-        which = parts[1].split("-")[0] if len(parts) > 2 else None
+        which = None
+        if len(parts) > 2:
+            which = parts[1].split("-")[0]
         by_variant.setdefault(path.parent, {}).setdefault(which, []).append(path)
     return [path for paths in by_variant.values() for path in paths.get(variant) or paths.get(None) or []]
 
@@ -296,12 +299,16 @@ def _download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, o
     with raising_on_all(mesh, f"{name} could not be looked up"):
         wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
         node = {"host": socket.gethostname(), "cache": _cache_of(options)}
-    asking = [record if record["wanted"] else None for record in exchange({**node, "wanted": wanted}, mesh)]
-    first = wanted and asking.index({**node, "wanted": True}) == mesh.rank
-    pending = _started(lambda: pipeline.download(str(name), **options)) if first else None
+    records = exchange({**node, "wanted": wanted}, mesh)
+    first = wanted and records.index({**node, "wanted": True}) == mesh.rank
+    pending = None
+    if first:
+        pending = _started(lambda: pipeline.download(str(name), **options))
     while True:
         done = pending is None or bool(wait([pending], timeout=_INTERVAL).done)
-        problem = pending.exception() if done and pending is not None else None
+        problem = None
+        if done and pending is not None:
+            problem = pending.exception()
         if problem is not None:
             check_consistent(
                 RuntimeError(

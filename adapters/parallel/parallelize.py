@@ -50,7 +50,9 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         >>> parallelize_pipe(pipe, mesh=mesh, vae=True)  # doctest: +SKIP
     """
     call = parallel_call(pipe)
-    previous = None if call is None else call.session
+    previous = None
+    if call is not None:
+        previous = call.session
     unshards = previous is not None and previous.shards_weights
     with equal_options("parallelize_pipe", options.mesh, {**options.compared, "weights sharded before": unshards}):
         require_kind("pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model.")

@@ -68,7 +68,9 @@ class WeightsPart(Part):
 
     def clear(self) -> Undo:
         # Sharding replaces earlier shards by itself; if a later step of the session fails, they must come back.
-        return (restore_shards if self.shards_weights else release_shards)(self.pipe, self.components)
+        if self.shards_weights:
+            return restore_shards(self.pipe, self.components)
+        return release_shards(self.pipe, self.components)
 
     def apply(self) -> Undo:
         return self._shard_over(self.mesh)
@@ -82,7 +84,9 @@ class WeightsPart(Part):
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         # Leave the weights sharded, because the next session shards them again or has a WeightsPart that gathers them.
         # Only a session with stages needs full weights to start from, so gather them for such a session.
-        return release_shards(self.pipe, self.components) if self.shards_weights and mesh.pipe.size > 1 else nothing
+        if self.shards_weights and mesh.pipe.size > 1:
+            return release_shards(self.pipe, self.components)
+        return nothing
 
     def finish(self, undo: Undo) -> None:
         # The next session does not know modules that have left the pipeline.

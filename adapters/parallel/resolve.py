@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -51,10 +51,16 @@ def resolve(pipe: Any, options: ParallelOptions, *, unshards: bool = False) -> P
     guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
     # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the same.
     needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"
-    ranks = _global_ranks(guided) if guided.ranks > 1 and needs_ranks else set()
+    if guided.ranks > 1 and needs_ranks:
+        ranks = _global_ranks(guided)
+    else:
+        ranks = set()
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided, unshards=unshards)
-        autoencoders = _parallel_vaes_of(pipe) if options.vae else list(decoders_of(pipe).values())
+        if options.vae:
+            autoencoders = _parallel_vaes_of(pipe)
+        else:
+            autoencoders = list(decoders_of(pipe).values())
         for vae in autoencoders:
             require_parallel_vae(vae)
         placement = _placement_of_text_encoders(pipe, guided, options)
@@ -120,7 +126,10 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
         require_mesh_fits(mesh, str(options.weights))
         check_shard(pipe)
     if options.offload is not None and mesh.ranks > 1 and (shards or stages > 1):
-        other = f"weights={options.weights!r}" if shards else f"{stages} stages"
+        if shards:
+            other = f"weights={options.weights!r}"
+        else:
+            other = f"{stages} stages"
         raise ValueError(
             f"offload='blocks' with {other}: a rank holds a part of the weights, which group offload of diffusers "
             "cannot move. Leave one out; shard_weights(pipe, mesh, offload_policy=CPUOffloadPolicy()) keeps each "
@@ -131,7 +140,9 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
             offloaded_blocks(module, num_resident(options.resident_blocks))
         if options.pipefusion is not None:
             patches_of(module, mesh, options.adapter)
-        middle = None if options.schedule is None else options.schedule.middle
+        middle = None
+        if options.schedule is not None:
+            middle = options.schedule.middle
         if isinstance(middle, KeptKeys) and needs_mode(module):
             raise ValueError(
                 f"backend= is an AttentionSchedule with {middle}, and pipe.{name} attends by flex_attention, whose "
@@ -190,13 +201,17 @@ def _parts_of_weights(
     """Return the parts of the session that change where weights are."""
     parts: list[Part] = []
     if mesh.ranks > 1 and options.weights in ("fsdp", "tensor"):
-        names = None if placement is None else list(transformers_of(pipe))
+        names = None
+        if placement is not None:
+            names = list(transformers_of(pipe))
         parts.append(WeightsPart(pipe, mesh, options.weights, names))
     elif options.weights == "replicate" or (unshards and mesh.pipe.size == 1):
         parts.append(WeightsPart(pipe, mesh, None))
     if placement is not None:
-        encoders = encoders_with_blocks(pipe)
-        parts.append(TextEncodersPart(pipe, mesh, "fsdp" if placement == "fsdp" else None, encoders, ranks))
+        method: Literal["fsdp"] | None = None
+        if placement == "fsdp":
+            method = "fsdp"
+        parts.append(TextEncodersPart(pipe, mesh, method, encoders_with_blocks(pipe), ranks))
     if placement in ("offload", "first"):
         first = placement == "first"
         offloaded = OffloadedModules(text_encoders_of(pipe), mesh, "text_encoders", first_rank_only=first)

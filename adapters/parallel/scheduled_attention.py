@@ -97,7 +97,10 @@ class ScheduledAttention:
                 arguments = {**dict(zip(self._parameters[id(plain)], args, strict=False)), **kwargs}
                 branch = branches.name_of(arguments) or ""
             step, num_steps, _ = self._tracker.position(branch)
-            self._use(self._middle if self.schedule.is_middle(step, num_steps) else self._exact)
+            if self.schedule.is_middle(step, num_steps):
+                self._use(self._middle)
+            else:
+                self._use(self._exact)
         return call(module, *args, **kwargs)
 
     def _use(self, options: AttnOptions) -> None:

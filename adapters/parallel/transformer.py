@@ -120,7 +120,9 @@ def resolve_transformer(
         match_modules(module, plan)
     if mesh.pipe.size > 1:
         require_stages_fit(module, mesh.pipe, options.adapter)
-    return TransformerPart(module, plan, mesh, options, attention, called if options.verify else None)
+    if not options.verify:
+        called = None
+    return TransformerPart(module, plan, mesh, options, attention, called)
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,16 @@ class TransformerPart(Part):
 
     def apply(self) -> Undo:
         in_stages = self.mesh.pipe.size > 1
+        require_equal = None
+        # With stages, the wrapper that runs the stages already compares the inputs, so do not compare them twice.
+        if self.mesh.ranks > 1 and not in_stages:
+            require_equal = self.require_equal
         apply_plan(
             self.module,
             self.plan,
             self.mesh.sequence,
             batch=self.mesh.batch,
-            # With stages, the wrapper that runs the stages already compares the inputs, so do not compare them twice.
-            require_equal=None if in_stages or self.mesh.ranks == 1 else self.require_equal,
+            require_equal=require_equal,
             options=self.attention,
             attn_func=self.options.attn_func,
             cross_backend=self.options.cross_backend,
@@ -155,7 +160,8 @@ class TransformerPart(Part):
             hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
         if self.verified is not None:
             fill_slot(self.verified, Slot.VERIFIED, {"__call__": make_check("verify")})
-        return partial(unparallelize_transformer, self.module if self.verified is None else self.verified)
+            return partial(unparallelize_transformer, self.verified)
+        return partial(unparallelize_transformer, self.module)
 
     def complete(self) -> None:
         free_other_stages(self.module)
@@ -171,7 +177,9 @@ class TransformerPart(Part):
     def require_equal(self, kwargs: Mapping[str, Any]) -> None:
         """Raise on every rank if the arguments of this call or the transformer's settings differ between ranks."""
         options = cache_options(self.module)
-        texts = {} if options is None else options.as_text()
+        texts = {}
+        if options is not None:
+            texts = options.as_text()
         cached = {f"{option} of its cache": text for option, text in texts.items()}
         inputs = {**kwargs, **cached, **attention_by_name(self.module)}
         require_same_call_of_model(self.module, self.mesh, inputs, assume_equal=self.options.assume_equal)
