@@ -79,10 +79,12 @@ class CheckedCallbacks:
             raise
         outputs = {**inputs, **materialize(_tensors((result,)))}
         scale = getattr(self._pipe, "_guidance_scale", None)
+        if not (scale is None or isinstance(scale, (bool, int, float, str))):
+            scale = repr(scale)
         state: Record = {
             # Callbacks set _interrupt to end a generation, and _guidance_scale to end its guidance.
             "interrupt": getattr(self._pipe, "_interrupt", None),
-            "guidance_scale": scale if scale is None or isinstance(scale, (bool, int, float, str)) else repr(scale),
+            "guidance_scale": scale,
             **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
             **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},
         }
@@ -109,7 +111,10 @@ class CheckedCallbacks:
         stages: Mapping[str, int] = {}
         if pending is not None:
             before, after, loras = (record.wait() for record in pending)
-            values = {name: text if before.get(name) != text else "unchanged" for name, text in after.items()}
+            values = dict(after)
+            for name, text in after.items():
+                if before.get(name) == text:
+                    values[name] = "unchanged"
             state, stages = {**values, **loras, **state}, pending[-1].stages
         check_equal(state, stages, self._mesh, _explain)
 

@@ -36,7 +36,9 @@ Places = Mapping[int, str]
 
 def _own_rank() -> int:
     # Without torch.distributed there is a single process.
-    return dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():
+        return dist.get_rank()
+    return 0
 
 
 def places_of_all(mesh: GuidedMesh) -> Places:

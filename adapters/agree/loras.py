@@ -69,12 +69,13 @@ def lora_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def _text_of(layers: list[Any]) -> str:
     """Return the distinct settings of all LoRA layers, and a hash of the settings of each layer."""
-    settings = [
-        f"active {[] if layer.disable_adapters else layer.active_adapters}, scales "
-        f"{ {name: x for name, x in _scaling_of(layer).items() if not isinstance(x, Tensor)} }, "
-        f"fused {list(layer.merged_adapters)}"
-        for layer in layers
-    ]
+    settings = []
+    for layer in layers:
+        active = layer.active_adapters
+        if layer.disable_adapters:
+            active = []
+        scales = {name: scale for name, scale in _scaling_of(layer).items() if not isinstance(scale, Tensor)}
+        settings.append(f"active {active}, scales {scales}, fused {list(layer.merged_adapters)}")
     kinds = sorted(set(settings))
     if len(kinds) == 1:
         return kinds[0]
