@@ -85,7 +85,9 @@ class CheckedModel:
         """Name of the model in messages: its path in the pipeline, or ``transformer``, or the name of its kind."""
         if self.component:
             return f"pipe.{self.component}"
-        return "transformer" if self.kind is None else self.kind.name
+        if self.kind is None:
+            return "transformer"
+        return self.kind.name
 
     @property
     def called(self) -> Any:

@@ -144,5 +144,7 @@ def cost_of(block: nn.Module) -> float:
 def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan | str:
     """Return the plan by which PipeFusion splits ``module`` into patches, or (a string) why it cannot split it."""
     own = require_adapter(module, adapter)
-    text: Text | None = None if own.empty_text else "replicate"
+    text: Text | None = "replicate"
+    if own.empty_text:
+        text = None
     return patch_plan(plan_for(module, text, adapter), module, own.frames)
