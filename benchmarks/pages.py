@@ -40,6 +40,7 @@ from benchmarks.serving import load, trials
 from para_core.adapters.cache.checks import check_cache, check_cached_call
 from para_core.adapters.compatibility.checks import check_parallel_call, check_parallelize
 from para_core.adapters.denoisers import denoiser_kinds
+from para_core.adapters.weights.features import features
 from para_core.adapters.weights.shard import check_shard
 
 # These fields of messages are the same in all cases. Every other field is an ellipsis on the page.
@@ -59,14 +60,24 @@ PHASES: Mapping[str, Callable[..., None]] = {
     "a cached call": check_cached_call,
     "`shard_weights`": check_shard,
 }
+# The field of a feature of weights that has its checks of a phase.
+_CHECKS_OF_FEATURES = {
+    "check_parallelize": "parallelize_checks",
+    "check_parallel_call": "call_checks",
+    "check_cached_call": "cached_call_checks",
+}
 
 
 def checks_of(phase: Callable[..., None]) -> list[Callable[..., None]]:
-    """Return the checks that ``phase`` calls, in order, and those of the kinds of denoisers in this phase."""
+    """Return the checks that ``phase`` calls, in order, and those of kinds of denoisers and of features of weights."""
     phases = [phase, *[getattr(kind, phase.__name__, None) for kind in denoiser_kinds()]]
     functions = [
         function for of_kind in phases if of_kind for function in inspect.getclosurevars(of_kind).globals.values()
     ]
+    for feature in features().values():
+        for check in getattr(feature, _CHECKS_OF_FEATURES.get(phase.__name__, ""), ()):
+            is_one_check = (check.__doc__ or "").startswith("Refuse ")
+            functions += [check] if is_one_check else checks_of(check)
     return [function for function in functions if (function.__doc__ or "").startswith("Refuse ")]
 
 

@@ -72,7 +72,7 @@ def plan(
         "mesh": dict(parse_mesh_sizes(mesh)),
         "weights": weights,
         "offload": True if offload is None else offload,
-        "quantize": choices.quantize,
+        **vars(choices),
     }
     further: dict[str, Any] = {"pipeline": pipeline}
     if memory is not None:

@@ -18,7 +18,7 @@ from para_core.adapters import apply_cache_on_pipe, from_pretrained_sharded, par
 from para_core.adapters.inspect.components import encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.model_checks import check_component_classes
 from para_core.adapters.registry import mesh_of, transformers_of
-from para_core.adapters.weights.quantize import quantize_transformers
+from para_core.adapters.weights.features import require_quantizer
 from para_core.attention.attention_options import COMM_DTYPES
 from para_core.call_checks import CHECKS
 from para_core.declared_options import values_of
@@ -131,7 +131,7 @@ def build(recipe: Recipe, encode_first: EncodeFirst | None = None) -> Any:
         **options,
     )
     if weights == "tensor" and recipe.quantize is not None:
-        quantize_transformers(pipe, recipe.quantize)
+        require_quantizer().quantize(pipe, recipe.quantize)
     if recipe.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     if recipe.cache is not None:
@@ -197,7 +197,7 @@ def _load_whole(recipe: Recipe, weights: str | None, device: str, encode_first: 
         raise ValueError(f"quantize is {quantize!r}, but {original_class(pipe).__name__} has no transformer.")
     _load_lora(pipe, recipe.lora)
     if quantize is not None and weights == "fsdp":
-        quantize_transformers(pipe, quantize, before_fsdp=True)
+        require_quantizer().quantize(pipe, quantize, gatherable=True)
     on_host: set[str] = set()
     if recipe.encoders_wait_on_host:
         on_host |= {*text_encoders_of(pipe)}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from para_core.adapters.weights.quantize import loading_config, quantize_transformers
+from para_core.adapters.weights.features import require_quantizer
 from para_core.fleet.model_files import GGUF, is_single_file, kind_of_file, read_config, read_index, weight_names
 from para_core.fleet.pipeline_info import Model
 from para_core.fleet.pipeline_source import CONTROLNET, DENOISERS, class_in
@@ -64,14 +64,14 @@ def load_classical(recipe: Recipe, *, dtype: torch.dtype, quantize: Quantize | N
     """
     cls, parts = pipeline_class(recipe), load_controlnets(recipe, dtype)
     if not is_single_file(recipe.model):
-        config = {} if quantize is None else {"quantization_config": loading_config(quantize)}
+        config = {} if quantize is None else {"quantization_config": require_quantizer().loading_config(quantize)}
         return cls.from_pretrained(recipe.model, dtype=dtype, **parts, **config)
     if kind_of_file(recipe.model) == "pipeline":
         pipe = _load_pipeline_file(recipe, cls, dtype, parts)
     else:
         pipe = cls.from_pretrained(recipe.config, dtype=dtype, **_load_denoiser_file(recipe, dtype), **parts)
     if quantize is not None:
-        quantize_transformers(pipe, quantize)
+        require_quantizer().quantize(pipe, quantize)
     return pipe
 
 

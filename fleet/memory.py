@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from para_core.adapters.features import feature
-from para_core.adapters.weights.block_offload import num_resident
 from para_core.distributed.mesh_shape import mesh_sizes
 from para_core.fleet.model_files import GGUF
 from para_core.fleet.recipe import Recipe
+from para_core.option_values import num_resident
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +86,8 @@ def predict_memory(pipe: Any, recipe: Recipe, mesh: dict[str, int], room: float)
             mesh,
             fsdp=recipe.weights == "fsdp",
             resident=resident,
-            text_encoders=recipe.text_encoders,
-            vae_placement=recipe.vae_placement,
+            text_encoders=recipe.encoders_placement,
+            vae_placement=recipe.placement_of_vae,
             quantize=quantize,
         )
     except Exception as error:

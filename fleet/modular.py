@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from para_core.adapters.registry import USUAL_NAMES, is_transformer_class
-from para_core.adapters.weights.quantize import loading_config
+from para_core.adapters.weights.features import require_quantizer
 from para_core.fleet.model_files import read_index
 from para_core.fleet.pipeline_info import Kind, Model, can_be_given
 from para_core.instance.private_class import original_class
@@ -131,7 +131,7 @@ def load_modular(
     if quantize is not None:
         types = {part: pipe.get_component_spec(part).type_hint for part in pipe.pretrained_component_names}
         names = [part for part, cls in types.items() if part in USUAL_NAMES or is_transformer_class(cls)]
-        options["quantization_config"] = loading_config(quantize, names).quant_mapping
+        options["quantization_config"] = require_quantizer().loading_config(quantize, names).quant_mapping
     names = [
         part
         for part in pipe.pretrained_component_names

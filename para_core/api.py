@@ -57,5 +57,5 @@ from para_core.user_warnings import ParallelWarning as ParallelWarning
 from para_core.verify.check import check_parallel as check_parallel
 from para_core.verify.check_result import CheckedCase as CheckedCase
 from para_core.verify.check_result import ParallelCheck as ParallelCheck
-from para_core.weights.pipefusion import PipeFusionReport as PipeFusionReport
 from para_core.weights.pipefusion_options import PipeFusion as PipeFusion
+from para_core.weights.pipefusion_options import PipeFusionReport as PipeFusionReport

@@ -43,3 +43,10 @@ def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
         raise ValueError(
             f"quantize={scheme!r} with weights={weights!r}: {reason}. Use quantize='int8', or replicate the weights."
         )
+
+
+def num_resident(given: int | None) -> int:
+    """Return the number of first blocks that stay on the device, for the option ``resident_blocks``: by default 1."""
+    if given is None:
+        return 1
+    return given

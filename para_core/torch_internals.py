@@ -176,34 +176,6 @@ def abort_groups(groups: Sequence[ProcessGroup]) -> None:
 WAIT_TENSOR = torch.ops._c10d_functional.wait_tensor.default
 
 
-# The functions below use private names of FSDP2, from torch/distributed/fsdp/_fully_shard and
-# torch/distributed/_composable.
-
-
-def remove_fsdp(module: nn.Module) -> None:
-    """Remove the hooks and the state of FSDP2 from ``module``. Its class and its sharded parameters stay."""
-    # Import FSDP2 only here, because the import takes time and few programs need it.
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-    from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp import fully_shard
-
-    state = fully_shard.state(module)  # type: ignore[attr-defined]
-    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
-    # A state has one group of parameters in torch 2.11, and a list of groups in later versions.
-    for group in getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]:
-        if group is not None:
-            handles += group._module_to_pre_save_state_dict_hook_handle.values()
-            handles += group._module_to_pre_load_state_dict_hook_handle.values()
-            handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
-    for handle in handles:
-        handle.remove()
-    del module.__dict__[STATE_KEY], module.__dict__[REGISTRY_KEY]
-    _module_state_mapping.pop(module, None)
-    for managed in module.modules():
-        for name in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            managed.__dict__.pop(name, None)
-
-
 # The names below are those for modes and tensor subclasses, from torch/overrides.py and
 # torch/utils/_python_dispatch.py.
 

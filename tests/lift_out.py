@@ -50,6 +50,7 @@ class Feature:
 
 
 _MODES = "para_core/modes/__init__.py"
+_WEIGHTS = "adapters/weights/features.py"
 FEATURES: dict[str, Feature] = {
     "FlashAttention's operators": Feature(
         ("para_core/modes/flash_attention.py",),
@@ -84,6 +85,65 @@ FEATURES: dict[str, Feature] = {
         words=("allegro", "Allegro"),
     ),
     "norm kernel": Feature(("kernels/norm.py",), tests=("tests/kernels/test_norm.py",), words=("norm",)),
+    "fsdp": Feature(
+        ("adapters/weights/fsdp_weights.py", "para_core/weights/fsdp.py"),
+        line=(_WEIGHTS, '"fsdp": "fsdp_weights",'),
+        tests=("tests/weights/test_fsdp.py", "tests/weights/test_fsdp_classes.py"),
+        words=("fsdp",),
+    ),
+    "tensor": Feature(
+        (
+            "adapters/weights/tensor_weights.py",
+            "para_core/weights/tensor.py",
+            "para_core/weights/tensor_checks.py",
+        ),
+        line=(_WEIGHTS, '"tensor": "tensor_weights",'),
+        tests=("tests/weights/test_tensor.py",),
+        words=("tensor",),
+    ),
+    "stages": Feature(
+        ("adapters/weights/staged_transformer.py", "para_core/weights/stages.py"),
+        line=(_WEIGHTS, '"stages": "staged_transformer",'),
+        tests=("tests/weights/test_stages.py",),
+        words=("stage",),
+    ),
+    "PipeFusion": Feature(
+        (
+            "adapters/weights/fused_pipe.py",
+            "para_core/weights/pipefusion.py",
+            "para_core/weights/patches.py",
+            "para_core/weights/patch_hooks.py",
+            "para_core/weights/stale_keys.py",
+        ),
+        line=(_WEIGHTS, '"pipefusion": "fused_pipe",'),
+        names=("pipefusion_report",),
+        tests=("tests/weights/test_pipefusion.py", "tests/weights/test_pipefusion_compiled.py"),
+        words=("pipefusion", "patch"),
+    ),
+    "text encoder offload": Feature(
+        ("adapters/weights/text_encoder_offload.py",),
+        line=(_WEIGHTS, '"text_encoder_offload": "text_encoder_offload",'),
+        tests=("tests/weights/test_text_encoders.py",),
+        words=("encoder",),
+    ),
+    "VAE offload": Feature(
+        ("adapters/weights/vae_offload.py",),
+        line=(_WEIGHTS, '"vae_offload": "vae_offload",'),
+        tests=("tests/weights/test_vae_placement.py",),
+        words=("vae_placement",),
+    ),
+    "block offload": Feature(
+        ("adapters/weights/block_offload.py",),
+        line=(_WEIGHTS, '"block_offload": "block_offload",'),
+        tests=("tests/weights/test_block_offload.py",),
+        words=("offload",),
+    ),
+    "quantization": Feature(
+        ("adapters/weights/quantize.py",),
+        line=(_WEIGHTS, '"quantize": "quantize",'),
+        tests=("tests/weights/test_quantized_weights.py", "tests/weights/test_quantized_files.py"),
+        words=("quantize",),
+    ),
     "planner": Feature(
         ("adapters/planner",),
         line=("adapters/features.py", '"para_core.adapters.planner",'),

@@ -25,7 +25,6 @@ from para_core.adapters import (
     unparallelize_transformer,
     unparallelize_unet,
     unparallelize_vae,
-    unshard_weights,
 )
 from tests.attention.one_device import make_qkv, relative_error
 from tests.tiny import flux_pipe, flux_transformer
@@ -312,7 +311,6 @@ OTHER_KINDS = [
     (apply_cache_on_pipe, "transformer", "FluxTransformer2DModel", "apply_cache_on_transformer"),
     (remove_cache_from_pipe, "transformer", "FluxTransformer2DModel", "para_core.remove_cache"),
     (shard_weights, "text_encoder", "CLIPTextModel", "components="),
-    (unshard_weights, "transformer", "FluxTransformer2DModel", "components="),
     *[(call, "pipe", "FluxPipeline", "parallelize_pipe") for call in (parallelize_transformer, parallelize_unet)],
     (parallelize_vae, "pipe", "FluxPipeline", "parallelize_pipe(pipe, vae=True)"),
     *[

@@ -270,28 +270,6 @@ def test_wait_tensor_is_an_operator():
     assert internals.WAIT_TENSOR.name() == "_c10d_functional::wait_tensor"
 
 
-# -- FSDP2.
-
-
-def test_remove_fsdp_leaves_a_plain_module(world):
-    """Check the names of FSDP2's state. Without them ``unshard_weights`` leaves hooks and state on the module."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
-
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    attributes = {name: set(vars(part)) for name, part in module.named_modules()}
-    mesh = init_device_mesh("cpu", (1,))
-    fully_shard(module, mesh=mesh)
-    cls = next(cls for cls in type(module).__mro__ if cls is nn.Sequential)
-    assert isinstance(module, FSDPModule)
-    internals.remove_fsdp(module)
-    module.__class__ = cls
-    assert {name: set(vars(part)) for name, part in module.named_modules()} == attributes
-    assert not internals.forward_hooks(module) and not module._forward_pre_hooks
-    assert not module._state_dict_hooks and not module._load_state_dict_pre_hooks
-    assert fully_shard.state(module) is None
-
-
 # -- Modes and subclasses.
 
 

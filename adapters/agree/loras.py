@@ -17,7 +17,7 @@ from para_core.adapters.agree.arguments import OfStage
 from para_core.distributed.agree import digest
 from para_core.instance.modules import uncompiled
 from para_core.weights.parameters import plain_tensors
-from para_core.weights.stages import stages_of
+from para_core.weights.stack import stages_of
 
 
 def models_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -14,12 +14,7 @@ from para_core.adapters.inspect.scheduler_tracker import check_has_scheduler
 from para_core.adapters.model_checks import check_adapter_type, check_not_fsdp1, check_not_wrapped
 from para_core.adapters.refusal import refusal
 from para_core.adapters.registry import adapter_for
-from para_core.adapters.weights.sharded_component import (
-    refuse_cached_graph_of_shards,
-    refuse_late_quantization,
-    refuse_shards_beyond_sequence,
-)
-from para_core.adapters.weights.staged_transformer import refuse_cache_on_stages
+from para_core.adapters.weights.features import features
 from para_core.cache.apply import cache_options
 from para_core.cache.options import CacheOptions
 from para_core.instance.modules import uncompiled
@@ -53,10 +48,9 @@ def check_cached_call(model: CheckedModel, options: CacheOptions) -> None:
     check_cached_model_not_replaced(model.called, module, name)
     check_no_second_cache(model.called, module, name)
     check_has_scheduler(model.owner, options)
-    refuse_cache_on_stages(module, name, options)
-    refuse_shards_beyond_sequence(module, name)
-    refuse_cached_graph_of_shards(module, name, model.called)
-    refuse_late_quantization(module, name)
+    for feature in features().values():
+        for check in feature.cached_call_checks:
+            check(module, name, model.called, options)
 
 
 def check_cache_has_transformer(owner: Any, module: Any) -> None:

@@ -182,7 +182,6 @@ class PipelineCache:
                 if isinstance(module, nn.Module):
                     empty_slot(module, Slot.CACHE, self._name)
             cache.detach()
-        self.caches = {}
 
     def report(self) -> CacheReport:
         """Return the report of the last generation: the steps of all transformers."""

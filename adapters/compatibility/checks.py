@@ -40,19 +40,8 @@ from para_core.adapters.model_checks import (
     require_plan,
 )
 from para_core.adapters.registry import component_of, decoders_of, transformers_of
-from para_core.adapters.weights.fused_pipe import refuse_compiled_pipefusion
-from para_core.adapters.weights.shard import refuse_several_devices
-from para_core.adapters.weights.sharded_component import (
-    refuse_graph_of_fsdp,
-    refuse_late_quantization,
-    refuse_other_tensor_ranks,
-    refuse_shards_beyond_sequence,
-)
-from para_core.adapters.weights.staged_transformer import (
-    refuse_compiled_stages,
-    refuse_moved_stages,
-    refuse_unchained_stages,
-)
+from para_core.adapters.weights.features import features
+from para_core.adapters.weights.shard import check_one_device
 from para_core.distributed.agree import Record, differing_fields
 from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance.private_class import original_class
@@ -122,13 +111,10 @@ def models_to_parallelize(pipe: Any, adapter: Adapter | None = None) -> list[Che
     return models_to_check(pipe, adapter)
 
 
-def check_parallelize(
-    models: Sequence[CheckedModel], mesh: GuidedMesh | None = None, *, unshards: bool = False
-) -> None:
+def check_parallelize(models: Sequence[CheckedModel], mesh: GuidedMesh | None = None) -> None:
     """Run the checks before ``models`` are parallelized. The first check that fails raises.
 
-    ``mesh=None`` leaves out the checks that need the mesh. ``unshards`` says that weights that are sharded now will be
-    gathered first, so that they are not refused.
+    ``mesh=None`` leaves out the checks that need the mesh.
     """
     for model in models:
         owner, module, adapter = model.owner, model.module, model.adapter
@@ -141,14 +127,14 @@ def check_parallelize(
         else:
             check_class_has_plan(owner, module, adapter)
             require_plan(owner, module, adapter)
-        refuse_several_devices(module, "the transformer")
-        refuse_several_devices(owner, "the pipeline")
+        check_one_device(module, "the transformer")
+        check_one_device(owner, "the pipeline")
         check_no_parallelism_of_diffusers(module)
         if mesh is None:
             continue
-        if mesh.pipe.size > 1:
-            refuse_unchained_stages(module, adapter)
-            refuse_moved_stages(module, model.name, unshards=unshards)
+        for feature in features().values():
+            for check in feature.parallelize_checks:
+                check(module, model.name, mesh, adapter)
         if mesh.ranks > 1:
             check_pipeline_of_model(owner, module, adapter)
 
@@ -160,13 +146,9 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
         if model.component:
             check_model_not_replaced(model.called, module, name)
             check_mesh_not_replaced(module, name, model.applied)
-        refuse_other_tensor_ranks(module, name, mesh.tensor)
-        refuse_compiled_stages(module, name, model.called)
-        refuse_compiled_pipefusion(module, name, model.called)
-        if mesh.batch.size > 1:
-            refuse_shards_beyond_sequence(module, name)
-        refuse_graph_of_fsdp(module, name, model.called)
-        refuse_late_quantization(module, name)
+        for feature in features().values():
+            for check in feature.call_checks:
+                check(module, name, model.called, mesh)
         if model.kind is not None:
             model.kind.check_parallel_call(module, name, model.called)
         if mesh.sequence.ranks > 1:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from para_core.adapters.inspect.components import mesh_of_diffusers
 from para_core.adapters.refusal import refusal
-from para_core.adapters.weights.sharded_component import mesh_of_diffusers
 from para_core.cache.attachment import foreign_cache
 from para_core.instance.modules import has_compiled_parts, submodules_of
 

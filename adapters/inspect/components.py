@@ -9,13 +9,14 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.registry import adapter_for, plan_for, require_adapter, require_blocks, transformers_of
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class, unwrapped_class
 from para_core.weights.patch_plan import PatchPlan, patch_plan
-from para_core.weights.stages import StagedBlock
+from para_core.weights.stack import StackedBlock
 
 # Methods by which pipelines call an autoencoder. Pipelines also call vocoders, as modules, but these are small and stay
 # on the device.
@@ -123,13 +124,13 @@ def why_no_stages(module: nn.Module, adapter: Adapter | None = None) -> str | No
     return None
 
 
-def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StagedBlock]:
-    """Return a :class:`StagedBlock` for each block of ``module``, in the order in which the blocks run.
+def stack_of(module: nn.Module, adapter: Adapter | None = None) -> list[StackedBlock]:
+    """Return a :class:`StackedBlock` for each block of ``module``, in the order in which the blocks run.
 
     Raises ``TypeError`` if no adapter describes the blocks.
     """
     return [
-        StagedBlock(block, group.streams, cost_of(block))
+        StackedBlock(block, group.streams, cost_of(block))
         for group in require_blocks(module, adapter).groups
         for block in chain.from_iterable(module.get_submodule(name).children() for name in group.lists)
     ]
@@ -141,10 +142,31 @@ def cost_of(block: nn.Module) -> float:
     return sum(size for name, size in matrices.items() if not _CHEAP.search(name)) or sum(matrices.values()) or 1
 
 
-def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan | str:
-    """Return the plan by which PipeFusion splits ``module`` into patches, or (a string) why it cannot split it."""
-    own = require_adapter(module, adapter)
+def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPlan:
+    """Return the plan by which PipeFusion splits ``module`` into patches. Raise ``TypeError`` with why it cannot."""
+    reason = why_no_stages(module, adapter)
+    if reason is not None:
+        raise TypeError(reason)
+    described = require_adapter(module, adapter)
     text: Text | None = "replicate"
-    if own.empty_text:
+    if described.empty_text:
         text = None
-    return patch_plan(plan_for(module, text, adapter), module, own.frames)
+    return patch_plan(plan_for(module, text, adapter), module, described.frames)
+
+
+def why_no_patches(module: nn.Module, adapter: Adapter | None = None) -> str | None:
+    """Return why PipeFusion cannot split ``module`` into patches, as a part of a sentence; None if it can."""
+    try:
+        patch_plan_for(module, adapter)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
+def mesh_of_diffusers(module: Any) -> DeviceMesh | None:
+    """Return the mesh over which diffusers sharded ``module`` by a ``TensorParallelConfig``; None if it did not."""
+    config = getattr(getattr(module, "_parallel_config", None), "tensor_parallel_config", None)
+    mesh: DeviceMesh | None = None
+    if config is not None:
+        mesh = config._mesh
+    return mesh

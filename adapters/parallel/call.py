@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import cache, partial
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from para_core import version
-from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.arguments import difference_of_pipeline_calls, require_equal
 from para_core.adapters.agree.callbacks import CheckedCallbacks, around_callbacks
 from para_core.adapters.agree.failures import Places, places_of_all, reasons_shared
@@ -29,8 +28,7 @@ from para_core.adapters.parallel.cfg_output import meta_output
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.registry import adapter_for, applied_mesh, transformers_of
-from para_core.adapters.weights.fused_pipe import FusedPipe
-from para_core.adapters.weights.staged_transformer import refuse_late_on_pipe, release_pipe
+from para_core.adapters.weights.feature import FeatureChange
 from para_core.call_checks import make_check
 from para_core.cfg.guidance import Guidance
 from para_core.cfg.lazy import materialize
@@ -42,8 +40,6 @@ from para_core.instance.record import empty_slot, empty_slots, fill_slot, filled
 from para_core.instance.slots import Slot
 from para_core.plans.region import region_of
 from para_core.user_warnings import ParallelWarning, warn_user
-from para_core.weights.pipefusion_options import PipeFusion
-from para_core.weights.stages import stages_of
 
 
 class ParallelCall:
@@ -57,6 +53,7 @@ class ParallelCall:
         assume_equal: Whether to skip the comparison of arguments between ranks.
         session: The session that attached this handler; :func:`unparallelize_pipe` stops it.
         verify: Whether to compare calls of the transformers with the unmodified ones.
+        changes: The changes that features of weights make, some of which do something around each generation.
     """
 
     def __init__(
@@ -69,15 +66,15 @@ class ParallelCall:
         assume_equal: bool,
         session: ParallelSession,
         verify: bool = False,
+        changes: Sequence[FeatureChange] = (),
     ) -> None:
-        self.mesh, self.session = mesh, session
+        self.mesh, self.session, self.changes = mesh, session, changes
         # By component name. Without verify=True there are none.
         self._verifications = {}
         if verify:
             self._verifications = {name: make_check("verify") for name in transformers}
         # The components, compiled or not, whose calls are verified.
         self._verified: WeakSet[nn.Module] = WeakSet()
-        self.fused: FusedPipe | None = None
         self.scheduled: ScheduledAttention | None = None
         self._transformers, self._unets = transformers, unets
         self._applied: dict[str, SequenceMesh | None] = {}
@@ -109,17 +106,6 @@ class ParallelCall:
         models = {**self._transformers, **self._unets}
         self._applied = {name: applied_mesh(module) for name, module in models.items()}
         self.wrap(pipe)
-        if self.mesh.pipe.size > 1:
-            refuse_late_on_pipe(pipe)
-
-    def fuse(self, options: PipeFusion, adapter: Adapter | None) -> None:
-        """Turn on PipeFusion for the staged transformers."""
-        self.fused = FusedPipe(self._transformers, options, self.mesh, adapter)
-
-    def unfuse(self) -> None:
-        """Undo :meth:`fuse`."""
-        if self.fused is not None:
-            self.fused.remove()
 
     def unguide(self) -> None:
         """Empty the slots through which CFG branches are distributed, also of components that were replaced since."""
@@ -154,14 +140,12 @@ class ParallelCall:
         with ExitStack() as stack:
             token = stack.enter_context(random_state_of_first_rank(self.mesh))
             for name, module in self._transformers.items():
-                region, stages = region_of(module), stages_of(module)
+                region = region_of(module)
                 if region is not None:
                     # Attach the plan's hooks again, because loading a LoRA may have replaced submodules.
                     region.attach(module)
                     region.check_new_code(module)
-                if stages is not None:
-                    stages.links.begin()
-                stack.enter_context(inputs_verified([region, stages]))
+                stack.enter_context(inputs_verified([region]))
                 stack.enter_context(translated_attention(module))
                 if name in self._verifications:
                     # Wrap a compiled component itself, for the reason given below.
@@ -178,10 +162,10 @@ class ParallelCall:
                     stack.enter_context(filled_during(component, Slot.GUIDANCE, branches, owner=self))
             stack.enter_context(inputs_verified(map(denoiser_run_of, self._unets.values())))
             stack.enter_context(reasons_shared(token, self._places))
-            if self.fused is not None:
-                # Do not compare callbacks: stages reach a step at different times and would wait for each other.
-                stack.enter_context(self.fused.generation(pipe))
-            elif not self._assume_equal:
+            for change in self.changes:
+                stack.enter_context(change.generation(pipe))
+            overlaps_steps = any(change.overlaps_steps for change in self.changes)
+            if not (self._assume_equal or overlaps_steps):
                 checked = CheckedCallbacks(pipe, self.mesh)
                 kwargs = stack.enter_context(around_callbacks(kwargs, Slot.CHECKED_CALLBACK, checked.run))
             if self.scheduled is not None:
@@ -289,5 +273,4 @@ def remove_parallel_call(pipe: Any) -> None:
         call.unverify()
         if call.scheduled is not None:
             call.scheduled.remove()
-    release_pipe(pipe)
     empty_slot(pipe, Slot.PARALLEL_PIPE)

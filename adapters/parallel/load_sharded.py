@@ -22,9 +22,9 @@ from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
 from para_core.adapters.registry import transformers_of
-from para_core.adapters.weights.quantize import cast_linears, quantize_transformers, torchao_config
-from para_core.adapters.weights.shard import require_mesh_fits, shard_components
-from para_core.adapters.weights.sharded_component import METHODS, Method
+from para_core.adapters.weights.feature import Method
+from para_core.adapters.weights.features import require_method, require_quantizer, shard_methods
+from para_core.adapters.weights.shard import prepare_sharding
 from para_core.distributed.agree import check_consistent, exchange, raising_on_all, signature
 from para_core.distributed.create_mesh import init_context_parallel_mesh
 from para_core.distributed.mesh import GuidedMesh, require_process_group
@@ -79,8 +79,8 @@ def from_pretrained_sharded(
     require_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
     with equal_options("from_pretrained_sharded", mesh, compared):
-        if weights not in (*METHODS, "stages"):
-            raise ValueError(f"weights is {weights!r}; expected 'fsdp', 'tensor' or 'stages'.")
+        if weights not in (*shard_methods(), "stages"):
+            raise ValueError(f"weights is {weights!r}; expected {', '.join(map(repr, shard_methods()))} or 'stages'.")
         for option in ("device_map", "torch_dtype", "quantization_config"):
             if options.get(option) is not None:
                 raise ValueError(f"from_pretrained_sharded takes no {option}: {_INSTEAD[option]}")
@@ -92,12 +92,16 @@ def from_pretrained_sharded(
             f"weights is {weights!r}, and the mesh has {guided.pipe.size} rank(s) along 'pipe': 'stages' goes with "
             "init_context_parallel_mesh(max_pipe_dim_size=...), the others with a mesh without it."
         )
-    if weights in METHODS:
-        require_mesh_fits(guided, weights)
+    # With stages, weights are not sharded: each rank holds whole blocks.
+    method = None
+    if weights != "stages":
+        method = require_method(weights)
+    if method is not None:
+        method.check_mesh(guided, True)
     if quantize is not None:
         require_quantize_fits(quantize, weights)
         with raising_on_all(guided, "weights cannot be quantized"):
-            torchao_config(quantize)
+            require_quantizer().check_scheme(quantize)
     _download_once_per_node(pipeline, name, guided, options)
     with raising_on_all(guided, f"{name} could not be loaded (download incomplete files again)"):
         folder = folder_of(pipeline, name, options)
@@ -110,42 +114,43 @@ def from_pretrained_sharded(
             if isinstance(component, nn.Module):
                 _map_each_weight(component, path)
     parallelize_pipe(pipe, mesh=mesh)
-    if quantize is not None and weights == "fsdp":
+    quantizes_first = method is not None and method.quantizes_first
+    if quantize is not None and quantizes_first:
         with raising_on_all(guided, "weights could not be quantized"):
             if dtype is not None:
                 for module in transformers_of(pipe).values():
-                    cast_linears(module, dtype, _kept_in_float32(module, dtype))
-            quantize_transformers(pipe, quantize, before_fsdp=True)
-    if weights != "stages":
-        with raising_on_all(guided, "weights could not be sharded"):
-            shard_components(pipe, guided, weights, from_files=True)
+                    require_quantizer().cast_linears(module, dtype, _kept_in_float32(module, dtype))
+            require_quantizer().quantize(pipe, quantize, gatherable=True)
+    if method is not None:
+        prepare_sharding(pipe, guided, weights, compare_values=False).run()
     with raising_on_all(guided, "the components that are not sharded could not be placed"):
-        _copy_from_files(pipe, weights)
+        if method is None or method.keeps_bits:
+            _copy_from_files(pipe)
         if dtype is not None:
             for part in _modules(pipe):
                 _cast(part, dtype)
         if guided.sequence.device_type != "cpu":
-            _move(pipe, weights, guided.sequence.device_type)
-        if quantize is not None and weights != "fsdp":
-            quantize_transformers(pipe, quantize)
+            _move(pipe, guided.sequence.device_type, sharded=method is not None)
+        if quantize is not None and not quantizes_first:
+            require_quantizer().quantize(pipe, quantize)
     return pipe
 
 
-def _copy_from_files(pipe: Any, weights: str) -> None:
-    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped files."""
+def _copy_from_files(pipe: Any) -> None:
+    """Clone the weights that stay unsharded on this rank, so that they no longer refer to the memory-mapped files.
+
+    Their data in a file is not aligned, and for unaligned data kernels sum in another order, so copies keep the bits.
+    """
     for part in components_of(pipe).values():
         for parameter in part.parameters():
-            if weights == "stages" and not parameter.is_meta:
-                parameter.data = parameter.data.clone()
-            elif weights == "fsdp" and not isinstance(parameter, DTensor):
-                # FSDP2 leaves small weights unsharded. Their data in the file is not aligned, and for unaligned data
-                # kernels sum in another order, so copy them to keep results equal.
+            if not parameter.is_meta and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.clone()
 
 
-def _move(pipe: Any, weights: str, device: str) -> None:
+def _move(pipe: Any, device: str, *, sharded: bool) -> None:
+    """Move the weights of ``pipe`` to ``device``. ``sharded`` components are there already."""
     for part in _modules(pipe):
-        if weights == "stages":
+        if not sharded:
             for x in (*part.parameters(), *part.buffers()):
                 if not x.is_meta:
                     x.data = x.data.to(device)

@@ -14,7 +14,7 @@ import torch
 
 from para_core.adapters.adapter import Adapter, Text
 from para_core.adapters.default_mesh import Mesh
-from para_core.adapters.weights.sharded_component import Method
+from para_core.adapters.weights.feature import Method
 from para_core.attention.attention_options import AttnOptions
 from para_core.attention.libraries import require_library
 from para_core.attention.schedule import AttentionSchedule
@@ -180,8 +180,8 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         Method | Literal["replicate"] | None,
         Option(
             120,
-            "How weights are distributed: sharded as by `shard_weights(pipe, mesh, method=weights)`, or "
-            "all of them on every rank. Defaults to leaving them as they are.",
+            "How weights are distributed: sharded as by `shard_weights(pipe, mesh, method=weights)`, or all of them on "
+            "every rank. Defaults to leaving them as they are, sharded or not.",
             default="unchanged",
             page="weights.md",
             none="to leave them as they are",
@@ -235,11 +235,6 @@ class ParallelOptions(TransformerOptions, PipelineChoices):
         if self.pipefusion is not None:
             names.insert(0, "pipefusion")
         return names
-
-    @property
-    def offloads(self) -> bool:
-        """Whether an option keeps weights in host memory. These options also work on one rank."""
-        return self.offload is not None or self.encoders_in_host_memory or self.vae_in_host_memory
 
     @property
     def of_transformers(self) -> dict[str, object]:

@@ -11,13 +11,12 @@ from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
 from para_core.adapters.parallel.options import ParallelOptions
 from para_core.adapters.parallel.resolve import resolve
 from para_core.adapters.parallel.session import replace_session
-from para_core.adapters.parallel.transformer import unparallelize_transformer
+from para_core.adapters.parallel.transformer import remove_from_transformer
 from para_core.adapters.registry import require_kind, transformers_of
+from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.declared_options import takes_options
-from para_core.instance.private_class import original_class
 from para_core.instance.record import empty_slot
 from para_core.instance.slots import Slot
-from para_core.weights.pipefusion import PipeFusionReport
 
 Pipeline = TypeVar("Pipeline")
 
@@ -31,6 +30,12 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
     anything is invalid or fails on any rank, every rank raises, and the pipeline keeps its previous settings. Other
     pipelines are not changed.
 
+    **Weights are one way.** Weights that were sharded (``weights``, ``text_encoders="fsdp"``) or freed (stages, along
+    ``pipe``) are not gathered again. Another call may still replace all other options: leave ``weights`` and
+    ``text_encoders`` out or pass them as before, with the same ranks along ``pipe``. Other values, and
+    :func:`unparallelize_pipe`, raise: load the pipeline again. Weights change last, after everything is checked and
+    applied on all ranks. If that fails on a rank, every rank raises, and the pipeline raises whenever it is used.
+
     Args:
         pipe (`DiffusionPipeline`): A pipeline with a supported transformer or UNet.
         {options}
@@ -42,35 +47,39 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         ImportError: If ``backend`` names a library that is not installed.
         TypeError: If the pipeline has no supported transformer or UNet, or an option has a wrong type.
         ValueError: If the mesh or an option does not fit the pipeline, or two options exclude each other.
-        RuntimeError: If neither ``mesh`` nor a process group is given on several ranks, or if two NCCL ranks use the
-            same GPU.
+        RuntimeError: If neither ``mesh`` nor a process group is given on several ranks, if two NCCL ranks use the same
+            GPU, if weights are sharded or freed and other weight settings are asked for, or if changing weights fails.
 
     Example:
         >>> mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # doctest: +SKIP
         >>> parallelize_pipe(pipe, mesh=mesh, vae=True)  # doctest: +SKIP
     """
-    call = parallel_call(pipe)
-    previous = None
-    if call is not None:
-        previous = call.session
-    unshards = previous is not None and previous.shards_weights
-    with equal_options("parallelize_pipe", options.mesh, {**options.compared, "weights sharded before": unshards}):
+    with equal_options("parallelize_pipe", options.mesh, options.compared):
         require_kind("pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model.")
+        check_usable(pipe)
         options.check()
         if options.mesh is None:
             # The default mesh is chosen for the model, so check first that the model is supported.
             check_parallelize(models_to_parallelize(pipe, options.adapter))
-    replace_session(pipe, previous, resolve(pipe, options, unshards=unshards))
+    call = parallel_call(pipe)
+    previous = None
+    if call is not None:
+        previous = call.session
+    replace_session(pipe, previous, resolve(pipe, options))
     return pipe
 
 
 def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     """Undo :func:`parallelize_pipe` and return ``pipe`` as it was before. Also restores time-outs of process groups.
 
-    With a ``pipe`` mesh dim, or with sharded weights, this is a collective call: each rank receives the weights that it
-    does not hold. If it raises, call it again. Until then ``pipe`` stays parallel, or its calls raise an error.
+    If a step of it fails, call it again. Until then ``pipe`` stays parallel, or its calls raise an error.
+
+    Raises:
+        RuntimeError: If weights of the pipeline are sharded, or other ranks hold some of its blocks (a mesh with
+            ``pipe``): nothing gathers them. Load the pipeline again. The pipeline stays parallel.
     """
     require_kind("pipeline", pipe, "unparallelize_transformer, unparallelize_unet and unparallelize_vae take a model.")
+    check_can_be_undone(pipe)
     call = parallel_call(pipe)
     if call is not None:
         try:
@@ -82,18 +91,7 @@ def unparallelize_pipe(pipe: Pipeline) -> Pipeline:
     # Models that were parallelized without a session, on one rank or as single components, are undone here.
     remove_parallel_call(pipe)
     for module in transformers_of(pipe).values():
-        unparallelize_transformer(module)
+        remove_from_transformer(module)
     for module in other_denoisers_of(pipe).values():
         empty_slot(module, Slot.PARALLEL_DENOISER)
     return pipe
-
-
-def pipefusion_report(pipe: Any) -> PipeFusionReport:
-    """Return the report of the last PipeFusion generation of ``pipe``. Raise ``ValueError`` without PipeFusion."""
-    call = parallel_call(pipe)
-    if call is None or call.fused is None:
-        raise ValueError(
-            f"this {original_class(pipe).__name__} runs without PipeFusion: parallelize_pipe(pipe, mesh=mesh, "
-            "pipefusion=PipeFusion())."
-        )
-    return call.fused.report()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -15,23 +15,22 @@ from torch import nn
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
 from para_core.adapters.default_mesh import mesh_and_method
 from para_core.adapters.denoisers import denoisers_by_kind, other_denoisers_of
-from para_core.adapters.inspect.components import VAE_METHODS, encoders_with_blocks, text_encoders_of, vaes_of
+from para_core.adapters.inspect.components import components_of, encoders_with_blocks, text_encoders_of, vaes_of
 from para_core.adapters.parallel.call import ParallelCall, remove_parallel_call
 from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
 from para_core.adapters.parallel.options import ParallelOptions
-from para_core.adapters.parallel.parts import OffloadPart, TextEncodersPart, TimeoutPart, WeightsPart
+from para_core.adapters.parallel.parts import FeaturePart, ShardPart, TimeoutPart
 from para_core.adapters.parallel.scheduled_attention import ScheduledAttention
 from para_core.adapters.parallel.session import Change, ParallelSession, Part
-from para_core.adapters.parallel.transformer import TransformerPart, resolve_transformer
+from para_core.adapters.parallel.transformer import TransformerPart, require_equal_call, resolve_transformer
 from para_core.adapters.registry import DIFFUSION_DECODER, decoders_of, transformers_of
 from para_core.adapters.vae.vae import parallelize_vae, require_parallel_vae, unparallelize_vae
 from para_core.adapters.vae.vae_adapter import vae_adapter
-from para_core.adapters.weights.block_offload import OffloadedBlocks, num_resident, offloaded_blocks
-from para_core.adapters.weights.fused_pipe import patches_of
-from para_core.adapters.weights.offloaded_modules import OffloadedModules, offloader_of
-from para_core.adapters.weights.shard import check_shard, require_mesh_fits, weights_groups
-from para_core.adapters.weights.sharded_component import METHODS
-from para_core.adapters.weights.vae_offload import OffloadedVaes
+from para_core.adapters.weights.feature import ChangeRequest, FeatureChange
+from para_core.adapters.weights.features import changes_for, require_method, shard_methods
+from para_core.adapters.weights.offloaded_modules import offloader_of
+from para_core.adapters.weights.one_way import check_holds_all
+from para_core.adapters.weights.shard import Sharding, check_shard, prepare_sharding, weights_groups
 from para_core.attention.schedule import KeptKeys
 from para_core.distributed.agree import exchange, raising_on_all
 from para_core.distributed.mesh import GuidedMesh, groups_among, host_group
@@ -39,24 +38,23 @@ from para_core.distributed.timeouts import as_timedelta
 from para_core.instance.private_class import original_class
 from para_core.modes.registry import needs_mode
 from para_core.option_values import TextEncoders
+from para_core.weights.group import timeout_of, weights_mesh
 
 
-def resolve(pipe: Any, options: ParallelOptions, *, unshards: bool = False) -> ParallelSession:
+def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
     """Return the session that runs ``pipe`` with the checked ``options``. Changes nothing.
 
     Every rank of the mesh must call this function with equal options. The errors are those of
-    :func:`parallelize_pipe`, on every rank. ``unshards`` says whether the current session shards weights, so that the
-    new one must gather them if it does not shard them itself.
+    :func:`parallelize_pipe`, on every rank.
     """
     guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
     # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the same.
-    needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or options.weights == "tensor"
+    needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or _shards_transformers_alone(options)
+    ranks: set[int] = set()
     if guided.ranks > 1 and needs_ranks:
         ranks = _global_ranks(guided)
-    else:
-        ranks = set()
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
-        check_parallelize(models_to_parallelize(pipe, options.adapter), guided, unshards=unshards)
+        check_parallelize(models_to_parallelize(pipe, options.adapter), guided)
         if options.vae:
             autoencoders = _parallel_vaes_of(pipe)
         else:
@@ -82,19 +80,22 @@ def resolve(pipe: Any, options: ParallelOptions, *, unshards: bool = False) -> P
         session = ParallelSession(guided, [*transformers, *runs])
         if ranks and options.timeout is not None:
             session.parts.append(_timeout_part(pipe, guided, options.timeout, ranks))
-        session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders)
-        session.parts += _parts_of_weights(pipe, guided, options, placement, ranks, unshards)
+        changes = _changes_of_features(pipe, guided, options, placement)
+        session.parts += _parts_of_pipe(pipe, guided, options, transformers, session, autoencoders, changes)
+        session.parts += map(FeaturePart, changes)
+        _check_weights_stay(pipe, options, placement)
+    session.parts += map(ShardPart, _shardings(pipe, guided, options, placement, ranks))
     return session
 
 
 def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOptions) -> TextEncoders | None:
     """Return the placement of the text encoders' weights to apply; None to leave them where they are.
 
-    Also None if ``weights="fsdp"`` and the user chose no placement: :class:`WeightsPart` then shards text encoders too.
+    Also None if ``weights`` shards text encoders like transformers, and the user chose no placement.
     """
     if options.text_encoders == "fsdp" and mesh.ranks == 1:
         return "replicate"
-    if options.places_encoders or options.weights != "tensor" or mesh.ranks == 1:
+    if options.places_encoders or not _shards_transformers_alone(options) or mesh.ranks == 1:
         return options.text_encoders
     # If the user has offloaded the text encoders, leave them in host memory.
     if not encoders_with_blocks(pipe) or any(map(offloader_of, text_encoders_of(pipe).values())):
@@ -102,11 +103,15 @@ def _placement_of_text_encoders(pipe: Any, mesh: GuidedMesh, options: ParallelOp
     return "fsdp"
 
 
+def _shards_transformers_alone(options: ParallelOptions) -> bool:
+    """Whether ``weights`` names a method that shards no text encoders."""
+    method = shard_methods().get(options.weights or "")
+    return method is not None and not method.shards_encoders
+
+
 def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None) -> None:
     """Raise ``ValueError`` if an option does not fit the components of ``pipe``, the mesh or another option."""
     cls, stages = original_class(pipe).__name__, mesh.pipe.size
-    if options.vae_placement is not None and not vaes_of(pipe):
-        raise ValueError(f"vae_placement={options.vae_placement!r}: this {cls} has no autoencoder. Leave it out.")
     if options.of_transformers and not transformers_of(pipe):
         named = ", ".join(f"{name}={value!r}" for name, value in options.of_transformers.items())
         raise ValueError(
@@ -115,7 +120,7 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
         )
     if placement is not None and not text_encoders_of(pipe):
         raise ValueError(f"text_encoders={placement!r}: this {cls} has no text encoder. Leave it out.")
-    shards = options.weights in METHODS and mesh.ranks > 1
+    shards = options.weights in shard_methods() and mesh.ranks > 1
     if shards and stages > 1:
         raise ValueError(
             f"weights={options.weights!r} with a mesh of {stages} stages: each rank holds the full weights of its own "
@@ -123,23 +128,9 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
             "components=[...]) shards text encoders."
         )
     if shards:
-        require_mesh_fits(mesh, str(options.weights))
+        require_method(str(options.weights)).check_mesh(mesh, True)
         check_shard(pipe)
-    if options.offload is not None and mesh.ranks > 1 and (shards or stages > 1):
-        if shards:
-            other = f"weights={options.weights!r}"
-        else:
-            other = f"{stages} stages"
-        raise ValueError(
-            f"offload='blocks' with {other}: a rank holds a part of the weights, which group offload of diffusers "
-            "cannot move. Leave one out; shard_weights(pipe, mesh, offload_policy=CPUOffloadPolicy()) keeps each "
-            "rank's part in host memory."
-        )
     for name, module in transformers_of(pipe).items():
-        if options.offload is not None:
-            offloaded_blocks(module, num_resident(options.resident_blocks))
-        if options.pipefusion is not None:
-            patches_of(module, mesh, options.adapter)
         middle = None
         if options.schedule is not None:
             middle = options.schedule.middle
@@ -162,12 +153,13 @@ def _parts_of_pipe(
     transformers: list[TransformerPart],
     session: ParallelSession,
     autoencoders: list[nn.Module],
+    changes: list[FeatureChange],
 ) -> list[Part]:
     """Return the parts of the session that change the pipeline's call and its autoencoders.
 
-    The list is empty on one rank, unless PipeFusion, offload or an attention schedule is on.
+    The list is empty on one rank, unless a feature changes the pipeline or an attention schedule is on.
     """
-    if mesh.ranks == 1 and options.pipefusion is None and not options.offloads and options.schedule is None:
+    if mesh.ranks == 1 and not changes and options.schedule is None:
         return []
     batched = bool(other_denoisers_of(pipe) or decoders_of(pipe)) or any(part.plan.batched for part in transformers)
     call = ParallelCall(
@@ -178,57 +170,50 @@ def _parts_of_pipe(
         assume_equal=options.assume_equal,
         session=session,
         verify=options.verify,
+        changes=changes,
     )
     parts: list[Part] = [Change("the pipeline", partial(call.attach, pipe), partial(remove_parallel_call, pipe))]
     for vae in autoencoders:
         parts.append(Change("the VAE", partial(parallelize_vae, vae, mesh=mesh), partial(unparallelize_vae, vae)))
-    if options.pipefusion is not None:
-        parts.append(Change("PipeFusion", partial(call.fuse, options.pipefusion, options.adapter), call.unfuse))
     if options.schedule is not None:
         attention = transformers[0].attention
         call.scheduled = ScheduledAttention(transformers_of(pipe), options.schedule, attention, options.adapter)
     return parts
 
 
-def _parts_of_weights(
-    pipe: Any,
-    mesh: GuidedMesh,
-    options: ParallelOptions,
-    placement: TextEncoders | None,
-    ranks: set[int],
-    unshards: bool,
-) -> list[Part]:
-    """Return the parts of the session that change where weights are."""
-    parts: list[Part] = []
-    if mesh.ranks > 1 and options.weights in ("fsdp", "tensor"):
+def _changes_of_features(
+    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None
+) -> list[FeatureChange]:
+    """Return the changes that features of weights make to ``pipe``."""
+    compare = partial(require_equal_call, mesh=mesh, assume_equal=options.assume_equal)
+    of_features = {**vars(options), "text_encoders": placement}
+    return changes_for(ChangeRequest(pipe, transformers_of(pipe), mesh, of_features, compare))
+
+
+def _check_weights_stay(pipe: Any, options: ParallelOptions, placement: TextEncoders | None) -> None:
+    """Raise ``RuntimeError`` if an option asks for all weights on every rank, and some are sharded or freed."""
+    if options.weights == "replicate":
+        check_holds_all(pipe, components_of(pipe).values(), "weights='replicate'")
+    if placement == "replicate":
+        check_holds_all(pipe, text_encoders_of(pipe).values(), "text_encoders='replicate'")
+
+
+def _shardings(
+    pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None, ranks: set[int]
+) -> list[Sharding]:
+    """Return the validated shardings that the options ask for. Collective. Changes nothing."""
+    shardings = []
+    if mesh.ranks > 1 and options.weights in shard_methods():
         names = None
         if placement is not None:
             names = list(transformers_of(pipe))
-        parts.append(WeightsPart(pipe, mesh, options.weights, names))
-    elif options.weights == "replicate" or (unshards and mesh.pipe.size == 1):
-        parts.append(WeightsPart(pipe, mesh, None))
-    if placement is not None:
-        method: Literal["fsdp"] | None = None
-        if placement == "fsdp":
-            method = "fsdp"
-        parts.append(TextEncodersPart(pipe, mesh, method, encoders_with_blocks(pipe), ranks))
-    if placement in ("offload", "first"):
-        first = placement == "first"
-        offloaded = OffloadedModules(text_encoders_of(pipe), mesh, "text_encoders", first_rank_only=first)
-        parts.append(OffloadPart(offloaded, "placing the text encoders"))
-    if options.vae_in_host_memory:
-        in_host_memory = OffloadedVaes(
-            vaes_of(pipe),
-            mesh,
-            "vae_placement",
-            methods=VAE_METHODS,
-            first_rank_only=options.vae_on_first_rank,
-        )
-        parts.append(OffloadPart(in_host_memory, "placing the VAE"))
-    if options.offload is not None:
-        blocks = OffloadedBlocks(transformers_of(pipe), mesh, num_resident(options.resident_blocks))
-        parts.append(OffloadPart(blocks, "offloading the blocks"))
-    return parts
+        shardings.append(prepare_sharding(pipe, mesh, str(options.weights), names))
+    if placement == "fsdp" and encoders_with_blocks(pipe):
+        names = encoders_with_blocks(pipe)
+        device_type = mesh.sequence.device_type
+        over_all_ranks = weights_mesh(sorted(ranks), device_type, timeout=timeout_of(mesh))
+        shardings.append(prepare_sharding(pipe, over_all_ranks, "fsdp", names))
+    return shardings
 
 
 def _global_ranks(mesh: GuidedMesh) -> set[int]:

@@ -29,14 +29,13 @@ class Part(ABC):
 
     # Name of the part in error messages.
     name: str
-    shards_weights = False
 
     @abstractmethod
     def apply(self) -> Undo:
         """Make the change and return the function that undoes it."""
 
     def complete(self) -> None:  # noqa: B027 - most parts have nothing to complete
-        """Finish the change after every rank has applied all parts: a step that only all ranks together can undo."""
+        """Change weights, after every rank has applied all parts: the step of the change that nothing undoes."""
 
     def clear(self) -> Undo:
         """Remove a change of this kind that was made outside of the session, such as a plan that was applied by hand.
@@ -78,22 +77,26 @@ class ParallelSession:
     parts: list[Part]
     _applied: list[tuple[Part, Undo]] = field(default_factory=list, init=False)
 
-    @property
-    def shards_weights(self) -> bool:
-        """Whether a part of the session has sharded weights, so that stopping the session gathers them."""
-        return any(part.shards_weights for part, _ in self._applied)
-
     def start(self) -> None:
-        """Apply all parts in order, then call :meth:`Part.complete` of each.
+        """Apply all parts in order.
 
         If a part fails on a rank, every rank raises. The caller then calls :meth:`stop`.
         """
         for part in self.parts:
             with raising_on_all(self.mesh, f"{part.name} failed"):
                 self._applied.append((part, part.apply()))
-        with raising_on_all(self.mesh, "the last step failed"):
+
+    def complete(self) -> None:
+        """Call :meth:`Part.complete` of all parts in order, after :meth:`start`.
+
+        If one fails on a rank, every rank raises, and everything but weights is undone.
+        """
+        try:
             for part in self.parts:
                 part.complete()
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """Undo all applied parts, the last one first.
@@ -127,7 +130,8 @@ class ParallelSession:
 def replace_session(instance: Any, previous: ParallelSession | None, session: ParallelSession) -> None:
     """Undo ``previous`` and start ``session`` on ``instance``. Every rank of ``session.mesh`` must call this.
 
-    If this fails on one rank, every rank raises, and ``previous`` is in effect again.
+    If this fails on one rank, every rank raises, and ``previous`` is in effect again. If only the last step fails, in
+    which weights change, the instance cannot be used any more (:mod:`para_core.adapters.weights.one_way`).
     """
     with restored_on_failure(instances_in(instance)), ExitStack() as rollback:
         with raising_on_all(session.mesh, "the earlier settings could not be undone"):
@@ -140,3 +144,4 @@ def replace_session(instance: Any, previous: ParallelSession | None, session: Pa
         rollback.pop_all()
     if previous is not None:
         previous.finish()
+    session.complete()

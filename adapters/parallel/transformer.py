@@ -15,20 +15,17 @@ from para_core.adapters.default_mesh import guided_mesh_for
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
 from para_core.adapters.model_checks import require_plan
 from para_core.adapters.parallel.options import TransformerOptions
-from para_core.adapters.parallel.session import ParallelSession, Part, Undo, replace_session
+from para_core.adapters.parallel.parts import FeaturePart
+from para_core.adapters.parallel.session import ParallelSession, Part, Undo, nothing, replace_session
 from para_core.adapters.registry import planned_class, require_kind
-from para_core.adapters.weights.staged_transformer import (
-    free_other_stages,
-    hold_stage,
-    release_stage,
-    require_stages_fit,
-    suspend_stage,
-)
+from para_core.adapters.weights.feature import ChangeRequest
+from para_core.adapters.weights.features import changes_for
+from para_core.adapters.weights.one_way import check_can_be_undone, check_usable
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.apply import cache_options
 from para_core.call_checks import make_check
 from para_core.declared_options import takes_options
-from para_core.distributed.agree import raising_on_all
+from para_core.distributed.agree import RequireEqual, raising_on_all
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import uncompiled
 from para_core.instance.record import empty_slots, fill_slot
@@ -76,22 +73,32 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
             check_parallelize([model])
     guided = guided_mesh_for(mesh, module)
     with raising_on_all(guided, f"this {type(module).__name__} cannot run on these ranks"):
+        check_usable(module)
         check_parallelize([model], guided)
         part = resolve_transformer(module, guided, options, options.attention(None), called=transformer)
-    replace_session(module, None, ParallelSession(guided, [part]))
+        compare = partial(require_equal_call, mesh=guided, assume_equal=options.assume_equal)
+        changes = changes_for(ChangeRequest(module, {"": module}, guided, vars(options), compare))
+    replace_session(module, None, ParallelSession(guided, [part, *map(FeaturePart, changes)]))
     return transformer
 
 
 def unparallelize_transformer(transformer: Transformer) -> Transformer:
     """Undo :func:`parallelize_transformer` and return ``transformer``.
 
-    With a ``pipe`` mesh dim this is a collective call: each rank receives the blocks that it does not hold.
+    Raises:
+        RuntimeError: If weights of the transformer are sharded, or other ranks hold some of its blocks (a mesh with
+            ``pipe``). Load it again.
     """
     require_kind("model", transformer, "unparallelize_pipe takes a pipeline.")
-    empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
-    release_stage(uncompiled(transformer))
-    remove_plan(uncompiled(transformer))
+    check_can_be_undone(uncompiled(transformer))
+    remove_from_transformer(transformer)
     return transformer
+
+
+def remove_from_transformer(transformer: nn.Module) -> None:
+    """Remove the plan and the verification of ``transformer``, whatever its weights are."""
+    empty_slots((transformer, uncompiled(transformer)), Slot.VERIFIED)
+    remove_plan(uncompiled(transformer))
 
 
 def resolve_transformer(
@@ -118,8 +125,6 @@ def resolve_transformer(
         plan = replace(plan, batched={})
     if mesh.ranks > 1:
         match_modules(module, plan)
-    if mesh.pipe.size > 1:
-        require_stages_fit(module, mesh.pipe, options.adapter)
     if not options.verify:
         called = None
     return TransformerPart(module, plan, mesh, options, attention, called)
@@ -127,7 +132,7 @@ def resolve_transformer(
 
 @dataclass(frozen=True)
 class TransformerPart(Part):
-    """The change that applies a plan to one transformer, and with a ``pipe`` mesh dim frees blocks of other stages."""
+    """The change that applies a plan to one transformer."""
 
     module: nn.Module
     plan: Plan
@@ -138,11 +143,9 @@ class TransformerPart(Part):
     name = "the transformer"
 
     def apply(self) -> Undo:
-        in_stages = self.mesh.pipe.size > 1
         require_equal = None
-        # With stages, the wrapper that runs the stages already compares the inputs, so do not compare them twice.
-        if self.mesh.ranks > 1 and not in_stages:
-            require_equal = self.require_equal
+        if self.mesh.ranks > 1:
+            require_equal = require_equal_call(self.module, mesh=self.mesh, assume_equal=self.options.assume_equal)
         apply_plan(
             self.module,
             self.plan,
@@ -156,30 +159,32 @@ class TransformerPart(Part):
             around=partial(translated_attention, self.module),
             written_for=planned_class(self.module, self.options.adapter),
         )
-        if in_stages:
-            hold_stage(self.module, self.mesh, self.options.adapter, self.require_equal)
         if self.verified is not None:
             fill_slot(self.verified, Slot.VERIFIED, {"__call__": make_check("verify")})
-            return partial(unparallelize_transformer, self.verified)
-        return partial(unparallelize_transformer, self.module)
-
-    def complete(self) -> None:
-        free_other_stages(self.module)
+            return partial(remove_from_transformer, self.verified)
+        return partial(remove_from_transformer, self.module)
 
     def clear(self) -> Undo:
-        resume = suspend_stage(self.module)
         remove_plan(self.module)
-        return resume
+        return nothing
 
     def suspend(self, undo: Undo, mesh: GuidedMesh) -> Undo:
         return self.clear()
 
-    def require_equal(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise on every rank if the arguments of this call or the transformer's settings differ between ranks."""
-        options = cache_options(self.module)
+
+def require_equal_call(module: nn.Module, *, mesh: GuidedMesh, assume_equal: bool) -> RequireEqual:
+    """Return a function of the arguments of a call of the transformer ``module``, by name.
+
+    It raises on every rank if the arguments or the transformer's settings differ between ranks.
+    """
+
+    def require_equal(kwargs: Mapping[str, Any]) -> None:
+        options = cache_options(module)
         texts = {}
         if options is not None:
             texts = options.as_text()
         cached = {f"{option} of its cache": text for option, text in texts.items()}
-        inputs = {**kwargs, **cached, **attention_by_name(self.module)}
-        require_same_call_of_model(self.module, self.mesh, inputs, assume_equal=self.options.assume_equal)
+        inputs = {**kwargs, **cached, **attention_by_name(module)}
+        require_same_call_of_model(module, mesh, inputs, assume_equal=assume_equal)
+
+    return require_equal

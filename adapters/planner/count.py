@@ -35,7 +35,7 @@ from para_core.recorder.operator_count import OperatorCount, tensors_in
 from para_core.recorder.recorder import Recorder
 from para_core.recorder.without_data import attend_without_data
 from para_core.torch_internals import FakeTensorMode
-from para_core.weights.fsdp import LARGE
+from para_core.weights.parameters import FEWEST_SHARDED_ELEMENTS
 
 _PRODUCTS = (F.linear, F.conv1d, F.conv2d, F.conv3d)
 
@@ -231,7 +231,7 @@ def module_bytes(module: nn.Module) -> ModuleBytes:
     blocks = blocks_of(module)
     of_blocks = [bytes_of(block) for block in blocks]
     inside = {id(x) for block in blocks for x in block.parameters()}
-    outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= LARGE]
+    outside = [x for x in module.parameters() if id(x) not in inside and x.numel() >= FEWEST_SHARDED_ELEMENTS]
     root = sum(x.numel() * x.element_size() for x in outside)
     # While a block runs, FSDP2 holds the buffer in which it gathered the block and the weights made from that buffer,
     # and already gathers the next block.

@@ -1,1 +1,3 @@
-"""Distribute the weights of a diffusers pipeline: FSDP2, tensor parallelism, pipeline stages, PipeFusion and LoRAs."""
+"""Distribute the weights of a diffusers pipeline: FSDP2, tensor parallelism, pipeline stages, PipeFusion and
+LoRAs.
+"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from itertools import chain, pairwise
 from typing import Any
 
@@ -12,78 +11,100 @@ import torch
 from torch import nn
 
 from para_core.adapters.inspect.components import stack_of
-from para_core.adapters.weights.offloaded_modules import execution_device, require_not_offloaded
+from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
+from para_core.adapters.weights.features import shard_methods
+from para_core.adapters.weights.host_block import HostBlock
+from para_core.adapters.weights.offloaded_modules import (
+    Offloader,
+    check_not_offloaded,
+    execution_device,
+)
+from para_core.adapters.weights.one_way import load_again
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import uncompiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, fill_slot, fill_slots
+from para_core.instance.record import (
+    empty_slot,
+    fill_slot,
+    fill_slots,
+)
 from para_core.instance.slots import Slot
-from para_core.weights.parameters import plain_tensors
+from para_core.option_values import num_resident
 
 logger = logging.getLogger(__name__)
 
 
-def num_resident(given: int | None) -> int:
-    """Return the number of first blocks that stay on the device, for the option ``resident_blocks``: by default 1."""
-    return 1 if given is None else given
-
-
-class OffloadedBlocks:
+class OffloadedBlocks(FeatureChange):
     """Transformer blocks whose weights are in host memory, moved by diffusers' group-offload code.
 
-    The first ``resident`` blocks of each transformer, and all weights outside of its block stack, stay on the device of
-    ``mesh``. Each other block is copied to the device before it runs, and its copy is freed afterwards. On CUDA the
-    copies come from pinned memory, and the next block is copied while one runs. Between two calls of a transformer all
-    of these blocks are in host memory, so code that changes weights in place then changes the stored weights.
+    The first ``resident`` blocks of each transformer, and all weights outside of its block stack, stay on the
+    device of ``mesh``. Each other block is copied to the device before it runs, and its copy is freed
+    afterwards. On CUDA the copies come from pinned memory, and the next block is copied while one runs.
+    Between two calls of a transformer all of these blocks are in host memory, so code that changes weights in
+    place then changes the stored weights.
 
-    The hooks of diffusers are not used, for two reasons: they would be inside a compiled block and break its graph, and
-    they would copy blocks that a cache skips.
+    The hooks of diffusers are not used, for two reasons: they would be inside a compiled block and break its
+    graph, and they would copy blocks that a cache skips.
     """
+
+    name = "offloading the blocks"
+    offloader = Offloader(
+        "offload='blocks' of parallelize_pipe", "unparallelize_pipe(pipe), with the pipeline of that call"
+    )
 
     def __init__(self, transformers: Mapping[str, nn.Module], mesh: GuidedMesh, resident: int) -> None:
         self.transformers, self.mesh, self.resident = dict(transformers), mesh, resident
-        self._undo = ExitStack()
         self._blocks: dict[nn.Module, HostBlock] = {}
+        # The device on which each transformer was before.
+        self._devices: dict[nn.Module, torch.device] = {}
         self._stream: Any = None
 
     def apply(self) -> None:
-        """Offload the blocks. Raise ``ValueError`` if they are offloaded or sharded. A failure changes nothing."""
-        require_not_offloaded(self.transformers, "Leave offload out.")
-        for name, module in self.transformers.items():
-            if is_distributed(module):
-                raise ValueError(
-                    f"pipe.{name} is sharded already. Leave offload out, or call unshard_weights(pipe) first."
-                )
-        device = execution_device(self.mesh)
-        stream = self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        with ExitStack() as rollback:
-            rollback.callback(self._blocks.clear)
-            for name, module in self.transformers.items():
-                blocks = offloaded_blocks(module, self.resident)
-                rollback.callback(module.to, next(module.parameters()).device)
-                for wrapped in (module, *blocks):
-                    rollback.callback(empty_slot, wrapped, Slot.OFFLOADED_BLOCK)
-                module_blocks = [HostBlock(block, device, stream) for block in blocks]
-                for block, following in pairwise(module_blocks):
-                    block.following = following
-                _move_others(module, set(blocks), device)
-                self._blocks |= dict(zip(blocks, module_blocks, strict=True))
-                fill_slot(module, Slot.OFFLOADED_BLOCK, {"__call__": self._run_model})
-                fill_slots(blocks, Slot.OFFLOADED_BLOCK, {"__call__": self._run})
-                size = sum(x.nbytes for block in blocks for x in block.parameters())
-                logger.info("%d blocks of pipe.%s, %.1f GB, are in host memory", len(blocks), name, size / 1e9)
-            self._undo = rollback.pop_all()
+        """Offload the blocks. Raise ``ValueError`` if other code has offloaded them.
 
-    def remove(self) -> None:
+        A failure changes nothing.
+        """
+        check_not_offloaded(self.transformers, "Leave offload out.")
+        device = execution_device(self.mesh)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        try:
+            for name, module in self.transformers.items():
+                self._offload(name, module, device)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _offload(self, name: str, module: nn.Module, device: torch.device) -> None:
+        blocks = offloaded_blocks(module, self.resident)
+        self._devices[module] = next(module.parameters()).device
+        host_blocks = [HostBlock(block, device, self._stream) for block in blocks]
+        for host_block, following in pairwise(host_blocks):
+            host_block.following = following
+        _move_others(module, set(blocks), device)
+        self._blocks |= dict(zip(blocks, host_blocks, strict=True))
+        fill_slot(module, Slot.OFFLOADED_BLOCK, {"__call__": self._run_model}, owner=self)
+        fill_slots(blocks, Slot.OFFLOADED_BLOCK, {"__call__": self._run})
+        num_bytes = sum(x.nbytes for block in blocks for x in block.parameters())
+        logger.info("%d blocks of pipe.%s, %.1f GB, are in host memory", len(blocks), name, num_bytes / 1e9)
+
+    def undo(self) -> None:
         """Remove the offload, and move the weights back to the devices on which they were."""
-        self._undo.close()
+        for module, device in self._devices.items():
+            for wrapped in (module, *self._blocks):
+                empty_slot(wrapped, Slot.OFFLOADED_BLOCK)
+            module.to(device)
+        self._devices.clear()
+        self._blocks.clear()
+
+    def resume(self) -> None:
+        self.apply()
 
     def _run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                "offload='blocks' copies weights between two blocks, so the transformer cannot be one graph. Compile "
-                "its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+                "offload='blocks' copies weights between two blocks, so the transformer cannot be one "
+                "graph. Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
             )
         block = self._blocks[module]
         block.load()
@@ -107,76 +128,55 @@ class OffloadedBlocks:
                 self._stream.synchronize()
 
 
-class HostBlock:
-    """One block, or another module, in host memory, and its copy on the device while there is one."""
+def offload_blocks(request: ChangeRequest) -> list[OffloadedBlocks]:
+    """Return the change by the option ``offload``; none without it.
 
-    def __init__(self, module: nn.Module, device: torch.device, stream: Any) -> None:
-        self.module, self.device, self.stream = module, device, stream
-        self.following: HostBlock | None = None
-        self._is_loaded = False
-        self._state: list[tuple[int, int]] = []
-        self._offload()
+    Raise ``ValueError`` if the other options put weights in parts, or a transformer has too few blocks,
+    ``TypeError`` if no adapter describes its blocks, and ``RuntimeError`` if its weights are sharded already.
+    """
+    if request.options.get("offload") is None:
+        return []
+    _check_other_options(request)
+    resident = num_resident(request.options.get("resident_blocks"))
+    for name, module in request.transformers.items():
+        if is_distributed(module):
+            raise RuntimeError(
+                f"pipe.{name} is sharded already, and nothing gathers its weights again. Leave offload out, "
+                f"or do not shard it: {load_again(request.owner)}"
+            )
+        offloaded_blocks(module, resident)
+    return [OffloadedBlocks(request.transformers, request.mesh, resident)]
 
-    def load(self) -> None:
-        """Start to copy the block to the device, unless the block is there already."""
-        if self._state != self._current_state():
-            # Tensors of the block were replaced after the last offload: a LoRA was added or fused, or weights were
-            # moved, quantized or loaded. Offload the new ones.
-            self._offload()
-        if not self._is_loaded:
-            self._group.onload_()
-            self._is_loaded = True
-            self._state = self._current_state()
 
-    def wait(self) -> None:
-        """Make kernels that are launched from now on wait until the block is on the device. Does not block the host."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
-
-    def free(self) -> None:
-        """Free the copy of the block on the device, if there is one."""
-        # If tensors were replaced while the block ran, the next load() offloads the new ones.
-        if self._is_loaded and self._state == self._current_state():
-            self._group.offload_()
-            self._state = self._current_state()
-        self._is_loaded = False
-
-    def _offload(self) -> None:
-        # Import here, so that this module can be imported without diffusers.
-        from diffusers.hooks.group_offloading import ModuleGroup
-
-        host = torch.device("cpu")
-        self.module.to(host)
-        self._group = ModuleGroup(
-            [self.module],
-            offload_device=host,
-            onload_device=self.device,
-            offload_leader=self.module,
-            # With a stream, diffusers would leave the copies of buffers that are not named here on the device.
-            buffers=list(self.module.buffers()),
-            stream=self.stream,
-            record_stream=self.stream is not None,
+def _check_other_options(request: ChangeRequest) -> None:
+    """Raise ``ValueError`` if each rank will hold a part of the weights."""
+    mesh, weights = request.mesh, request.options.get("weights")
+    if mesh.ranks == 1:
+        return
+    other = None
+    if mesh.pipe.size > 1:
+        other = f"{mesh.pipe.size} stages"
+    if weights in shard_methods():
+        other = f"weights={weights!r}"
+    if other is not None:
+        raise ValueError(
+            f"offload='blocks' with {other}: a rank holds a part of the weights, which group offload of "
+            "diffusers cannot move. Leave one out; shard_weights(pipe, mesh, "
+            "offload_policy=CPUOffloadPolicy()) keeps each rank's part in host memory."
         )
-        self._group.offload_()
-        self._is_loaded = False
-        self._state = self._current_state()
-
-    def _current_state(self) -> list[tuple[int, int]]:
-        """Return ids and memory addresses of the block's tensors. They change if other code replaces a tensor."""
-        tensors = chain(self.module.parameters(), self.module.buffers())
-        return [(id(x), part.data_ptr()) for x in tensors for part in plain_tensors(x)]
 
 
 def offloaded_blocks(transformer: nn.Module, resident: int) -> list[nn.Module]:
-    """Return the blocks of ``transformer`` without the first ``resident`` ones, in the order in which they run.
+    """Return the blocks of ``transformer`` without the first ``resident`` ones, in the order in which they
+    run.
 
     Raises ``TypeError`` if no adapter describes the blocks, and ``ValueError`` if no block is left.
     """
     blocks = [uncompiled(entry.block) for entry in stack_of(transformer)]
     if len(blocks) <= resident:
         raise ValueError(
-            f"resident_blocks is {resident}, and {original_class(transformer).__name__} has {len(blocks)} blocks; "
-            "expected fewer than it has, or leave offload out."
+            f"resident_blocks is {resident}, and {original_class(transformer).__name__} has {len(blocks)} "
+            "blocks; expected fewer than it has, or leave offload out."
         )
     return blocks[resident:]
 
@@ -189,3 +189,6 @@ def _move_others(module: nn.Module, blocks: set[nn.Module], device: torch.device
                 child.to(device)
         for x in chain(parent.parameters(recurse=False), parent.buffers(recurse=False)):
             x.data = x.data.to(device)
+
+
+FEATURE = Feature(option="offload", changes=offload_blocks)

@@ -19,19 +19,22 @@ from para_core.instance.slots import Slot
 
 
 class EncodedPrompts:
-    """Store of the outputs of a pipeline's text encoders, keyed by their inputs. Drops the least recently used first.
+    """Store of the outputs of a pipeline's text encoders, keyed by their inputs.
 
-    Calls with gradients enabled are always computed. If the text encoders' weights change, for example by a LoRA, call
-    :meth:`clear`. Ranks that make the same calls keep the same outputs.
+    Drops the least recently used first.
+
+    Calls with gradients enabled are always computed. If the text encoders' weights change, for example by a
+    LoRA, call :meth:`clear`. Ranks that make the same calls keep the same outputs.
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline.
-        max_bytes (`int`, *optional*, defaults to 1 GiB): Maximum total size of the kept outputs in host memory.
+        max_bytes (`int`, *optional*, defaults to 1 GiB): Maximum total size of the kept outputs in host
+            memory.
 
     Attributes:
         hits, misses: Numbers of calls that were answered from memory and that were computed.
-        complete: Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the text
-            encoders were freed. False by default.
+        complete: Whether a call whose output is not kept raises ``RuntimeError``, because the weights of the
+            text encoders were freed. False by default.
     """
 
     def __init__(self, pipe: Any, max_bytes: int = 2**30) -> None:
@@ -76,8 +79,8 @@ class EncodedPrompts:
             return join_tensors(pickled, [x.to(device, copy=True) for x, device in zip(tensors, devices, strict=True)])
         if self.complete:
             raise RuntimeError(
-                f"{name} is called with a prompt that was not encoded before its weights were freed; expected equal "
-                "calls. Keep the text encoders on the device: --text-encoders replicate."
+                f"{name} is called with a prompt that was not encoded before its weights were freed; "
+                "expected equal calls. Keep the text encoders on the device: --text-encoders replicate."
             )
         self.misses += 1
         value = call(module, *args, **kwargs)

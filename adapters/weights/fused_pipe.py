@@ -1,4 +1,6 @@
-"""Apply PipeFusion to the transformers of a diffusers pipeline: find their patch plans, CFG branches and steps."""
+"""Apply PipeFusion to the transformers of a diffusers pipeline: find their patch plans, CFG branches and
+steps.
+"""
 
 from __future__ import annotations
 
@@ -11,81 +13,68 @@ from typing import Any
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.inspect.components import patch_plan_for, stack_of, why_no_stages
+from para_core.adapters.inspect.components import patch_plan_for, stack_of
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import require_adapter, require_blocks
+from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
+from para_core.adapters.weights.features import changes_of
 from para_core.cache.branches import Branches, conditions_of
+from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import GuidedMesh
 from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.record import (
+    empty_slot,
+    fill_slot,
+)
 from para_core.instance.slots import Slot
 from para_core.user_warnings import ParallelWarning, warn_user
 from para_core.weights.patch_plan import PatchPlan
-from para_core.weights.pipefusion import Fusion, PipeFusionReport, fusion_of
-from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion
+from para_core.weights.pipefusion import Fusion, fusion_of
+from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion, PipeFusionReport
 
 
-def patches_of(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
-    """Return the plan that says how the arguments of ``module`` are split into patches of image tokens.
-
-    Raises ``TypeError`` if there is none for this class, and ``ValueError`` on a mesh with ranks along ``tensor``.
-    """
-    name = original_class(module).__name__
-    plan = why_no_stages(module, adapter) or patch_plan_for(module, adapter)
-    if isinstance(plan, str):
-        raise TypeError(
-            f"PipeFusion does not know patches of {name}: {plan}. docs/stages.md lists the models for which it does. "
-            "Leave pipefusion= out; stages without it are exact."
-        )
-    if mesh.tensor.size > 1:
-        raise ValueError(
-            f"PipeFusion and a mesh of {mesh.tensor.size} ranks along 'tensor': each of them would have keys of some "
-            "heads. Give these ranks to 'pipe', 'ring' or 'ulysses', or leave pipefusion= out."
-        )
-    return plan
-
-
-def refuse_compiled_pipefusion(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse PipeFusion in a transformer that is compiled as one graph."""
-    if fusion_of(module) is not None and (called is not module or is_compiled(module)):
-        raise RuntimeError(
-            f"{name} runs under PipeFusion, and was compiled as one graph, which cannot return patch by patch. Use it "
-            "uncompiled, and compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
-        )
-
-
-class FusedPipe:
+class FusedPipe(FeatureChange):
     """PipeFusion on the transformers of one pipeline, and the state of its current generation."""
+
+    name = "PipeFusion"
+    # Stages reach a step at different times, and would wait for each other in a comparison.
+    overlaps_steps = True
 
     def __init__(
         self, transformers: Mapping[str, nn.Module], options: PipeFusion, mesh: GuidedMesh, adapter: Adapter | None
     ) -> None:
         self.options = options
+        self._transformers, self._mesh, self._adapter = transformers, mesh, adapter
         self._tracker = SchedulerTracker()
         self._with_copies = False
         self._names: dict[int, list[str]] = {}
         self._branches: dict[int, Branches] = {}
         self.fusions: dict[str, Fusion] = {}
-        for name, module in transformers.items():
-            model = require_adapter(module, adapter)
+
+    def apply(self) -> None:
+        """Turn on PipeFusion. The stages, if there are any, must be installed before."""
+        for name, module in self._transformers.items():
+            model = require_adapter(module, self._adapter)
             self._with_copies = self._with_copies or model.steps_with_copies
-            plan = patches_of(module, mesh, adapter)
-            blocks = [staged.block for staged in stack_of(module, adapter)]
+            plan = require_patches(module, self._mesh, self._adapter)
+            blocks = [entry.block for entry in stack_of(module, self._adapter)]
             self._names[id(module)] = []
-            self._branches[id(module)] = Branches(conditions_of(module, require_blocks(module, adapter)))
+            self._branches[id(module)] = Branches(conditions_of(module, require_blocks(module, self._adapter)))
             if hasattr(module, "cache_context"):
-                fill_slot(module, Slot.PIPEFUSION, {"cache_context": self._named})
-            self.fusions[name] = Fusion(module, options, plan, blocks, partial(self._branch_of, module), self._step_of)
+                fill_slot(module, Slot.PIPEFUSION, {"cache_context": self._track_name})
+            branch_of = partial(self._branch_of, module)
+            self.fusions[name] = Fusion(module, self.options, plan, blocks, branch_of, self._step_of)
             self.fusions[name].install()
 
-    def remove(self) -> None:
+    def undo(self) -> None:
+        """Turn PipeFusion off."""
         for fusion in self.fusions.values():
             fusion.remove()
             empty_slot(fusion.module, Slot.PIPEFUSION)
 
     @contextmanager
-    def _named(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def _track_name(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Iterator[None]:
         names = self._names[id(module)]
         names.append(str(args[0] if args else kwargs["name"]))
         try:
@@ -100,7 +89,8 @@ class FusedPipe:
         return names[-1] if names else self._branches[id(module)].name_of(arguments) or ""
 
     def _step_of(self, branch: str) -> tuple[int, int]:
-        # Calls outside of a generation, or of an unknown CFG branch, count as step 0, in which all tokens are computed.
+        # Calls outside of a generation, or of an unknown CFG branch, count as step 0, in which all tokens are
+        # computed.
         if not self._tracker.active or not branch:
             return 0, FEWEST_STEPS
         position = self._tracker.position(branch)
@@ -108,7 +98,9 @@ class FusedPipe:
 
     @contextmanager
     def generation(self, pipe: Any) -> Iterator[None]:
-        """Track the steps of one generation of ``pipe`` in the ``with`` block. On exit, finish all pending transfers.
+        """Track the steps of one generation of ``pipe`` in the ``with`` block.
+
+        On exit, finish all pending transfers.
 
         Warns if the generation has too few steps for PipeFusion.
         """
@@ -126,9 +118,9 @@ class FusedPipe:
                 fusion.end(failed=failed)
         if any(fusion.few_steps for fusion in self.fusions.values()):
             warn_user(
-                f"PipeFusion was off in this call of the {type(pipe).__name__}: with fewer than {FEWEST_STEPS} steps "
-                "each differs too much from the one before, so all were computed whole. Take more steps, or leave "
-                "pipefusion= out.",
+                f"PipeFusion was off in this call of the {type(pipe).__name__}: with fewer than "
+                f"{FEWEST_STEPS} steps each differs too much from the one before, so all were computed "
+                "whole. Take more steps, or leave pipefusion= out.",
                 ParallelWarning,
             )
 
@@ -136,3 +128,78 @@ class FusedPipe:
         """Return the report of the last generation: the counts of all transformers, added up."""
         reports = [astuple(fusion.report) for fusion in self.fusions.values()]
         return PipeFusionReport(*map(sum, zip(*reports, strict=True)))
+
+
+def fuse_pipe(request: ChangeRequest) -> list[FusedPipe]:
+    """Return the change by the option ``pipefusion``; none without it.
+
+    Raise ``TypeError`` or ``ValueError`` if a transformer or the mesh does not fit.
+    """
+    options = request.options.get("pipefusion")
+    if options is None:
+        return []
+    for module in request.transformers.values():
+        require_patches(module, request.mesh, request.adapter)
+    return [FusedPipe(request.transformers, options, request.mesh, request.adapter)]
+
+
+def require_patches(module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None) -> PatchPlan:
+    """Return the plan that says how the arguments of ``module`` are split into patches of image tokens.
+
+    Raises ``TypeError`` if there is none for this class, and ``ValueError`` on a mesh with ranks along
+    ``tensor``.
+    """
+    try:
+        plan = patch_plan_for(module, adapter)
+    except TypeError as error:
+        raise TypeError(
+            f"PipeFusion does not know patches of {original_class(module).__name__}: {error}. docs/stages.md "
+            "lists the models for which it does. Leave pipefusion= out; stages without it are exact."
+        ) from error
+    if mesh.tensor.size > 1:
+        raise ValueError(
+            f"PipeFusion and a mesh of {mesh.tensor.size} ranks along 'tensor': each of them would have keys "
+            "of some heads. Give these ranks to 'pipe', 'ring' or 'ulysses', or leave pipefusion= out."
+        )
+    return plan
+
+
+def pipefusion_report(pipe: Any) -> PipeFusionReport:
+    """Return the report of the last PipeFusion generation of ``pipe``.
+
+    Raise ``ValueError`` without PipeFusion.
+    """
+    for change in changes_of(pipe):
+        if isinstance(change, FusedPipe):
+            return change.report()
+    raise ValueError(
+        f"this {original_class(pipe).__name__} runs without PipeFusion: parallelize_pipe(pipe, mesh=mesh, "
+        "pipefusion=PipeFusion())."
+    )
+
+
+def check_compiled_pipefusion(module: nn.Module, name: str, called: Any, mesh: GuidedMesh) -> None:
+    """Refuse PipeFusion in a transformer that is compiled as one graph."""
+    if fusion_of(module) is not None and (called is not module or is_compiled(module)):
+        raise RuntimeError(
+            f"{name} runs under PipeFusion, and was compiled as one graph, which cannot return patch by "
+            "patch. Use it uncompiled, and compile its blocks: "
+            "transformer.compile_repeated_blocks(fullgraph=True)."
+        )
+
+
+def check_cache_under_pipefusion(module: nn.Module, name: str, called: Any, options: CacheOptions) -> None:
+    """Refuse a cache under PipeFusion."""
+    if fusion_of(module) is not None:
+        raise RuntimeError(
+            f"{name} cannot be cached: under PipeFusion a step computes patches with keys of the previous "
+            "step, which must not be skipped. Leave pipefusion= out, or remove_cache_from_pipe(pipe)."
+        )
+
+
+FEATURE = Feature(
+    option="pipefusion",
+    changes=fuse_pipe,
+    call_checks=(check_compiled_pipefusion,),
+    cached_call_checks=(check_cache_under_pipefusion,),
+)

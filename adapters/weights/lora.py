@@ -1,54 +1,52 @@
 """Load, fuse, unfuse and remove LoRAs of models whose weights are sharded.
 
-With FSDP2, LoRA weights stay replicated; with tensor parallelism they are sharded like the layer that they adapt.
-Merging a LoRA gathers one layer at a time, and each rank keeps its part of the result.
+The method of sharding says whether LoRA weights are sharded, too. Merging a LoRA gathers one layer at a time,
+and each rank keeps its part of the result.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from para_core.adapters.agree.arguments import require_equal
-from para_core.adapters.agree.loras import lora_layers, lora_weights
+from para_core.adapters.agree.loras import lora_layers
+from para_core.adapters.weights.feature import Ranks, ShardMethod
 from para_core.distributed.agree import Record, differing_fields, raising_on_all
-from para_core.distributed.mesh import GuidedMesh, SequenceMesh
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, empty_slots, fill_slot, fill_slots
+from para_core.instance.record import (
+    empty_slot,
+    fill_slot,
+    fill_slots,
+)
 from para_core.instance.slots import Slot
-from para_core.weights.fsdp import is_sharded, shard_mesh, sharded_parameters, whole_blocks
-from para_core.weights.parameters import forget_gradients, stand_ins, weights_of
-from para_core.weights.tensor import shard_new_loras, tensor_mesh, whole_tensors
+from para_core.weights.parameters import stand_ins, weights_of
 
 # Names of the LoRA methods of models. Those of pipelines call these, or merge the LoRA into each layer.
 ADDS = ("load_lora_adapter", "add_adapter", "load_adapter")
 CHANGES = (*ADDS, "fuse_lora", "unfuse_lora", "unload_lora", "delete_adapters", "delete_adapter")
 
-Ranks = GuidedMesh | SequenceMesh | None
-
 
 def on_all_ranks(ranks: Ranks) -> AbstractContextManager[object]:
-    """Return a context that raises an exception of one of ``ranks`` on all of them. With None it does nothing."""
-    return nullcontext() if ranks is None else raising_on_all(ranks, "a LoRA could not be changed")
+    """Return a context that raises an exception of one of ``ranks`` on all of them."""
+    return raising_on_all(ranks, "a LoRA could not be changed")
 
 
-def require_equal_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` on all of ``ranks`` if they add different LoRAs. With None it does nothing.
+def check_equal_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` on all of ``ranks`` if they add different LoRAs.
 
-    Ranks that hold different parts of the weights cannot compare these later. ``args`` and ``kwargs`` are the arguments
-    of the method that adds a LoRA: its weights by name, a configuration, or the path of a file, which is not compared,
-    because it may differ between hosts.
+    Ranks that hold different parts of the weights cannot compare these later. ``args`` and ``kwargs`` are the
+    arguments of the method that adds a LoRA: its weights by name, a configuration, or the path of a file,
+    which is not compared, because it may differ between hosts.
     """
-    if ranks is None:
-        return
     named = {**{f"argument {index}": value for index, value in enumerate(args)}, **kwargs}
     values = {
         name: value
@@ -59,112 +57,124 @@ def require_equal_lora(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, An
     def explain(records: list[Record]) -> str:
         return (
             "the ranks of one mesh must call the method that adds a LoRA with equal arguments. "
-            f"{'; '.join(differing_fields(records))}. Load the same file, or add the same weights, on all ranks."
+            f"{'; '.join(differing_fields(records))}. Load the same file, or add the same weights, on all "
+            "ranks."
         )
 
     require_equal(lambda: values, ranks, "the method that adds a LoRA", lambda: None, explain)
 
 
-def follow_loras(module: nn.Module, ranks: Ranks) -> None:
-    """Wrap the LoRA methods of ``module``, so that they work although its weights are sharded.
+def follow_loras(module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: Ranks) -> None:
+    """Wrap the LoRA methods of ``module``, whose weights ``method`` has sharded over ``mesh``, so that they
+    work.
 
-    All of ``ranks`` must then call such a method together, and a failure on one rank raises on all. With ``ranks=None``
-    only the rank that fails raises.
+    All of ``ranks`` must then call such a method together, and a failure on one rank raises on all.
     """
-    changes = {name: partial(_change, ranks, name in ADDS) for name in CHANGES if hasattr(module, name)}
-    fill_slot(module, Slot.LORA, changes)
-    _wrap_merges(module)
+    loras = _ShardedLoras(module, method, mesh, ranks)
+    methods = {name: loras.add if name in ADDS else loras.change for name in CHANGES if hasattr(module, name)}
+    fill_slot(module, Slot.LORA, methods)
+    loras.wrap_merges()
 
 
-def leave_loras(module: nn.Module) -> None:
-    """Undo :func:`follow_loras`."""
-    empty_slots([module, *lora_layers(module)], Slot.LORA)
+class _ShardedLoras:
+    """The wrappers of the LoRA methods of ``module``, whose weights ``method`` has sharded over ``mesh``."""
 
+    def __init__(self, module: nn.Module, method: ShardMethod, mesh: DeviceMesh, ranks: Ranks) -> None:
+        self._module, self._method, self._mesh, self._ranks = module, method, mesh, ranks
+        # Each access of a method makes another object, and layers have one class only if they have the same
+        # wrapper.
+        self._around_merge = self._merge
 
-def _change(ranks: Ranks, adds: bool, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    before, names = lora_layers(module), set(getattr(module, "peft_config", None) or ())
-    with on_all_ranks(ranks):
-        try:
-            if not adds:
+    def add(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method that adds a LoRA, with weights of global shapes."""
+        names = set(getattr(module, "peft_config", None) or ())
+        with on_all_ranks(self._ranks), self._following(module, names):
+            check_own_values(module, args, kwargs)
+            check_equal_lora(self._ranks, args, kwargs)
+            with self._global_shapes(module):
                 return call(module, *args, **kwargs)
-            require_own_values(module, args, kwargs)
-            require_equal_lora(ranks, args, kwargs)
-            with _as_whole(module):
-                added = call(module, *args, **kwargs)
-            forget_gradients(module)
-            return added
+
+    def change(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a method that changes or removes LoRAs."""
+        names = set(getattr(module, "peft_config", None) or ())
+        with on_all_ranks(self._ranks), self._following(module, names):
+            return call(module, *args, **kwargs)
+
+    @contextmanager
+    def _following(self, module: Any, names: set[str]) -> Iterator[None]:
+        """Wrap and shard the LoRA layers that the ``with`` block adds, and unwrap those that it removes.
+
+        If an added LoRA cannot be sharded, remove all but ``names``, and raise ``ValueError``.
+        """
+        before = lora_layers(module)
+        try:
+            yield
         finally:
             present = {id(layer) for layer in lora_layers(module)}
             for layer in before:
                 if id(layer) not in present:
                     empty_slot(layer, Slot.LORA)
             try:
-                if tensor_mesh(module) is not None:
-                    shard_new_loras(module)
+                self._method.shard_loras(module)
             except ValueError:
-                # Remove the new adapters with the methods of the class, because those of the instance communicate.
-                cls: Any = original_class(module)
-                if names:
-                    cls.delete_adapters(module, [name for name in module.peft_config if name not in names])
-                else:
-                    cls.unload_lora(module)
+                _remove_loras(module, names)
                 raise
             finally:
-                mesh = shard_mesh(module)
-                if mesh is not None and is_sharded(module) and mesh.device_type != "cpu":
-                    # peft creates LoRA weights on the device of the layer's weights: the host, if these are offloaded.
-                    for weight in lora_weights(module):
-                        weight.data = weight.data.to(mesh.device_type)
-                _wrap_merges(module)
+                self.wrap_merges()
+
+    @contextmanager
+    def _global_shapes(self, module: nn.Module) -> Iterator[None]:
+        """Give weights their global shapes in the ``with`` block, because peft sizes adapters by them.
+
+        The weights of existing adapters are gathered. Zeros that take no memory replace the other sharded
+        weights.
+        """
+        with ExitStack() as stack:
+            adapters = [getattr(layer, name) for layer in lora_layers(module) for name in layer.adapter_layer_names]
+            stack.enter_context(self._method.gathered(module, adapters))
+            sharded = [entry for entry in weights_of(module) if isinstance(entry[0], DTensor)]
+            for owner in module.modules():
+                if any(isinstance(x, DTensor) for x in owner.parameters(recurse=False)):
+                    # Disable FSDP2's hook, which would take the zeros for newly loaded weights.
+                    stack.callback(setattr, owner, "_load_state_dict_post_hooks", owner._load_state_dict_post_hooks)
+                    owner._load_state_dict_post_hooks = OrderedDict()
+            stack.enter_context(stand_ins(sharded, torch.device(self._mesh.device_type)))
+            yield
+
+    def wrap_merges(self) -> None:
+        """Wrap the LoRA layers of the module, so that merging a LoRA gathers the weights of the layer."""
+        # The layers of all blocks share one class, so the compiled graph of one block fits the others.
+        around = self._around_merge
+        fill_slots(lora_layers(self._module), Slot.LORA, {"merge": around, "unmerge": around})
+
+    def _merge(self, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        with self._method.gathered(self._module, [layer]):
+            return call(layer, *args, **kwargs)
 
 
-def require_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and others).
+def _remove_loras(module: Any, kept: set[str]) -> None:
+    """Remove the LoRAs of ``module`` that are not named in ``kept``."""
+    # Use the methods of the class, because those of the instance communicate.
+    cls: Any = original_class(module)
+    if kept:
+        cls.delete_adapters(module, [name for name in module.peft_config if name not in kept])
+    else:
+        cls.unload_lora(module)
 
-    Zeros replace the weights that this rank lacks while a LoRA is added, so these methods would compute wrong values.
-    ``args`` and ``kwargs`` are the arguments of the call that adds the LoRA.
+
+def check_own_values(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ``ValueError`` if a LoRA would be initialized from the weights of its layer (DoRA, PiSSA and
+    others).
+
+    Zeros replace the weights that this rank lacks while a LoRA is added, so these methods would compute wrong
+    values. ``args`` and ``kwargs`` are the arguments of the call that adds the LoRA.
     """
     for config in (*args, *kwargs.values()):
         start = getattr(config, "init_lora_weights", None)
         if getattr(config, "use_dora", False) or (isinstance(start, str) and start != "gaussian"):
             raise ValueError(
-                f"a LoRA with use_dora={config.use_dora}, init_lora_weights={start!r} begins with values that are "
-                f"computed from all weights of this {original_class(module).__name__}, which are sharded or in stages. "
-                "Add it before parallelize_pipe(pipe, mesh=mesh), or load it from a file (pipe.load_lora_weights)."
+                f"a LoRA with use_dora={config.use_dora}, init_lora_weights={start!r} begins with values "
+                f"that are computed from all weights of this {original_class(module).__name__}, which are "
+                "sharded or in stages. Add it before parallelize_pipe(pipe, mesh=mesh), or load it from a "
+                "file (pipe.load_lora_weights)."
             )
-
-
-@contextmanager
-def _as_whole(module: nn.Module) -> Iterator[None]:
-    """Give the weights of ``module`` their global shapes in the ``with`` block, because peft sizes adapters by them.
-
-    The weights of existing adapters are gathered. Zeros that take no memory replace the other sharded weights.
-    """
-    with ExitStack() as stack:
-        if tensor_mesh(module) is not None:
-            parts = [getattr(layer, name) for layer in lora_layers(module) for name in layer.adapter_layer_names]
-            stack.enter_context(whole_tensors(module, parts))
-        sharded = [held for held in weights_of(module) if isinstance(held[0], DTensor)]
-        for owner in module.modules():
-            if any(isinstance(x, DTensor) for x in owner.parameters(recurse=False)):
-                # Disable FSDP2's hook, which would take the zeros for newly loaded weights.
-                stack.callback(setattr, owner, "_load_state_dict_post_hooks", owner._load_state_dict_post_hooks)
-                owner._load_state_dict_post_hooks = OrderedDict()
-        mesh = tensor_mesh(module) or shard_mesh(module)
-        if mesh is not None:
-            stack.enter_context(stand_ins(sharded, torch.device(mesh.device_type)))
-        yield
-
-
-def _wrap_merges(module: nn.Module) -> None:
-    # The layers of all blocks share one class, so the compiled graph of one block fits the others.
-    around = partial(_with_whole, module if tensor_mesh(module) is not None else None)
-    fill_slots(lora_layers(module), Slot.LORA, {"merge": around, "unmerge": around})
-
-
-def _with_whole(
-    tensors_of: nn.Module | None, call: Callable[..., Any], layer: nn.Module, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Run a merge of ``layer`` with gathered weights. ``tensors_of`` is the tensor-parallel model; None for FSDP2."""
-    with whole_blocks(layer, sharded_parameters(layer)) if tensors_of is None else whole_tensors(tensors_of, [layer]):
-        return call(layer, *args, **kwargs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,18 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from para_core.adapters.weights.feature import FeatureChange
 from para_core.cfg.lazy import materialize
 from para_core.distributed.agree import raising_on_all
 from para_core.distributed.collectives import broadcast_bytes, tensor_bytes
 from para_core.distributed.mesh import GuidedMesh
-from para_core.instance.record import empty_slot, fill_slot, is_filled
+from para_core.instance.record import (
+    empty_slot,
+    fill_slot,
+    is_filled,
+    slot_owner,
+)
 from para_core.instance.slots import Slot
 
 # Names of the hooks of diffusers' group offload, in the order of removal: outermost first
 # (diffusers/hooks/group_offloading.py).
 _HOOKS = ("lazy_prefetch_group_offloading", "layer_execution_tracker", "group_offloading")
 # Attributes that a removed hook of diffusers leaves on a module; :func:`_remove_offload` deletes them.
-_LEFT_BY_HOOKS = ("forward", "_diffusers_hook")
+_HOOK_ATTRIBUTES = ("forward", "_diffusers_hook")
 
 
 class Offloader(NamedTuple):
@@ -35,7 +40,7 @@ class Offloader(NamedTuple):
     undo: str
 
 
-def require_not_offloaded(modules: Mapping[str, nn.Module], instead: str) -> None:
+def check_not_offloaded(modules: Mapping[str, nn.Module], instead: str) -> None:
     """Raise ``ValueError`` if one of ``modules`` is offloaded.
 
     ``instead`` is a sentence of the message: what to do if the offload stays, such as to leave out an option.
@@ -44,25 +49,34 @@ def require_not_offloaded(modules: Mapping[str, nn.Module], instead: str) -> Non
         offloader = offloader_of(module)
         if offloader is not None:
             raise ValueError(
-                f"pipe.{name} is offloaded by {offloader.name} already. {instead} Or undo that offload first: "
-                f"{offloader.undo}."
+                f"pipe.{name} is offloaded by {offloader.name} already. {instead} Or undo that offload "
+                f"first: {offloader.undo}."
             )
 
 
+class _StateBefore(NamedTuple):
+    """The device of a component before it was offloaded, and for each submodule the hook attributes that it
+    had.
+    """
+
+    device: torch.device
+    attributes: Mapping[nn.Module, set[str]]
+
+
 @dataclass(eq=False)
-class OffloadedModules:
+class OffloadedModules(FeatureChange):
     """Components whose weights are in host memory, by diffusers' group offload of single layers.
 
-    Each layer is copied to the device of ``mesh`` while it computes: on CUDA from pinned memory, and the next layer
-    while the current one computes.
+    Each layer is copied to the device of ``mesh`` while it computes: on CUDA from pinned memory, and the next
+    layer while the current one computes.
 
     Args:
         modules: Components by name.
         mesh: Ranks that call the pipeline.
         option: The option of parallelize_pipe by which they are offloaded, for messages.
         methods: Names of the methods by which a pipeline calls the components.
-        first_rank_only: Whether only the first rank of ``mesh`` runs the components and sends the outputs to the
-            others. Each call of a component is then a collective call.
+        first_rank_only: Whether only the first rank of ``mesh`` runs the components and sends the outputs to
+            the others. Each call of a component is then a collective call.
     """
 
     modules: Mapping[str, nn.Module]
@@ -70,32 +84,44 @@ class OffloadedModules:
     option: str
     methods: Sequence[str] = ("__call__",)
     first_rank_only: bool = False
-    _undo: ExitStack = field(default_factory=ExitStack, init=False)
+    _before: dict[str, _StateBefore] = field(default_factory=dict, init=False)
 
     def apply(self) -> None:
-        """Offload the weights. Raise ``ValueError`` if other code has offloaded them. A failure changes nothing."""
-        require_not_offloaded(self.modules, f"Leave {self.option} out.")
-        for name, module in self.modules.items():
-            if self.first_rank_only and is_filled(module, Slot.PARALLEL_VAE):
-                raise ValueError(
-                    f"{self.option}='first' runs pipe.{name} on one rank, and it runs on all ranks already, by "
-                    f"parallelize_vae or another pipeline with vae=True. Use {self.option}='offload', or undo that: "
-                    f"unparallelize_vae(pipe.{name}), or unparallelize_pipe(...) of the other pipeline."
-                )
-        device = execution_device(self.mesh)
-        with ExitStack() as rollback:
-            for name, module in self.modules.items():
-                before = {part: {name for name in _LEFT_BY_HOOKS if name in vars(part)} for part in module.modules()}
-                rollback.callback(_remove_offload, module, next(module.parameters()).device, before)
-                self._place(module, device, rollback)
-                if self.first_rank_only and self.mesh.ranks > 1:
-                    rollback.callback(empty_slot, module, Slot.FIRST_RANK)
-                    around = partial(_run_on_first, self.mesh, device, name)
-                    fill_slot(module, Slot.FIRST_RANK, dict.fromkeys(self.methods, around))
-            self._undo = rollback.pop_all()
+        """Offload the weights. Raise ``ValueError`` if other code has offloaded them.
 
-    def _place(self, module: nn.Module, device: torch.device, rollback: ExitStack) -> None:
-        """Offload one component. ``rollback`` gets callbacks that undo what :func:`_remove_offload` does not."""
+        A failure changes nothing.
+        """
+        check_not_offloaded(self.modules, f"Leave {self.option} out.")
+        if self.first_rank_only:
+            self._check_not_on_all_ranks()
+        device = execution_device(self.mesh)
+        try:
+            for name, module in self.modules.items():
+                self._offload(name, module, device)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _check_not_on_all_ranks(self) -> None:
+        for name, module in self.modules.items():
+            if is_filled(module, Slot.PARALLEL_VAE):
+                raise ValueError(
+                    f"{self.option}='first' runs pipe.{name} on one rank, and it runs on all ranks already, "
+                    f"by parallelize_vae or another pipeline with vae=True. Use {self.option}='offload', or "
+                    f"undo that: unparallelize_vae(pipe.{name}), or unparallelize_pipe(...) of the other "
+                    "pipeline."
+                )
+
+    def _offload(self, name: str, module: nn.Module, device: torch.device) -> None:
+        attributes = {part: {name for name in _HOOK_ATTRIBUTES if name in vars(part)} for part in module.modules()}
+        self._before[name] = _StateBefore(next(module.parameters()).device, attributes)
+        self._place(module, device)
+        if self.first_rank_only and self.mesh.ranks > 1:
+            around = partial(_run_on_first, self.mesh, device, name)
+            fill_slot(module, Slot.FIRST_RANK, dict.fromkeys(self.methods, around))
+
+    def _place(self, module: nn.Module, device: torch.device) -> None:
+        """Offload one component."""
         from diffusers.hooks import apply_group_offloading
 
         apply_group_offloading(
@@ -108,9 +134,16 @@ class OffloadedModules:
             record_stream=device.type == "cuda",
         )
 
-    def remove(self) -> None:
+    def undo(self) -> None:
         """Remove the offload, and move the weights back to the devices on which they were."""
-        self._undo.close()
+        for name, before in self._before.items():
+            module = self.modules[name]
+            empty_slot(module, Slot.FIRST_RANK)
+            _remove_offload(module, before)
+        self._before.clear()
+
+    def resume(self) -> None:
+        self.apply()
 
 
 def offloader_of(module: nn.Module) -> Offloader | None:
@@ -118,38 +151,39 @@ def offloader_of(module: nn.Module) -> Offloader | None:
     hook = getattr(module, "_hf_hook", None)
     if hook is not None:
         return Offloader(f"accelerate's {type(hook).__name__}", "pipe.remove_all_hooks()")
-    if is_filled(module, Slot.OFFLOADED_BLOCK):
-        return Offloader(
-            "offload='blocks' of parallelize_pipe", "unparallelize_pipe(pipe), with the pipeline of that call"
-        )
+    owner: Any = slot_owner(module, Slot.OFFLOADED_BLOCK, object)
+    if owner is not None:
+        offloader: Offloader = owner.offloader
+        return offloader
     registries = (getattr(part, "_diffusers_hook", None) for part in module.modules())
     grouped = any(registry is not None and registry.get_hook("group_offloading") is not None for registry in registries)
     undo = (
-        "unparallelize_pipe(pipe) if parallelize_pipe placed it there; if it is "
-        "diffusers' own, HookRegistry.check_if_exists_or_initialize(module).remove_hook(name) of diffusers.hooks, for "
-        f"each name of {', '.join(_HOOKS)}"
+        "unparallelize_pipe(pipe) if parallelize_pipe placed it there; if it "
+        "is diffusers' own, HookRegistry.check_if_exists_or_initialize(module).remove_hook(name) of "
+        f"diffusers.hooks, for each name of {', '.join(_HOOKS)}"
     )
-    return Offloader("diffusers' group offload", undo) if grouped else None
+    if not grouped:
+        return None
+    return Offloader("diffusers' group offload", undo)
 
 
 def execution_device(mesh: GuidedMesh) -> torch.device:
     """Return the device on which this rank of ``mesh`` computes."""
     kind = mesh.sequence.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _remove_offload(module: nn.Module, device: torch.device, before: Mapping[nn.Module, set[str]]) -> None:
-    """Remove diffusers' group offload from ``module``, and move it back to ``device``.
-
-    ``before`` has, for each submodule, the names in ``_LEFT_BY_HOOKS`` that it had before the offload. They are kept.
-    """
+def _remove_offload(module: nn.Module, before: _StateBefore) -> None:
+    """Remove diffusers' group offload from ``module``, and move it back to its device ``before`` the offload."""
     for part in module.modules():
         registry: Any = getattr(part, "_diffusers_hook", None)
         for name in () if registry is None else _HOOKS:
             registry.remove_hook(name, recurse=False)
-        for name in set(_LEFT_BY_HOOKS) & set(vars(part)) - before.get(part, set()):
+        for name in set(_HOOK_ATTRIBUTES) & set(vars(part)) - before.attributes.get(part, set()):
             delattr(part, name)
-    module.to(device)
+    module.to(before.device)
 
 
 def _run_on_first(
@@ -164,8 +198,8 @@ def _run_on_first(
 ) -> Any:
     output: Any = None
     header, tensors = b"", list[Tensor]()
-    # Complete the transfer of inputs that other CFG ranks have computed. This is a collective, so every rank takes
-    # part, although only the first rank needs the inputs.
+    # Complete the transfer of inputs that other CFG ranks have computed. This is a collective, so every rank
+    # takes part, although only the first rank needs the inputs.
     args, kwargs = materialize((args, kwargs))
     with raising_on_all(mesh, f"pipe.{name} failed", call=f"pipe.{name}"):
         if mesh.rank == 0:
@@ -179,16 +213,20 @@ def _run_on_first(
         pickled, kinds = pickle.loads(shared.numpy().tobytes())
         tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kinds]
     for x in tensors:
-        # Broadcast once per mesh dim, from index 0. The ranks that have the tensor after one dim are the sources along
-        # the next dim, so after the last dim every rank has it.
+        # Broadcast once per mesh dim, from index 0. The ranks that have the tensor after one dim are the
+        # sources along the next dim, so after the last dim every rank has it.
         for dim in mesh.dims:
             if dim.group is not None:
                 dist.broadcast(x, group_src=0, group=dim.group)
-    return output if mesh.rank == 0 else join_tensors(pickled, tensors)
+    if mesh.rank == 0:
+        return output
+    return join_tensors(pickled, tensors)
 
 
 def split_tensors(value: Any) -> tuple[bytes, list[Tensor]]:
-    """Return ``value`` pickled without its tensors, and these tensors, each once, in the order in which they appear."""
+    """Return ``value`` pickled without its tensors, and these tensors, each once, in the order in which they
+    appear.
+    """
     # Hold the tensors here: Python may give the id of a freed tensor to another one.
     tensors: dict[int, tuple[int, Tensor]] = {}
 

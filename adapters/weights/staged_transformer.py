@@ -1,9 +1,14 @@
-"""Run a diffusers transformer in pipeline stages, and keep LoRAs working while the blocks of other stages are freed."""
+"""Pipeline stages of a diffusers transformer: each rank along ``pipe`` holds consecutive blocks and frees the
+others.
+
+LoRAs keep working while the blocks of other stages are freed.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,31 +20,38 @@ from para_core.adapters.agree.loras import described_model, lora_weights
 from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import stack_of, why_no_stages
 from para_core.adapters.registry import adapter_for, transformers_of
-from para_core.adapters.weights.lora import ADDS, CHANGES, on_all_ranks, require_equal_lora, require_own_values
+from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange
+from para_core.adapters.weights.lora import ADDS, CHANGES, check_equal_lora, check_own_values, on_all_ranks
+from para_core.adapters.weights.one_way import load_again, one_way
 from para_core.adapters.weights.sharded_component import is_distributed
 from para_core.cache.options import CacheOptions
-from para_core.distributed.agree import Record, RequireEqual, differing_fields, raising_on_all
-from para_core.distributed.mesh import GuidedMesh, MeshDim
-from para_core.instance.modules import is_compiled, submodules_of
+from para_core.distributed.agree import Record, RequireEqual, differing_fields, inputs_verified, raising_on_all
+from para_core.distributed.mesh import PIPE_DIM, GuidedMesh
+from para_core.instance.modules import is_compiled
 from para_core.instance.private_class import original_class
-from para_core.instance.record import empty_slot, empty_slots, fill_slot, fill_slots, is_filled
+from para_core.instance.record import (
+    empty_slots,
+    fill_slot,
+    fill_slots,
+)
 from para_core.instance.slots import Slot
 from para_core.weights.balance import balanced
 from para_core.weights.parameters import stand_ins, weights_of
-from para_core.weights.pipefusion import fusion_of
-from para_core.weights.stages import Stages, free_others, gather_stages, others, require_sendable, stages_of
+from para_core.weights.stack import stages_of
+from para_core.weights.stages import Stages, check_freeable, free_other_blocks
 
-# Methods of a model that need the weights of all blocks, or would move them. The values complete the error message.
-_TOO_LATE = {
+# Methods of a model that need the weights of all blocks, or would move them. The values complete the error
+# message.
+_REFUSED_METHODS = {
     "to": "moving it",
     "enable_group_offload": "offloading it",
     "enable_layerwise_casting": "casting its layers",
     "save_pretrained": "saving it",
     "save_lora_adapter": "saving its LoRA",
 }
-# Methods of a pipeline that would call the methods in _TOO_LATE. The pipeline's own wrappers raise before other
-# components are changed. The values complete the error message.
-_TOO_LATE_FOR_PIPE = {
+# Methods of a pipeline that would call the methods in _REFUSED_METHODS. The pipeline's own wrappers raise
+# before other components are changed. The values complete the error message.
+_REFUSED_METHODS_OF_PIPE = {
     "to": "moving it",
     "enable_model_cpu_offload": "offloading it",
     "enable_sequential_cpu_offload": "offloading it",
@@ -48,18 +60,131 @@ _TOO_LATE_FOR_PIPE = {
 }
 
 
-def hold_stage(
-    module: nn.Module, mesh: GuidedMesh, adapter: Adapter | None = None, require_equal: RequireEqual | None = None
-) -> None:
-    """Run a transformer in stages over the ``pipe`` dim of ``mesh``. Collective. Frees no weights: see
-    :func:`free_other_stages`.
+class StageChange(FeatureChange):
+    """The change that runs one transformer in stages over the ``pipe`` dim of ``mesh``.
 
-    LoRAs may be loaded, fused and unloaded before and after this call; after it, all ranks of ``mesh`` must do so
-    together. ``require_equal`` is called with the named arguments of each call of the model; it raises if ranks differ.
+    LoRAs may be loaded, fused and unloaded before and after it; after it, all ranks of ``mesh`` must do so
+    together.
+
+    Args:
+        owner: The pipeline, or the transformer itself.
+        require_equal: Called with the named arguments of each call of the model; raises if ranks differ.
     """
-    # Creating the stages communicates, so a rank that fails before must tell the others here.
-    with raising_on_all(mesh, "stages could not be made"):
-        blocks = stack_of(module, adapter)
+
+    name = "the stages"
+
+    def __init__(
+        self,
+        owner: Any,
+        module: nn.Module,
+        mesh: GuidedMesh,
+        require_equal: RequireEqual | None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        self._owner, self._module, self._mesh, self._adapter = owner, module, mesh, adapter
+        self._require_equal = require_equal
+        self._stages: Stages | None = None
+        # Whether an earlier call has freed the blocks of other stages.
+        self._was_split = is_split(module)
+
+    def apply(self) -> None:
+        """Install the stages. Collective. Frees no weights: see :meth:`complete`."""
+        module, mesh = self._module, self._mesh
+        # Creating the stages communicates, so a rank that fails before must tell the others here.
+        with raising_on_all(mesh, "stages could not be made"):
+            blocks = stack_of(module, self._adapter)
+        _check_equal_loras(module, mesh)
+        earlier = stages_of(module)
+        ranges = None if earlier is None else earlier.ranges
+        stages = self._stages = Stages(module, blocks, mesh.pipe, self._require_equal, ranges)
+        stages.install()
+        refused = _present(_REFUSED_METHODS, module, _raise_too_late)
+        changes = {name: partial(_add_lora if name in ADDS else _change_lora, stages, mesh) for name in CHANGES}
+        loras = {name: change for name, change in changes.items() if hasattr(module, name)}
+        fill_slot(module, Slot.STAGED_WEIGHTS, {**refused, **loras})
+        # diffusers' group offload moves single blocks and layers, so each layer must refuse to move.
+        freed = [part for block in stages.other_blocks for part in block.modules()]
+        fill_slots(freed, Slot.STAGED_WEIGHTS, {"to": partial(_raise_on_moved_layer, module)})
+        if self._owner is not module:
+            # The pipeline would change other components before the transformer raises.
+            refused = _present(_REFUSED_METHODS_OF_PIPE, self._owner, _raise_too_late_for_pipe)
+            fill_slot(self._owner, Slot.STAGED_WEIGHTS, refused)
+
+    def undo(self) -> None:
+        """Remove the stages, unless weights are freed already: then they stay."""
+        if self._stages is None or is_split(self._module):
+            return
+        self._stages.remove()
+        empty_slots([self._owner, *self._module.modules()], Slot.STAGED_WEIGHTS)
+
+    def complete(self) -> None:
+        """Free the weights of the blocks of other stages."""
+        if self._stages is None or self._was_split:
+            return
+        with one_way(self._owner, [self._module], self._mesh, "freeing the blocks of other stages"):
+            free_other_blocks(self._stages)
+
+    @contextmanager
+    def generation(self, pipe: Any) -> Iterator[None]:
+        """Synchronise the links between stages before a generation, and verify inputs no second time in it."""
+        with ExitStack() as stack:
+            if self._stages is not None:
+                self._stages.links.begin()
+                stack.enter_context(inputs_verified([self._stages]))
+            yield
+
+
+def _present(actions: Mapping[str, str], instance: Any, around: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """Return ``around`` with the action of each method that ``instance`` has, by method."""
+    return {method: partial(around, action) for method, action in actions.items() if hasattr(instance, method)}
+
+
+def stage_changes(request: ChangeRequest) -> list[StageChange]:
+    """Return the change for each transformer on a mesh with ``pipe``.
+
+    Raise ``ValueError`` if a transformer has fewer blocks than stages, or a weight that cannot be freed, and
+    ``RuntimeError`` if it runs in other stages already.
+    """
+    mesh = request.mesh
+    for module in request.transformers.values():
+        _check_earlier_stages(request.owner, module, mesh)
+        if mesh.pipe.size > 1:
+            blocks = stack_of(module, request.adapter)
+            check_freeable(module, blocks)
+            balanced([entry.cost for entry in blocks], mesh.pipe.size)
+    if mesh.pipe.size == 1:
+        return []
+    return [
+        StageChange(request.owner, module, mesh, request.require_equal(module), request.adapter)
+        for module in request.transformers.values()
+    ]
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether ``module`` runs in stages, and the weights of other stages are freed."""
+    stages = stages_of(module)
+    if stages is None:
+        return False
+    weights = [
+        x for index, entry in enumerate(stages.blocks) if index not in stages.own for x in entry.block.parameters()
+    ]
+    return any(x.is_meta for x in weights)
+
+
+def _check_earlier_stages(owner: Any, module: nn.Module, mesh: GuidedMesh) -> None:
+    """Raise ``RuntimeError`` if this rank has freed blocks that it would need on ``mesh``."""
+    stages = stages_of(module)
+    if stages is None or (stages.dim.size, stages.dim.index) == (mesh.pipe.size, mesh.pipe.index):
+        return
+    raise RuntimeError(
+        f"this {original_class(module).__name__} runs in {stages.dim.size} stages, this rank is stage "
+        f"{stages.dim.index}, and the blocks of the others are freed; on this mesh it would be stage "
+        f"{mesh.pipe.index} of {mesh.pipe.size}. {load_again(owner)} Or pass a mesh with the same 'pipe'."
+    )
+
+
+def _check_equal_loras(module: nn.Module, mesh: GuidedMesh) -> None:
+    """Raise ``ValueError`` on all ranks if they have loaded different LoRAs. Collective."""
 
     def explain(records: list[Record]) -> str:
         return (
@@ -67,92 +192,25 @@ def hold_stage(
             f"{'; '.join(differing_fields(records))}. Load the same LoRAs on all ranks before it."
         )
 
-    # Compare LoRAs while every rank has all of their weights.
-    require_equal_values(
-        partial(described_model, "transformer", module), mesh, "parallelize_pipe", lambda: None, explain
-    )
-    stages = Stages(module, blocks, mesh.pipe, require_equal)
-    stages.install()
-    late = {name: partial(_too_late, what) for name, what in _TOO_LATE.items() if hasattr(module, name)}
-    # diffusers' group offload moves single blocks and layers, so each layer must refuse to move.
-    elsewhere = [part for block in others(stages) for part in block.modules()]
-    fill_slots(elsewhere, Slot.STAGED_WEIGHTS, {"to": partial(_too_late_inside, module)})
-    for method in CHANGES:
-        if hasattr(module, method):
-            change = _add_lora if method in ADDS else _change_lora
-            late[method] = partial(change, stages, mesh)
-    fill_slot(module, Slot.STAGED_WEIGHTS, late)
+    describe = partial(described_model, "transformer", module)
+    require_equal_values(describe, mesh, "parallelize_pipe", lambda: None, explain)
 
 
-def free_other_stages(module: nn.Module) -> None:
-    """Free the weights of the blocks of other stages. Does nothing if ``module`` has no stages.
-
-    Every rank must have returned from :func:`hold_stage` before any rank calls this function.
-    """
-    stages = stages_of(module)
-    if stages is not None:
-        free_others(stages)
-
-
-def refuse_late_on_pipe(pipe: Any) -> None:
-    """Wrap methods of ``pipe`` such as ``to``, so that they raise while it has a staged transformer.
-
-    The transformer refuses them too, but only after other components have been changed.
-    """
-    late = {name: partial(_too_late_for_pipe, what) for name, what in _TOO_LATE_FOR_PIPE.items() if hasattr(pipe, name)}
-    fill_slot(pipe, Slot.STAGED_WEIGHTS, late)
-
-
-def release_pipe(pipe: Any) -> None:
-    """Undo :func:`refuse_late_on_pipe`."""
-    empty_slot(pipe, Slot.STAGED_WEIGHTS)
-
-
-def release_stage(module: nn.Module) -> None:
-    """Undo :func:`hold_stage`: every rank holds all blocks again. A collective call; does nothing without stages."""
-    gather_stages(module)
-    if is_filled(module, Slot.STAGED_WEIGHTS):
-        # The module itself comes last, so that a second call after a failure finds its slot filled and empties the
-        # rest.
-        empty_slots(reversed(submodules_of(module)), Slot.STAGED_WEIGHTS)
-
-
-def suspend_stage(module: nn.Module) -> Callable[[], None]:
-    """Call :func:`release_stage`. Return a function that installs the stages, but not the wrappers of methods."""
-    stages = stages_of(module)
-    release_stage(module)
-
-    def resume() -> None:
-        if stages is not None:
-            stages.install()
-            free_others(stages)
-
-    return resume
-
-
-def require_stages_fit(module: nn.Module, dim: MeshDim, adapter: Adapter | None = None) -> None:
-    """Raise ``ValueError`` if ``module`` has fewer blocks than stages, or a weight that ranks cannot send."""
-    blocks = stack_of(module, adapter)
-    require_sendable(module, blocks)
-    balanced([block.cost for block in blocks], dim.size)
-
-
-def _too_late(what: str, call: object, module: nn.Module, /, *args: object, **kwargs: object) -> None:
+def _raise_too_late(action: str, call: object, module: nn.Module, /, *args: object, **kwargs: object) -> None:
     raise RuntimeError(
-        f"this {original_class(module).__name__} runs in stages, and holds its own blocks alone: {what} would leave "
-        "out the others. "
-        "Do it before parallelize_pipe(pipe, mesh=mesh); unparallelize_pipe(pipe), on all ranks, gives all blocks back."
+        f"this {original_class(module).__name__} runs in stages, and holds its own blocks alone: {action} "
+        f"would leave out the others. {load_again(module)} Do it before parallelize_pipe(pipe, mesh=mesh)."
     )
 
 
-def _too_late_inside(staged: nn.Module, call: object, part: nn.Module, /, *args: object, **kwargs: object) -> None:
-    _too_late("moving a layer of it", call, staged)
+def _raise_on_moved_layer(staged: nn.Module, call: object, part: nn.Module, /, *args: object, **kwargs: object) -> None:
+    _raise_too_late("moving a layer of it", call, staged)
 
 
-def _too_late_for_pipe(what: str, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _raise_too_late_for_pipe(action: str, call: Callable[..., Any], pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
     staged = [module for module in transformers_of(pipe).values() if stages_of(module) is not None]
     if staged:
-        _too_late(what, call, staged[0])
+        _raise_too_late(action, call, staged[0])
     return call(pipe, *args, **kwargs)
 
 
@@ -163,7 +221,9 @@ def _change_lora(
 
     Weights of other stages' blocks are on the meta device, so peft must not read their values.
     """
-    layers = [layer for block in others(stages) for layer in block.modules() if hasattr(layer, "adapter_layer_names")]
+    layers = [
+        layer for block in stages.other_blocks for layer in block.modules() if hasattr(layer, "adapter_layer_names")
+    ]
     with on_all_ranks(mesh):
         try:
             fill_slots(layers, Slot.STAGED_MERGE, {"merge": _merge_unseen})
@@ -184,25 +244,26 @@ def _add_lora(
 ) -> Any:
     """Add a LoRA to all blocks, then free its weights in the blocks of other stages.
 
-    During the call zeros on this rank's device replace these blocks' weights, because peft reads device and dtype.
+    During the call zeros on this rank's device replace these blocks' weights, because peft reads device and
+    dtype.
     """
     with on_all_ranks(mesh):
-        require_own_values(module, args, kwargs)
-        require_equal_lora(mesh, args, kwargs)
+        check_own_values(module, args, kwargs)
+        check_equal_lora(mesh, args, kwargs)
         device = next(stages.blocks[stages.own.start].block.parameters()).device
-        of_lora = {id(x) for x in lora_weights(module)}
-        elsewhere = [weight for block in others(stages) for weight in weights_of(block)]
+        lora_ids = {id(x) for x in lora_weights(module)}
+        freed = [weight for block in stages.other_blocks for weight in weights_of(block)]
         try:
-            with stand_ins(elsewhere, device, of_lora):
-                added = call(module, *args, **kwargs)
-                stages.gradients.forget()
-                return added
+            with stand_ins(freed, device, lora_ids):
+                return call(module, *args, **kwargs)
         finally:
-            free_others(stages)
+            free_other_blocks(stages)
 
 
-def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
+def check_chained_blocks(module: nn.Module, name: str, mesh: GuidedMesh, adapter: Adapter | None) -> None:
     """Refuse stages for a model whose blocks pass more than tokens to the next block."""
+    if mesh.pipe.size == 1:
+        return
     kind = kind_of(module)
     reason = why_no_stages(module, adapter) if kind is None else kind.why_no_stages
     if reason is not None:
@@ -212,38 +273,41 @@ def refuse_unchained_stages(module: nn.Module, adapter: Adapter | None) -> None:
         )
 
 
-def refuse_moved_stages(module: nn.Module, name: str, *, unshards: bool) -> None:
-    """Refuse stages for weights that accelerate moves or that are sharded."""
-    if any(hasattr(part, "_hf_hook") for part in module.modules()):
-        problem, undo = "is moved by a hook of accelerate", "pipe.remove_all_hooks()"
-    elif not unshards and is_distributed(module):
-        problem, undo = "has its weights sharded", "unshard_weights(pipe)"
-    else:
-        return
-    raise ValueError(
-        f"{name} {problem}, and a stage frees the blocks of other stages. Call {undo} before parallelize_pipe(pipe, "
-        "mesh=mesh), or use a mesh without 'pipe'."
-    )
-
-
-def refuse_compiled_stages(module: nn.Module, name: str, called: Any) -> None:
-    """Refuse stages for a transformer that is compiled as one graph."""
-    if stages_of(module) is not None and (called is not module or is_compiled(module)):
-        raise RuntimeError(
-            f"{name} was compiled as one graph, and a graph cannot wait for another stage. Use it uncompiled, and "
-            "compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+def check_moved_weights(module: nn.Module, name: str, mesh: GuidedMesh, adapter: Adapter | None) -> None:
+    """Refuse stages for weights that accelerate moves."""
+    if mesh.pipe.size > 1 and any(hasattr(part, "_hf_hook") for part in module.modules()):
+        raise ValueError(
+            f"{name} is moved by a hook of accelerate, and a stage frees the blocks of other stages. Call "
+            "pipe.remove_all_hooks() before parallelize_pipe(pipe, mesh=mesh), or use a mesh without 'pipe'."
         )
 
 
-def refuse_cache_on_stages(module: nn.Module, name: str, options: CacheOptions) -> None:
+def check_sharded_weights(module: nn.Module, name: str, mesh: GuidedMesh, adapter: Adapter | None) -> None:
+    """Refuse stages for weights that are sharded."""
+    if mesh.pipe.size > 1 and is_distributed(module):
+        raise RuntimeError(
+            f"{name} has its weights sharded, a stage holds all weights of its own blocks, and nothing "
+            "gathers them again. Load the pipeline again (from_pretrained), and shard none of it; or use a "
+            "mesh without 'pipe'."
+        )
+
+
+def check_compiled_stages(module: nn.Module, name: str, called: Any, mesh: GuidedMesh) -> None:
+    """Refuse stages for a transformer that is compiled as one graph."""
+    if stages_of(module) is not None and (called is not module or is_compiled(module)):
+        raise RuntimeError(
+            f"{name} was compiled as one graph, and a graph cannot wait for another stage. Use it "
+            "uncompiled, and compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+        )
+
+
+def check_cache_on_stages(module: nn.Module, name: str, called: Any, options: CacheOptions) -> None:
     """Refuse a cache whose options do not work in stages."""
     stages, adapter = stages_of(module), adapter_for(module)
-    num_last = 0 if stages is None else len(stages.ranges[-1])
-    if fusion_of(module) is not None:
-        reason = "under PipeFusion a step computes patches with keys of the previous step, which must not be skipped"
-    elif stages is None or adapter is None or adapter.blocks is None:
+    if stages is None or adapter is None or adapter.blocks is None:
         return
-    elif len(adapter.blocks.groups) > 1:
+    num_last = len(stages.ranges[-1])
+    if len(adapter.blocks.groups) > 1:
         reason = "it has two block groups, and the residual of the first is on another stage"
     elif options.decides_before_blocks:
         reason = "its rule reads weights of the first block, which only the first stage has"
@@ -252,6 +316,16 @@ def refuse_cache_on_stages(module: nn.Module, name: str, options: CacheOptions) 
     else:
         return
     raise RuntimeError(
-        f"{name} runs in stages, and cannot be cached with these options: {reason}. Use a mesh without 'pipe' (and "
-        "no pipefusion=), other options, or remove_cache_from_pipe(pipe)."
+        f"{name} runs in stages, and cannot be cached with these options: {reason}. Use other options, or "
+        "remove_cache_from_pipe(pipe); or load the pipeline again, for a mesh without 'pipe'."
     )
+
+
+FEATURE = Feature(
+    mesh_dim=PIPE_DIM,
+    changes=stage_changes,
+    is_split=is_split,
+    parallelize_checks=(check_chained_blocks, check_moved_weights, check_sharded_weights),
+    call_checks=(check_compiled_stages,),
+    cached_call_checks=(check_cache_on_stages,),
+)

@@ -1,9 +1,11 @@
-"""Keep the weights of autoencoders in host memory, and copy them to the device once per ``encode`` or ``decode``."""
+"""Keep the weights of autoencoders in host memory, and copy them to the device once per ``encode`` or
+``decode``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,11 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from para_core.adapters.inspect.components import VAE_METHODS
-from para_core.adapters.weights.block_offload import HostBlock
+from para_core.adapters.inspect.components import VAE_METHODS, vaes_of
+from para_core.adapters.weights.feature import ChangeRequest, Feature
+from para_core.adapters.weights.host_block import HostBlock
 from para_core.adapters.weights.offloaded_modules import OffloadedModules
 from para_core.instance.modules import uncompiled
-from para_core.instance.record import empty_slot, fill_slot
+from para_core.instance.private_class import original_class
+from para_core.instance.record import (
+    empty_slots,
+    fill_slot,
+)
 from para_core.instance.slots import Slot
 from para_core.torch_internals import pytree
 
@@ -26,19 +33,25 @@ _UNUSED = {"encode": "decoder", "decode": "encoder"}
 class OffloadedVaes(OffloadedModules):
     """Autoencoders in host memory. On CUDA they are copied from pinned memory, and never copied back.
 
-    diffusers' group offload would copy each layer in each of its calls, and a video is decoded frame by frame.
+    diffusers' group offload would copy each layer in each of its calls, and a video is decoded frame by
+    frame.
     """
 
-    def _place(self, module: nn.Module, device: torch.device, rollback: ExitStack) -> None:
+    name = "placing the VAE"
+
+    def _place(self, module: nn.Module, device: torch.device) -> None:
         from diffusers.hooks import HookRegistry
 
         host = _HostVae(module, device)
         for x in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
             x.data = x.data.to(device)
-        rollback.callback(empty_slot, module, Slot.VAE_OFFLOAD)
         fill_slot(module, Slot.VAE_OFFLOAD, {method: partial(host.run, method) for method in VAE_METHODS})
         # By this hook diffusers finds the device on which the autoencoder computes, and refuses to move it.
         HookRegistry.check_if_exists_or_initialize(module).register_hook(_hook_for(device), "group_offloading")
+
+    def undo(self) -> None:
+        empty_slots(self.modules.values(), Slot.VAE_OFFLOAD)
+        super().undo()
 
 
 class _HostVae:
@@ -55,8 +68,9 @@ class _HostVae:
         """Run ``method`` of the autoencoder with its weights on the device. Inputs are moved there, too."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
-                f"vae_placement='offload' and 'first' copy weights before {method}, so it cannot be one graph. Compile "
-                "the part inside it, without vae=True: vae.decoder.compile(fullgraph=True); or leave vae_placement out."
+                f"vae_placement='offload' and 'first' copy weights before {method}, so it cannot be one "
+                "graph. Compile the part inside it, without vae=True: vae.decoder.compile(fullgraph=True); "
+                "or leave vae_placement out."
             )
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), (args, kwargs))
         with self._on_device(module, _UNUSED.get(method)):
@@ -106,3 +120,24 @@ def _hook_for(device: torch.device) -> Any:
         num_blocks_per_group=1,
     )
     return hook
+
+
+def offload_vaes(request: ChangeRequest) -> list[OffloadedVaes]:
+    """Return the change by the option ``vae_placement``; none if it keeps them on the device.
+
+    Raise ``ValueError`` if the pipeline has no autoencoder.
+    """
+    placement = request.options.get("vae_placement")
+    if placement is None:
+        return []
+    vaes = vaes_of(request.owner)
+    if not vaes:
+        name = original_class(request.owner).__name__
+        raise ValueError(f"vae_placement={placement!r}: this {name} has no autoencoder. Leave it out.")
+    if placement == "replicate":
+        return []
+    first_rank_only = placement == "first"
+    return [OffloadedVaes(vaes, request.mesh, "vae_placement", methods=VAE_METHODS, first_rank_only=first_rank_only)]
+
+
+FEATURE = Feature(option="vae_placement", changes=offload_vaes)

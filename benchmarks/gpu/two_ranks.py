@@ -217,8 +217,6 @@ def _after(device: torch.device, fail: Callable[[SmallFluxPipeline], Tensor], **
     """Generate, fail on all ranks in the same way, and generate again with other latents. Return the error of the last
     generation.
     """
-    from para_core.adapters import unparallelize_pipe
-
     pipe = _parallel(device, stages=True, **options)
     _generate(pipe, device)
     try:
@@ -230,7 +228,6 @@ def _after(device: torch.device, fail: Callable[[SmallFluxPipeline], Tensor], **
     # The latents differ from those of the failed generation, so that one of its messages would give another result.
     other = {"latents": small_call(device, seed=1)["latents"]}
     out = _generate(pipe, device, **other)
-    unparallelize_pipe(pipe)
     alone = _alone(device, **options) if options else small_flux(device)
     return relative_error(out, _generate(alone, device, **other))
 

@@ -32,7 +32,7 @@ from benchmarks.pipelines.weights import NAMES, build, result
 from para_core import PipeFusion
 from para_core.adapters import parallelize_pipe, parallelize_transformer, pipefusion_report
 from para_core.adapters.inspect.components import blocks_of
-from para_core.weights.stages import stages_of
+from para_core.weights.stack import stages_of
 from zoo.tiny.transformers.registry import MODELS
 
 DIMS = ("pipe", "batch", "ring", "ulysses")

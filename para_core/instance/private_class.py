@@ -198,7 +198,7 @@ def _reduce_as_original(self: Any, protocol: Any) -> Any:
         raise TypeError(
             f"this {original_class(self).__name__} cannot be copied or pickled while para_core runs around it "
             f"({', '.join(lost)}): the copy would run without that, and differently on each rank. Undo it first "
-            "(unparallelize_pipe(pipe), remove_cache_from_pipe(pipe), unshard_weights(pipe), unparallelize_vae(vae)), "
+            "(unparallelize_pipe(pipe), remove_cache_from_pipe(pipe), unparallelize_vae(vae)), "
             "make the copy, then apply it to both."
         )
     construct, arguments, *rest = super(type(self), self).__reduce_ex__(protocol)

@@ -11,6 +11,8 @@ class Slot(IntEnum):
     A feature registers itself by its line here, and uses its slot on every instance that it changes.
     """
 
+    # An instance whose weights are incomplete raises, whatever is called.
+    UNUSABLE = auto()
     # A rank that only encodes prompts stops before anything else runs.
     ENCODE_FIRST = auto()
     # A progress callback sees every step of a modular pipeline.

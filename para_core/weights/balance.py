@@ -9,20 +9,20 @@ from itertools import accumulate
 def balanced(costs: Sequence[float], num_stages: int) -> list[range]:
     """Split blocks into stages of minimal largest cost, and return each stage's range of block indices.
 
-    Each stage gets at least one block, and of several optimal splits earlier stages get more. Raise ``ValueError`` if
-    there are fewer blocks than stages.
+    Each stage gets at least one block, and of several optimal splits earlier stages get more. Raise
+    ``ValueError`` if there are fewer blocks than stages.
 
     >>> balanced([2, 2, 1, 1, 1, 1], 2)
     [range(0, 2), range(2, 6)]
     """
     if num_stages > len(costs):
         raise ValueError(
-            f"the model has {len(costs)} blocks, too few for {num_stages} stages. Give fewer ranks to 'pipe': "
-            f"max_pipe_dim_size={len(costs)} at most."
+            f"the model has {len(costs)} blocks, too few for {num_stages} stages. Give fewer ranks to "
+            f"'pipe': max_pipe_dim_size={len(costs)} at most."
         )
     before = [0.0, *accumulate(costs)]
-    # starts[n][end] describes the best split of the first `end` blocks into n + 1 stages: (cost of the slowest stage,
-    # index of the first block of the last stage).
+    # starts[n][end] describes the best split of the first `end` blocks into n + 1 stages: (cost of the
+    # slowest stage, index of the first block of the last stage).
     best = [(total, 0) for total in before]
     starts = [best]
     for stage in range(1, num_stages):

@@ -1,6 +1,8 @@
-"""Shard weights with PyTorch's FSDP2: the weights of each block are gathered just before it runs, and freed afterwards.
+"""Shard weights with PyTorch's FSDP2: the weights of each block are gathered just before it runs, and freed
+afterwards.
 
-The output has the same bits as with replicated weights. For inference only: the parameters do not require gradients.
+The output has the same bits as with replicated weights. For inference only: the parameters do not require
+gradients. Nothing gathers the weights for good again: load the model once more.
 """
 
 from __future__ import annotations
@@ -18,14 +20,11 @@ from torch.distributed.fsdp import FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from para_core.instance.private_class import unwrapped_class
-from para_core.instance.record import emptied_during
-from para_core.torch_internals import parameter_slots, remove_fsdp
-from para_core.weights.parameters import GRADIENTS, Gradients, consists_of_tensors, is_float8
-from para_core.weights.tensor import write_part
-
-# Parameters outside of the blocks with fewer elements than this stay on every rank. Such small parameters are not worth
-# a collective, and pipelines read some of them directly, such as the last norm of CLIP.
-LARGE = 2**20
+from para_core.instance.record import (
+    emptied_during,
+)
+from para_core.torch_internals import parameter_slots
+from para_core.weights.parameters import FEWEST_SHARDED_ELEMENTS, consists_of_tensors, is_float8, write_shard
 
 
 def shard_blocks(
@@ -51,22 +50,23 @@ def shard_blocks(
     Raises:
         ValueError: If FSDP2 cannot shard the type of one of the weights. The module is then unchanged.
     """
-    require_shardable(module, replicated)
-    policy, kept = offload_policy or OffloadPolicy(), set(replicated)
-    # Turn gradients off, because FSDP2 requires one dtype for all parameters that take gradients, and diffusers keeps
-    # some parameters in float32.
-    gradients = module.__dict__[GRADIENTS] = Gradients()
-    gradients.stop(module)
-    of_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
-    small = {x for x in module.parameters() if id(x) not in of_blocks and x.numel() < LARGE} | kept
+    check_shardable(module, replicated)
+    policy = offload_policy or OffloadPolicy()
+    kept = set(replicated)
+    # Turn gradients off, because FSDP2 requires one dtype for all parameters that take gradients, and
+    # diffusers keeps some parameters in float32.
+    module.requires_grad_(False)
+    in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
+    small = {x for x in module.parameters() if id(x) not in in_blocks and x.numel() < FEWEST_SHARDED_ELEMENTS} | kept
     with emptied_during([module, *blocks]):
         for block in blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=kept)
-        # Make the whole model the FSDP2 root of its blocks, so that the blocks share streams and can be prefetched.
+        # Make the whole model the FSDP2 root of its blocks, so that the blocks share streams and can be
+        # prefetched.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=small)
         for part in (module, *blocks):
-            # Change the class before the wrappers are restored, because a wrapper derives its own class from the
-            # current class, and takes its name.
+            # Change the class before the slots are filled again, because they derive a private class from
+            # the current class, and take its name.
             part.__class__ = _private_class(type(part), unwrapped_class(part))
     for block, following in pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
@@ -77,18 +77,19 @@ def shard_blocks(
 
 
 def _private_class(fsdp_class: type, written: type) -> type:
-    """Return a subclass of ``fsdp_class`` with the name and docstring of ``written``, the class in the source code.
+    """Return a subclass of ``fsdp_class`` with the name and docstring of ``written``, the class in the source
+    code.
 
-    FSDP2's class of a block has another name, but diffusers' ``compile_repeated_blocks`` and transformers' output
-    recorders look blocks up by class name. Renaming it in place would also affect the user's own FSDP2 models. Blocks
-    of one class share the returned class, and therefore their compiled graphs.
+    FSDP2's class of a block has another name, but diffusers' ``compile_repeated_blocks`` and transformers'
+    output recorders look blocks up by class name. Renaming it in place would also affect the user's own FSDP2
+    models. Blocks of one class share the returned class, and therefore their compiled graphs.
     """
     private = _PRIVATE_CLASSES.get(fsdp_class)
     if private is None:
 
         def construct(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-            # FSDP2's __new__ takes the original class from a fixed index of ``cls.__mro__``, and this subclass shifts
-            # the entries by one. Therefore pass FSDP2's own class instead of ``cls``.
+            # FSDP2's __new__ takes the original class from a fixed index of ``cls.__mro__``, and this
+            # subclass shifts the entries by one. Therefore pass FSDP2's own class instead of ``cls``.
             return fsdp_class.__new__(fsdp_class, *args, **kwargs)
 
         namespace = {
@@ -96,30 +97,31 @@ def _private_class(fsdp_class: type, written: type) -> type:
             "__qualname__": written.__qualname__,
             "__doc__": written.__doc__,
             "__new__": construct,
-            "__deepcopy__": _refuse_copies,
-            "__reduce_ex__": _refuse_copies,
+            "__deepcopy__": _raise_on_copy,
+            "__reduce_ex__": _raise_on_copy,
         }
         private = _PRIVATE_CLASSES[fsdp_class] = type(fsdp_class)(written.__name__, (fsdp_class,), namespace)
     return private
 
 
-# A map from each class of FSDP2 to its private subclass. An entry disappears when no module uses the subclass any more.
+# A map from each class of FSDP2 to its private subclass. An entry disappears when no module uses the subclass
+# any more.
 _PRIVATE_CLASSES: WeakValueDictionary[type, type] = WeakValueDictionary()
 
 
-def _refuse_copies(self: Any, memo_or_protocol: Any) -> Any:
+def _raise_on_copy(self: Any, memo_or_protocol: Any) -> Any:
     raise TypeError(
-        f"this {unwrapped_class(self).__name__} cannot be copied or pickled while its weights are sharded by FSDP2: "
-        "this rank holds a part of each, which refers to process groups. Save its state_dict() by "
-        "torch.distributed.checkpoint; or gather the weights first, on every rank: unshard_weights(pipe)."
+        f"this {unwrapped_class(self).__name__} cannot be copied or pickled while its weights are sharded by "
+        "FSDP2: this rank holds a part of each, which refers to process groups. Save its state_dict() by "
+        "torch.distributed.checkpoint; or copy the model before its weights are sharded."
     )
 
 
-def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()) -> None:
+def check_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = ()) -> None:
     """Raise ``ValueError`` if ``module`` has a weight, not among ``replicated``, that FSDP2 cannot shard.
 
-    FSDP2 can shard a plain parameter, a DTensor, or a tensor with the method ``fsdp_pre_all_gather``, unless its dtype
-    is float8.
+    FSDP2 can shard a plain parameter, a DTensor, or a tensor with the method ``fsdp_pre_all_gather``, unless
+    its dtype is float8.
     """
     kept = {id(x) for x in replicated}
     for name, parameter in module.named_parameters():
@@ -128,16 +130,16 @@ def require_shardable(module: nn.Module, replicated: Collection[nn.Parameter] = 
         gathers_itself = hasattr(parameter, "fsdp_pre_all_gather")
         if type(parameter) is not nn.Parameter and not isinstance(parameter, DTensor) and not gathers_itself:
             raise ValueError(
-                f"{name} of this {unwrapped_class(module).__name__} is a {type(parameter).__name__}, which has no "
-                "fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or quantized by "
-                "torchao's int8_weight_only_quantized_training(); or leave this component replicated: "
-                "components=[...] of the others."
+                f"{name} of this {unwrapped_class(module).__name__} is a {type(parameter).__name__}, which "
+                "has no fsdp_pre_all_gather, so FSDP2 cannot shard it. Shard the weights unquantized, or "
+                "quantized by torchao's int8_weight_only_quantized_training(); or leave this component "
+                "replicated: components=[...] of the others."
             )
         if is_float8(parameter):
             raise ValueError(
-                f"{name} of this {unwrapped_class(module).__name__} is {parameter.dtype}: its layer casts it while it "
-                "computes (layerwise casting), and FSDP2 would not see that. Shard the weights in 16 bits, or leave "
-                "this component replicated."
+                f"{name} of this {unwrapped_class(module).__name__} is {parameter.dtype}: its layer casts it "
+                "while it computes (layerwise casting), and FSDP2 would not see that. Shard the weights in "
+                "16 bits, or leave this component replicated."
             )
 
 
@@ -152,93 +154,65 @@ def shard_mesh(module: nn.Module) -> DeviceMesh | None:
     return next((x.device_mesh for x in parameters if isinstance(x, DTensor)), None)
 
 
-def gather_blocks(module: nn.Module) -> None:
-    """Undo :func:`shard_blocks`: gather all weights on every rank. Every rank of the mesh must call this function."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
-    # The gathered parameter by the id of the sharded one, because several modules may share a parameter.
-    gathered: dict[int, nn.Parameter] = {}
-    whole = []
-    for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            if isinstance(parameter, DTensor):
-                if id(parameter) not in gathered:
-                    gathered[id(parameter)] = nn.Parameter(_whole(parameter), requires_grad=False)
-                whole.append((owner, name, gathered[id(parameter)]))
-    gradients = discard_shards(module)
-    for owner, name, parameter in whole:
-        owner.register_parameter(name, parameter)
-    if gradients is not None:
-        gradients.restore()
+# The sharded parameters, by (id of the module, name of the parameter). A separate record is needed, because
+# FSDP2 replaces a block's parameters by gathered parameters while the block runs.
+ShardedParameters = Mapping[tuple[int, str], DTensor]
 
 
-def discard_shards(module: nn.Module) -> Gradients | None:
-    """Undo :func:`shard_blocks` on this rank without communication, even if it failed half-way. Parameters stay
-    sharded, so the caller must put the whole ones back. Return the record of those that required gradients, if any.
+def sharded_parameters(layer: nn.Module) -> ShardedParameters:
+    """Return the sharded parameters of ``layer`` for :func:`gathered_parameters`.
+
+    Call it while it is idle.
     """
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    with emptied_during(parts):
-        for part in parts:
-            remove_fsdp(part)
-            part.__class__ = unwrapped_class(part)
-    gradients: Gradients | None = module.__dict__.pop(GRADIENTS, None)
-    return gradients
-
-
-# The sharded parameters, by (id of the module, name of the parameter). A separate record is needed, because FSDP2
-# replaces a block's parameters by gathered parameters while the block runs.
-Sharded = Mapping[tuple[int, str], DTensor]
-
-
-def sharded_parameters(layer: nn.Module) -> Sharded:
-    """Return the sharded parameters of ``layer`` for :func:`whole_blocks`. Call it while no block of it is running."""
     owned = [(owner, *item) for owner in layer.modules() for item in owner.named_parameters(recurse=False)]
     return {(id(owner), name): x for owner, name, x in owned if isinstance(x, DTensor)}
 
 
 @contextmanager
-def whole_blocks(layer: nn.Module, sharded: Sharded) -> Iterator[None]:
+def gathered_parameters(layer: nn.Module, sharded: ShardedParameters) -> Iterator[None]:
     """Gather the parameters of ``layer`` inside the ``with`` block, where they may be written to. Collective.
 
-    On exit, the parameters are sharded again, with the values that were written to them. ``sharded``, the earlier
-    result of :func:`sharded_parameters`, has the shards of blocks that are running, which FSDP2 has gathered.
+    On exit, the parameters are sharded again, with the values that were written to them. ``sharded``, the
+    earlier result of :func:`sharded_parameters`, has the shards of blocks that are running, which FSDP2 has
+    gathered.
     """
-    held = []
+    before = []
     for owner in layer.modules():
         for name, current in list(owner.named_parameters(recurse=False)):
-            part = current if isinstance(current, DTensor) else sharded.get((id(owner), name))
-            if part is not None:
-                held.append((owner, name, current, part))
+            shard = current if isinstance(current, DTensor) else sharded.get((id(owner), name))
+            if shard is not None:
+                before.append((owner, name, current, shard))
                 if isinstance(current, DTensor):
-                    parameter_slots(owner)[name] = nn.Parameter(_whole(part), requires_grad=False)
+                    parameter_slots(owner)[name] = nn.Parameter(_gather(shard), requires_grad=False)
     try:
         yield
     finally:
-        for owner, name, current, part in held:
-            whole: Any = parameter_slots(owner)[name]
-            write_part(part, whole.detach())
+        for owner, name, current, shard in before:
+            gathered: Any = parameter_slots(owner)[name]
+            write_shard(shard, gathered.detach())
             parameter_slots(owner)[name] = current
 
 
-def _whole(parameter: DTensor) -> torch.Tensor:
+def _gather(parameter: DTensor) -> torch.Tensor:
+    """Return all values of a sharded parameter on its own device. Collective."""
     local: Any = parameter.to_local()
     if consists_of_tensors(local):
         names, context = local.__tensor_flatten__()
-        inner = {name: _whole_rows(getattr(local, name), local.shape[0], parameter) for name in names}
+        inner = {name: _gather_rows(getattr(local, name), local.shape[0], parameter) for name in names}
         gathered: torch.Tensor = type(local).__tensor_unflatten__(inner, context, parameter.shape, parameter.stride())
         return gathered.detach()
-    # Gather offloaded parts on the device of the mesh, because its group may not support tensors in host memory.
+    # Gather offloaded parts on the device of the mesh, because its group may not support tensors in host
+    # memory.
     on_mesh: Any = parameter.to(parameter.device_mesh.device_type)
-    whole: torch.Tensor = on_mesh.full_tensor()
-    return whole.to(parameter.device).detach()
+    full: torch.Tensor = on_mesh.full_tensor()
+    return full.to(parameter.device).detach()
 
 
-def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
+def _gather_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
     """Return ``inner``, a tensor in a quantized weight ``parameter``, with the rows of all ranks. Collective.
 
-    ``rows`` is the number of rows of this rank's part of the weight. If ``inner`` has another number of rows, it is not
-    sharded but equal on all ranks, and is returned itself.
+    ``rows`` is the number of rows of this rank's part of the weight. If ``inner`` has another number of rows,
+    it is not sharded but equal on all ranks, and is returned itself.
     """
     if inner.ndim == 0 or inner.shape[0] != rows:
         return inner
@@ -247,5 +221,5 @@ def _whole_rows(inner: Tensor, rows: int, parameter: DTensor) -> Tensor:
     sharded: Any = DTensor.from_local(
         inner, parameter.device_mesh, parameter.placements, run_check=False, shape=size, stride=stride
     )
-    whole: Tensor = sharded.full_tensor()
-    return whole
+    full: Tensor = sharded.full_tensor()
+    return full

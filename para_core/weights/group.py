@@ -21,18 +21,21 @@ from para_core.torch_internals import group_timeout, set_group_timeout
 
 
 def timeout_of(mesh: SequenceMesh | GuidedMesh) -> timedelta | None:
-    """Return the timeout of the first process group of ``mesh``; None for a mesh of one rank, which has no group."""
+    """Return the timeout of the first process group of ``mesh``; None for a mesh of one rank, which has no
+    group.
+    """
     return next((group_timeout(dim.group) for dim in mesh.dims if dim.group is not None), None)
 
 
 def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
-    """Convert a mesh for FSDP2 to a :class:`SequenceMesh`. Raise ``ValueError`` if ``mesh`` has more than two dims, or
-    this rank is not part of it.
+    """Convert a mesh for FSDP2 to a :class:`SequenceMesh`.
+
+    Raise ``ValueError`` if ``mesh`` has more than two dims, or this rank is not part of it.
     """
     if mesh.ndim > 2:
         raise ValueError(
-            f"mesh has {mesh.ndim} dims of sizes {tuple(mesh.shape)}; FSDP2 takes one, or two, replicate × shard. Give "
-            "a slice of it, or that of parallelize_pipe, with dims 'ring' and 'ulysses'."
+            f"mesh has {mesh.ndim} dims of sizes {tuple(mesh.shape)}; FSDP2 takes one, or two, replicate × "
+            "shard. Give a slice of it, or that of parallelize_pipe, with dims 'ring' and 'ulysses'."
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -44,7 +47,10 @@ def as_ranks(mesh: DeviceMesh) -> SequenceMesh:
 
 
 def sequence_ranks(mesh: SequenceMesh) -> list[int]:
-    """Return the global rank of each sequence rank of ``mesh``, in the order of sequence ranks. Collective."""
+    """Return the global rank of each sequence rank of ``mesh``, in the order of sequence ranks.
+
+    Collective.
+    """
     group = mesh.ulysses.group
     ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     if mesh.ring.group is None:
@@ -57,9 +63,9 @@ def sequence_ranks(mesh: SequenceMesh) -> list[int]:
 def weights_mesh(ranks: list[int], device_type: str, *, timeout: timedelta | None = None) -> DeviceMesh:
     """Return a mesh with one dim, named ``"weights"``, over the global ranks ``ranks``.
 
-    Its process group, with this ``timeout``, is created at the first call and then reused. Attention does not use this
-    group, because NCCL runs the collectives of one communicator in order: gathering the weights of the next block would
-    wait for the attention of the current block.
+    Its process group, with this ``timeout``, is created at the first call and then reused. Attention does not
+    use this group, because NCCL runs the collectives of one communicator in order: gathering the weights of
+    the next block would wait for the attention of the current block.
     """
     # Pass no backend, because the default backend supports the same devices as the user's groups.
     group = find_or_make_group(f"para_core: weights of ranks {ranks}", ranks)

@@ -1,46 +1,18 @@
-"""Split the tokens of a model into PipeFusion patches by its plan: patch m of M has the tokens of rank m of M ranks.
+"""Patch plans, which say how PipeFusion splits the tokens of a model into patches.
 
-The attention of a patch in a compiled block is an opaque operator, so that the graph does not hold stored keys. It
-calls the function that :func:`patch_attention_handler` has set. Therefore one graph serves all patches of equal length,
-and all blocks with equal attention calls.
+This file is data: nothing runs.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from para_core.attention.sdpa_call import SdpaCall
-from para_core.distributed.collectives import define_collective, done
-from para_core.distributed.mesh import MeshDim, SequenceMesh, dim_of_one
-from para_core.instance.record import Around, empty_slots, fill_slot
-from para_core.instance.slots import Slot
-from para_core.layout.sequence import Run, Segment, SequenceLayout
-from para_core.modes.interceptor import intercept
-from para_core.modes.registry import SdpaOwner
-from para_core.plans.apply_rules import RuleExecutor
-from para_core.plans.module_matching import ModuleRules, as_tuple, match_modules, parameters_of
-from para_core.plans.plan import (
-    Attention,
-    AttentionByHeads,
-    Entries,
-    FirstTokens,
-    LastTokens,
-    Plan,
-    Replicate,
-    ShardRule,
-    Split,
-)
-from para_core.torch_internals import no_frame_of_its_own
+from para_core.layout.sequence import Run, Segment
+from para_core.plans.module_matching import as_tuple, parameters_of
+from para_core.plans.plan import AttentionByHeads, Entries, FirstTokens, LastTokens, Plan, Replicate, Split
 
 
 @dataclass(frozen=True)
@@ -51,9 +23,9 @@ class Frames:
 
     Args:
         dim (`int`): The dim of the frames in ``hidden_states`` and in the output.
-        together (`str`, *optional*): Name of the entry of ``module.config`` with the number of latent frames that the
-            model turns into one frame of tokens, such as a temporal patch size. If the entry is a tuple, its first
-            number counts. Defaults to one latent frame.
+        together (`str`, *optional*): Name of the entry of ``module.config`` with the number of latent frames
+            that the model turns into one frame of tokens, such as a temporal patch size. If the entry is a
+            tuple, its first number counts. Defaults to one latent frame.
     """
 
     dim: int
@@ -66,8 +38,8 @@ class PatchPlan:
 
     Args:
         plan: The plan of the model.
-        segment: Name of the segment that is split into patches. Other sharded segments of ``plan`` belong to the first
-            patch, replicated segments to every patch.
+        segment: Name of the segment that is split into patches. Other sharded segments of ``plan`` belong to
+            the first patch, replicated segments to every patch.
         dim: The dim along which ``hidden_states``, of ``ndim`` dims, and the output are split.
         together: Number of consecutive entries along ``dim`` that stay in one patch.
     """
@@ -80,28 +52,36 @@ class PatchPlan:
 
     @property
     def returns_patch(self) -> bool:
-        """Whether the model returns only the tokens of a patch. If not, only the patch in its whole output is valid."""
+        """Whether the model returns only the tokens of a patch.
+
+        If not, only the patch in its whole output is valid.
+        """
         return "" in self.plan.outputs
 
     def runs(self, hidden_states: Tensor, num_patches: int) -> list[Run]:
-        """Return the first index and the length of each patch along ``dim`` of ``hidden_states``. Raise ``ValueError``
-        if it does not have the expected dims, or has fewer tokens or frames than patches.
+        """Return the first index and the length of each patch along ``dim`` of ``hidden_states``.
+
+        Raise ``ValueError`` if it does not have the expected dims, or has fewer tokens or frames than
+        patches.
         """
         shape, together = list(hidden_states.shape), self.together
         if len(shape) != self.ndim or shape[self.dim] % together:
             raise ValueError(
-                f"the model's input is {shape}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} a multiple "
-                f"of {together}."
+                f"the model's input is {shape}; PipeFusion expects {self.ndim} dims, and in dim {self.dim} a "
+                f"multiple of {together}."
             )
         what = "tokens" if self.ndim == 3 else "frames of latents"
         patches = patch_runs(shape[self.dim] // together, num_patches, what)
         return [(together * begin, together * length) for begin, length in patches]
 
 
-def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> PatchPlan | str:
-    """Return how ``plan`` splits the tokens of ``module`` into patches, or the reason (`str`) why it cannot."""
+def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> PatchPlan:
+    """Return how ``plan`` splits the tokens of ``module`` into patches.
+
+    Raise ``TypeError``, with why, if it cannot.
+    """
     if plan is None or "hidden_states" not in parameters_of(module):
-        return "no plan says which of its inputs are tokens"
+        raise TypeError("no plan says which of its inputs are tokens")
     gathers = [gather for rule in plan.outputs.values() for gather in as_tuple(rule) if gather is not None]
     if (
         len(gathers) != 1
@@ -110,35 +90,39 @@ def patch_plan(plan: Plan | None, module: nn.Module, frames: Frames | None) -> P
         or gathers[0].after_replicated
         or gathers[0].then_replicated
     ):
-        return "what it returns are not the tokens of one image or video"
+        raise TypeError("what it returns are not the tokens of one image or video")
     rules = plan.shard_rules
     if plan.halos or not all(isinstance(rule, (Split, Replicate, FirstTokens, LastTokens, Entries)) for rule in rules):
-        return "some of its modules need the tokens of other patches"
+        raise TypeError("some of its modules need the tokens of other patches")
     if any(isinstance(rule, Split) and (rule.then_replicated or rule.after_replicated) for rule in rules):
-        return "its tokens share a tensor with others"
+        raise TypeError("its tokens share a tensor with others")
     attention = plan.attention.values()
     if any(isinstance(calls, AttentionByHeads) for calls in attention):
-        return "its attention needs the tokens of all patches at once"
+        raise TypeError("its attention needs the tokens of all patches at once")
     if not all(isinstance(calls, tuple) and all(call.mask != "pairs" for call in calls) for calls in attention):
-        return "it attends to sums, to lists, or by a mask of pairs of tokens"
+        raise TypeError("it attends to sums, to lists, or by a mask of pairs of tokens")
     rule, segment = plan.inputs.get("hidden_states"), gathers[0].segment
     # The scheduler adds the model's output to hidden_states, so both hold tokens, or both hold latents.
     takes_tokens = "" in plan.outputs or (isinstance(rule, Split) and rule.segment == segment)
     if takes_tokens and gathers[0].dim == 1:
         return PatchPlan(plan, segment, dim=1, together=1, ndim=3)
     if frames is None or takes_tokens:
-        return (
+        raise TypeError(
             "it makes tokens from its input, and its adapter does not say from which part (Adapter(frames=Frames(...)))"
         )
     config: Any = module.config
-    entry = None if frames.together is None else config[frames.together]
-    together = int((entry[0] if isinstance(entry, (tuple, list)) else entry) or 1)
+    together = None
+    if frames.together is not None:
+        together = config[frames.together]
+    if isinstance(together, (tuple, list)):
+        together = together[0]
+    together = int(together or 1)
     return PatchPlan(plan, segment, frames.dim, together, ndim=5)
 
 
 def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
-    """Return the first index and the length of each patch of ``total`` entries (``what``), as ``torch.tensor_split``
-    splits them. Raise ``ValueError`` if there are more patches than entries.
+    """Return the first index and the length of each patch of ``total`` entries (``what``), as
+    ``torch.tensor_split`` splits them. Raise ``ValueError`` if there are more patches than entries.
 
     >>> patch_runs(10, 4)
     [(0, 3), (3, 3), (6, 2), (8, 2)]
@@ -146,229 +130,3 @@ def patch_runs(total: int, num_patches: int, what: str = "tokens") -> list[Run]:
     if num_patches > total:
         raise ValueError(f"{total} {what} cannot be split into num_patches={num_patches} patches. Choose fewer.")
     return [Segment("patches", total).runs(patch, num_patches)[0] for patch in range(num_patches)]
-
-
-class PatchRuleExecutor(RuleExecutor):
-    """An executor of plan rules that shards tensors as on rank ``index`` of ``num_patches`` ranks, but sends nothing.
-
-    ``num_frames`` is the number of frames of a video, whose patches consist of whole frames; None for an image.
-    """
-
-    def __init__(self, plan: PatchPlan, index: int, num_patches: int, num_frames: int | None) -> None:
-        super().__init__(SequenceMesh(dim_of_one("ring"), MeshDim("ulysses", num_patches, index, "", None), "cpu"))
-        self._num_frames = num_frames
-        sharded = {rule.segment for rule in plan.plan.shard_rules if isinstance(rule, Split)}
-        self._in_first_patch = sharded - {None, plan.segment}
-
-    def new_segment(self, name: str, total: int) -> Segment:
-        """Return the segment ``name`` of ``total`` tokens, divided among the patches at boundaries of frames or tokens.
-
-        A sharded segment other than the one that is split into patches stays whole, in the first patch. Raise
-        ``ValueError`` if ``total`` is not a multiple of the number of frames.
-        """
-        if name in self._in_first_patch:
-            return Segment(name, total, together=max(total, 1))
-        num_frames = self._num_frames or total
-        if total % num_frames:
-            raise ValueError(f"{name} has {total} entries; expected a multiple of the {num_frames} frames.")
-        return Segment(name, total, together=max(total // num_frames, 1))
-
-    def fewest_on_a_rank(self, name: str) -> int:
-        """Return the least number of tokens per patch with which a segment is split: always 1.
-
-        A single token is no special case here, because the tokens of a patch attend to those of all patches.
-        """
-        return 1
-
-    def put_together(self, part: Tensor, dim: int, layout: SequenceLayout) -> Tensor:
-        """Return a tensor for all tokens of ``layout``: ``part`` at the tokens of this patch, and zeros elsewhere."""
-        shape = list(part.shape)
-        shape[dim] = layout.total
-        whole = part.new_zeros(shape)
-        write_runs(whole, part, dim, layout.runs(self.mesh.rank))
-        return whole
-
-    def with_equal_bits(self, value: Tensor, dim: int, segment: Segment) -> Tensor:
-        """Return ``value`` itself, because no other rank computes it."""
-        return value
-
-    def splits(self, names: tuple[str, ...]) -> bool:
-        """Whether one of the segments ``names`` is split into patches."""
-        return any(name in self.segments and not self.segments[name].replicated for name in names)
-
-
-def write_runs(whole: Tensor, part: Tensor, dim: int, runs: Sequence[Run]) -> None:
-    """Copy the entries of ``part`` along ``dim`` to the positions ``runs`` of ``whole``, each (first index, length)."""
-    lengths = [length for _, length in runs]
-    for (begin, length), chunk in zip(runs, part.split(lengths, dim), strict=True):
-        whole.narrow(dim, begin, length).copy_(chunk)
-
-
-class PatchHooks:
-    """The wrappers of the submodules of ``module`` that apply ``plan`` to one patch.
-
-    Attributes:
-        executor: Applies the rules to the patch of the current model call. None outside of a call.
-        attentions: The attention entries of the plan. The first entry is for modules that the plan does not name.
-    """
-
-    def __init__(self, module: nn.Module, plan: Plan) -> None:
-        self.module = module
-        self.executor: PatchRuleExecutor | None = None
-        self._matches = match_modules(module, plan)
-        attending = [rules.attention for _, rules in self._matches.values() if isinstance(rules.attention, tuple)]
-        self.attentions = tuple(dict.fromkeys([Attention(plan.joint_order), *chain.from_iterable(attending)]))
-        # In eager code, one entry per running module, the innermost last: (indices of its attention entries, number of
-        # its calls so far). In graphs nested modes count the calls.
-        self._attending: list[tuple[tuple[int, ...], list[int]]] = []
-        self._in_graphs = False
-
-    def begin(self, executor: PatchRuleExecutor | None, *, in_graphs: bool = False) -> None:
-        """Start a model call on the patch of ``executor``; for None end it. If ``in_graphs``, attention calls are
-        intercepted by :class:`PatchAttnMode` instead of the dispatcher.
-        """
-        self.executor, self._attending, self._in_graphs = executor, [((0,), [0])], in_graphs
-
-    def next_attention(self) -> Attention:
-        """Return the plan entry of the intercepted attention call, and count the call. For eager code only."""
-        indices, calls = self._attending[-1]
-        calls[0] += 1
-        return self.attentions[indices[min(calls[0], len(indices)) - 1]]
-
-    @contextmanager
-    def _attending_to(self, indices: tuple[int, ...]) -> Iterator[None]:
-        """Use the plan entries ``indices`` for the first, second, … attention call inside the ``with`` block."""
-        if self._in_graphs:
-            with PatchAttnMode(indices):
-                yield
-            return
-        self._attending.append((indices, [0]))
-        try:
-            yield
-        finally:
-            self._attending.pop()
-
-    def install(self) -> None:
-        hook_of = cache(self._hook)
-        outputs_hook_of = cache(lambda rules: partial(self._split_outputs, rules.of_outputs, rules.name))
-        for submodule, rules in self._matches.values():
-            hook = hook_of(rules, parameters_of(submodule))
-            fill_slot(submodule, Slot.PATCH_INPUTS, {"__call__": hook})
-            if rules.of_outputs:
-                fill_slot(submodule, Slot.PATCH_OUTPUTS, {"__call__": outputs_hook_of(rules)})
-
-    def remove(self) -> None:
-        submodules = [submodule for submodule, _ in self._matches.values()]
-        empty_slots(submodules, Slot.PATCH_INPUTS, Slot.PATCH_OUTPUTS)
-
-    def _hook(self, rules: ModuleRules, parameters: tuple[str, ...]) -> Around:
-        attention = rules.attention if isinstance(rules.attention, tuple) else ()
-        indices, of_inputs = tuple(map(self.attentions.index, attention)), rules.of_inputs
-
-        def identify(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            # A compiler may trace this function, and one graph serves all patches, so nothing may depend on the patch.
-            if self.executor is None or not indices:
-                return call(module, *args, **kwargs)
-            with self._attending_to(indices):
-                return call(module, *args, **kwargs)
-
-        def split_and_gather(call: Around, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            executor = self.executor
-            if executor is None:
-                return call(module, *args, **kwargs)
-            args, kwargs = executor.arguments(of_inputs, parameters, args, kwargs, rules.name)
-            output = identify(call, module, *args, **kwargs)
-            return executor.outputs(output, rules.gathers) if rules.gathers else output
-
-        return split_and_gather if of_inputs or rules.gathers else identify
-
-    def _split_outputs(
-        self,
-        rules: Mapping[int | str, ShardRule],
-        name: str,
-        call: Around,
-        module: nn.Module,
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        output = call(module, *args, **kwargs)
-        return output if self.executor is None else self.executor.outputs_at(output, rules, name)
-
-
-# A function that computes an attention call of a patch. Its int argument is the index in PatchHooks.attentions of the
-# plan entry that describes the call.
-PatchHandler = Callable[[int, SdpaCall], Tensor]
-
-
-class _HandlerStack(threading.local):
-    """The handlers that compute ``para_core::patch_attention`` in this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.handlers: list[PatchHandler] = []
-
-
-_THREAD = _HandlerStack()
-
-
-@contextmanager
-def patch_attention_handler(handler: PatchHandler) -> Iterator[None]:
-    """Make ``handler`` compute ``para_core::patch_attention`` in this thread inside the ``with`` block."""
-    _THREAD.handlers.append(handler)
-    try:
-        yield
-    finally:
-        _THREAD.handlers.pop()
-
-
-class PatchAttnMode(SdpaOwner, TorchFunctionMode):
-    """Mode that replaces attention calls by ``para_core::patch_attention``, in compiled graphs and in eager code.
-
-    For the first, second, … attention call, ``indices`` are those of the plan entries in :attr:`PatchHooks.attentions`.
-    The last index also applies to further calls.
-    """
-
-    def __init__(self, indices: tuple[int, ...]) -> None:
-        super().__init__()
-        self._indices, self._calls = indices, 0
-
-    @no_frame_of_its_own
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        return intercept(self, self, func, args, kwargs or {})
-
-    def attend(self, call: SdpaCall) -> Tensor:
-        """Return the output of the operator for this call and the index of its plan entry."""
-        index = self._indices[min(self._calls, len(self._indices) - 1)]
-        if len(self._indices) > 1:
-            self._calls += 1
-        out: Tensor = torch.ops.para_core.patch_attention(*call[:8], index)[0]
-        return out
-
-
-def _patch_attention(*args: Any) -> tuple[Tensor, Tensor]:
-    if not _THREAD.handlers:
-        raise RuntimeError(
-            "a block that was compiled under PipeFusion was called on its own. Call the pipeline; or "
-            "unparallelize_pipe(pipe) first."
-        )
-    out = _THREAD.handlers[-1](args[8], SdpaCall(*args[:8]))
-    # The memory order must be [B, S, H, D], because _output_shape promises these strides to the compiler.
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    return out, done(out)
-
-
-def _output_shape(query: Tensor, _: Tensor, value: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
-    out = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[3]).transpose(1, 2)
-    return out, done(out)
-
-
-# Define the operator as a collective, which a compiler neither reorders nor removes, because sequence ranks exchange
-# keys in it.
-define_collective(
-    "patch_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float dropout_p, bool is_causal, float? "
-    "scale, bool enable_gqa, int index, Tensor? after=None) -> (Tensor, Tensor)",
-    _patch_attention,
-    _output_shape,
-)

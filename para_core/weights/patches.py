@@ -1,4 +1,6 @@
-"""Tensors whose patches arrive one after the other, and elementwise functions of them, evaluated patch by patch."""
+"""Tensors whose patches arrive one after the other, and elementwise functions of them, evaluated patch by
+patch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from para_core.torch_internals import pytree, schema_of, to_copy
 _aten = torch.ops.aten
 # Operators that can run patch by patch although they do not have the pointwise tag.
 _COPIES = (to_copy, _aten.clone.default, _aten.detach.default, _aten.alias.default)
-# Operators with the pointwise tag that return one bool for the whole tensor, so they cannot run patch by patch.
+# Operators with the pointwise tag that return one bool for the whole tensor, so they cannot run patch by
+# patch.
 _WHOLE = (_aten.equal.default,)
 
 
@@ -85,14 +88,15 @@ def source_of_patches(x: object) -> PatchSource | None:
 class Arrival(PatchSource):
     """A tensor whose patches along ``dim`` arrive one after the other.
 
-    ``whole`` is an uninitialised tensor of full size, into which arriving patches are copied. ``runs`` are the first
-    index and the length of each patch along ``dim``.
+    ``whole`` is an uninitialised tensor of full size, into which arriving patches are copied. ``runs`` are
+    the first index and the length of each patch along ``dim``.
     """
 
     def __init__(self, whole: Tensor, runs: list[Run], live: LiveTensors, dim: int = 1) -> None:
         super().__init__(len(runs), live)
         self._whole, self._runs, self._dim = whole, runs, dim
-        # For each patch, the function that waits for it and returns it; None after it was copied into the tensor.
+        # For each patch, the function that waits for it and returns it; None after it was copied into the
+        # tensor.
         self._pending: list[Callable[[], Tensor] | None] = []
 
     def add(self, get: Callable[[], Tensor]) -> None:
@@ -131,7 +135,9 @@ class _Pointwise(PatchSource):
         return all(x.source.is_ready for x in leaves if isinstance(x, LazyTensor))
 
     def up_to(self, patch: int) -> Tensor:
-        """Wait for patches 0 to ``patch`` of the inputs, and return the whole result, valid for these patches."""
+        """Wait for patches 0 to ``patch`` of the inputs, and return the whole result, valid for these
+        patches.
+        """
         if self._patch < patch and self._call is not None:
             func, args, kwargs = self._call
             args, kwargs = pytree.tree_map_only(LazyTensor, lambda x: x.source.up_to(patch), (args, kwargs))

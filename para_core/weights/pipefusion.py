@@ -1,11 +1,11 @@
 """PipeFusion (arXiv:2405.14430): all pipeline stages work at the same time, on different patches. Not exact.
 
-The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes patch ``m
-+ 1``. A patch attends to stored keys and values of all patches, some of which are from the previous step
-(:mod:`~para_core.weights.stale_keys`). The output of the model arrives patch by patch
-(:mod:`~para_core.weights.patches`), and the scheduler's operations on it are recorded and run per patch, so patch ``m``
-of the next step starts as soon as patch ``m`` of this step has arrived. The result depends on the number of patches,
-but not on the number of stages: a single process computes the same numbers.
+The tokens of an image are split into patches. Stage ``s`` computes patch ``m`` while stage ``s - 1`` computes
+patch ``m + 1``. A patch attends to stored keys and values of all patches, some of which are from the previous
+step (:mod:`~para_core.weights.stale_keys`). The output of the model arrives patch by patch
+(:mod:`~para_core.weights.patches`), and the scheduler's operations on it are recorded and run per patch, so
+patch ``m`` of the next step starts as soon as patch ``m`` of this step has arrived. The result depends on the
+number of patches, but not on the number of stages: a single process computes the same numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from torch import Tensor, nn
 
 from para_core.cfg.lazy import Expected, LazyTensor, LiveTensors, materialize
 from para_core.instance.modules import has_compiled_parts, is_compiled
-from para_core.instance.record import empty_slot, empty_slots, fill_slot, fill_slots, slot_owner
+from para_core.instance.record import (
+    empty_slot,
+    empty_slots,
+    fill_slot,
+    fill_slots,
+    slot_owner,
+)
 from para_core.instance.slots import Slot
 from para_core.layout.sequence import Run
 from para_core.modes.interceptor import at_the_dispatcher, dispatcher_is_available
@@ -30,49 +36,21 @@ from para_core.plans.current_call import interception_of
 from para_core.plans.module_matching import parameters_of
 from para_core.plans.region import region_of
 from para_core.torch_internals import pytree
-from para_core.weights.patch_plan import (
-    PatchAttnMode,
-    PatchHooks,
-    PatchPlan,
-    PatchRuleExecutor,
-    patch_attention_handler,
-)
+from para_core.weights.patch_hooks import PatchAttnMode, PatchHooks, PatchRuleExecutor, patch_attention_handler
+from para_core.weights.patch_plan import PatchPlan
 from para_core.weights.patches import Arrival, source_of_patches
-from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion
-from para_core.weights.stages import Stages, stages_of
+from para_core.weights.pipefusion_options import FEWEST_STEPS, PipeFusion, PipeFusionReport
+from para_core.weights.stack import PipelineStages, stages_of
 from para_core.weights.stale_keys import StaleKeys
-
-
-@dataclass(frozen=True)
-class PipeFusionReport:
-    """Statistics of the last generation with PipeFusion on this rank.
-
-    Args:
-        whole_calls, patched_calls: Numbers of model calls that were computed exactly, and in patches.
-        overlapping_calls: Number of patched calls that started before the previous step had ended: with schedulers that
-            compute elementwise (Euler, DPM++ 2M) all but the first, with others (UniPC) none, because stages wait for
-            each other once per step.
-        key_bytes: Bytes of the stored keys and values of all CFG branches.
-        bytes_sent: Bytes sent to other stages.
-        seconds: Duration of the patched calls.
-        seconds_waited: Part of ``seconds`` in which the host waited for other stages. About 0 on NCCL.
-    """
-
-    whole_calls: int = 0
-    patched_calls: int = 0
-    overlapping_calls: int = 0
-    key_bytes: int = 0
-    bytes_sent: int = 0
-    seconds: float = 0.0
-    seconds_waited: float = 0.0
 
 
 @dataclass
 class _FusedBranch:
     """The state of one CFG branch that is kept from step to step.
 
-    ``keys`` are the stored keys and values; ``signature`` has the names, shapes and dtypes of the input tensors.
-    ``output`` is the expected output; None before the first whole call, or if the output is not a single tensor.
+    ``keys`` are the stored keys and values; ``signature`` has the names, shapes and dtypes of the input
+    tensors. ``output`` is the expected output; None before the first whole call, or if the output is not a
+    single tensor.
     """
 
     keys: StaleKeys
@@ -81,12 +59,15 @@ class _FusedBranch:
 
 
 class Fusion:
-    """The runner of one model with PipeFusion, in pipeline stages or in a single process. For inference in one thread.
+    """The runner of one model with PipeFusion, in pipeline stages or in a single process.
+
+    For inference in one thread.
 
     Args:
         blocks: The blocks of the model, of all stages.
         branch_of: Returns the name of the CFG branch of a call, given its arguments by name.
-        step_of: Returns the index of the current step and the number of steps, given the name of a CFG branch.
+        step_of: Returns the index of the current step and the number of steps, given the name of a CFG
+            branch.
 
     Attributes:
         report: Statistics of the last generation.
@@ -107,8 +88,11 @@ class Fusion:
         self._plan, self._branch_of, self._step_of = plan, branch_of, step_of
         self._parameters = parameters_of(module)
         self._hooks = PatchHooks(module, plan.plan)
-        self._stages: Stages | None = stages_of(module)
-        self._own = blocks if self._stages is None else [blocks[index] for index in self._stages.own]
+        self._stages: PipelineStages | None = stages_of(module)
+        # The blocks that this rank computes.
+        self._blocks = blocks
+        if self._stages is not None:
+            self._blocks = [blocks[index] for index in self._stages.own]
         self._branches: dict[str, _FusedBranch] = {}
         # The stored keys and values that the current model call uses; None outside of a call.
         self._keys: StaleKeys | None = None
@@ -123,22 +107,23 @@ class Fusion:
     def install(self) -> None:
         """Wrap the model and the blocks that this rank computes."""
         fill_slot(self.module, Slot.PIPEFUSION, {"__call__": self.run}, owner=self)
-        fill_slots(self._own, Slot.FUSED_BLOCK, {"__call__": self._run_block})
+        fill_slots(self._blocks, Slot.FUSED_BLOCK, {"__call__": self._run_block})
         self._hooks.install()
 
     def remove(self) -> None:
         """Undo :meth:`install`."""
         self._hooks.remove()
         empty_slot(self.module, Slot.PIPEFUSION)
-        empty_slots(self._own, Slot.FUSED_BLOCK)
+        empty_slots(self._blocks, Slot.FUSED_BLOCK)
 
     def begin(self) -> None:
         """Start a generation: clear the statistics."""
         self.report, self.few_steps, self._sent_before = PipeFusionReport(), False, []
 
     def end(self, *, failed: bool = False) -> None:
-        """End a generation: wait for all patches in flight, and free the stored keys. If it ``failed``, do not wait,
-        but mark the links between stages as broken.
+        """End a generation: wait for all patches in flight, and free the stored keys.
+
+        If it ``failed``, do not wait, but mark the links between stages as broken.
         """
         links = None if self._stages is None else self._stages.links
         try:
@@ -167,9 +152,9 @@ class Fusion:
         if not self._in_graphs:
             with at_the_dispatcher(self._keys.attend):
                 return call(block, *args, **kwargs)
-        # Pass contiguous tensors that are no views and have the default strides of their shape. Dynamo would compile
-        # another graph for a slice of a larger tensor: even a contiguous slice (with a batch of one, or no tokens) may
-        # have other strides than a new tensor, and its base has another shape.
+        # Pass contiguous tensors that are no views and have the default strides of their shape. Dynamo would
+        # compile another graph for a slice of a larger tensor: even a contiguous slice (with a batch of one,
+        # or no tokens) may have other strides than a new tensor, and its base has another shape.
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda x: x.contiguous().view(-1).view(x.shape).detach(), (args, kwargs)
         )
@@ -182,27 +167,30 @@ class Fusion:
             return call(block, *args, **kwargs)
 
     def run(self, call: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a call of the model, either exactly or patch by patch, and return its output. Raise ``RuntimeError`` if
-        the model was compiled as a whole, or gradients are enabled.
+        """Run a call of the model, either exactly or patch by patch, and return its output.
+
+        Raise ``RuntimeError`` if the model was compiled as a whole, or gradients are enabled.
         """
         if torch.compiler.is_compiling() or is_compiled(module):
             raise RuntimeError(
-                f"this {type(module).__name__} runs with PipeFusion, and was compiled as a whole, but a graph cannot "
-                "return patch after patch. Compile its blocks: transformer.compile_repeated_blocks(fullgraph=True)."
+                f"this {type(module).__name__} runs with PipeFusion, and was compiled as a whole, but a "
+                "graph cannot return patch after patch. Compile its blocks: "
+                "transformer.compile_repeated_blocks(fullgraph=True)."
             )
         if torch.is_grad_enabled():
             # Gradients would be wrong, because attention uses keys of other steps.
             raise RuntimeError(
-                f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. Call it "
-                "under torch.no_grad(), or leave pipefusion= out."
+                f"this {type(module).__name__} runs with PipeFusion, and was called with gradients enabled. "
+                "Call it under torch.no_grad(), or leave pipefusion= out."
             )
         arguments = {**dict(zip(self._parameters, args, strict=False)), **kwargs}
-        # The attention of patches is intercepted at the dispatcher, or by a mode in compiled blocks. If the plan itself
-        # intercepts by a mode (by_mode), patches need one too: it sees calls before the dispatcher does. Decide once
-        # per call and not per patch, because has_compiled_parts looks at all modules.
+        # The attention of patches is intercepted at the dispatcher, or by a mode in compiled blocks. If the
+        # plan itself intercepts by a mode (by_mode), patches need one too: it sees calls before the
+        # dispatcher does. Decide once per call and not per patch, because has_compiled_parts looks at all
+        # modules.
         region = region_of(module)
         by_mode = region is not None and not region.may_use_dispatcher(module)
-        self._in_graphs = by_mode or not dispatcher_is_available() or any(map(has_compiled_parts, self._own))
+        self._in_graphs = by_mode or not dispatcher_is_available() or any(map(has_compiled_parts, self._blocks))
         name = self._branch_of(arguments)
         index, total = self._step_of(name)
         self.few_steps = self.few_steps or total < FEWEST_STEPS
@@ -215,7 +203,8 @@ class Fusion:
             or branch.output is None
             or self.options.is_whole(index, total)
         ):
-            # A call without patches does not need the keys of the previous step. Rebinding `branch` frees them before.
+            # A call without patches does not need the keys of the previous step. Rebinding `branch` frees
+            # them before.
             branch = self._branches[name] = _FusedBranch(StaleKeys(self._hooks), signature)
             return self._run_whole(compute, branch, materialize(arguments))
         return self._run_patches(compute, branch.keys, branch.output, arguments)
@@ -225,7 +214,9 @@ class Fusion:
         self._count(whole_calls=1)
         output = self._run_patch(compute, branch.keys, arguments, 0, 1)
         tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
-        branch.output = Expected(tensors[0].to("meta"), tensors[0].device) if len(tensors) == 1 else None
+        branch.output = None
+        if len(tensors) == 1:
+            branch.output = Expected(tensors[0].to("meta"), tensors[0].device)
         return output
 
     def _run_patch(
@@ -233,7 +224,9 @@ class Fusion:
     ) -> Any:
         """Run the model on patch ``patch`` of ``num_patches``, and return its output."""
         tokens = arguments["hidden_states"]
-        num_frames = None if tokens.ndim == 3 else tokens.shape[self._plan.dim] // self._plan.together
+        num_frames = None
+        if tokens.ndim != 3:
+            num_frames = tokens.shape[self._plan.dim] // self._plan.together
         executor = PatchRuleExecutor(self._plan, patch, num_patches, num_frames)
         keys.begin()
         self._hooks.begin(executor, in_graphs=self._in_graphs)
@@ -248,20 +241,24 @@ class Fusion:
     def _run_patches(
         self, compute: Callable[..., Any], keys: StaleKeys, expected: Expected, arguments: Mapping[str, Any]
     ) -> Any:
-        """Run the model on one patch after the other, and return an output whose patches may still be in flight."""
+        """Run the model on one patch after the other, and return an output whose patches may still be in
+        flight.
+        """
         stages, dim, start = self._stages, self._plan.dim, time.perf_counter()
         tokens = arguments["hidden_states"]
         source = source_of_patches(tokens)
         overlapping = source is not None and not source.is_complete
-        waited, sent = (0.0, 0) if stages is None else (stages.links.seconds_waited, stages.links.bytes_sent)
+        waited, sent = 0.0, 0
+        if stages is not None:
+            waited, sent = stages.links.seconds_waited, stages.links.bytes_sent
         runs = self._plan.runs(tokens, self.options.num_patches)
         whole = torch.empty(expected.like.shape, dtype=expected.like.dtype, device=expected.device)
         arrival = Arrival(whole, runs, self._live, dim)
         self._pending = [earlier for earlier in self._pending if not earlier.is_complete] + [arrival]
         if stages is not None:
-            stages.whole = False
-            # Release the tensors that this rank had sent before the last two patched calls. They have arrived, because
-            # their receivers have since sent this rank data of the last call.
+            stages.sends_output = False
+            # Release the tensors that this rank had sent before the last two patched calls. They have
+            # arrived, because their receivers have since sent this rank data of the last call.
             self._sent_before.append(stages.links.sent)
             if len(self._sent_before) > 2:
                 stages.links.drain(self._sent_before.pop(0))
@@ -277,10 +274,10 @@ class Fusion:
                 self._exchange_output(output, whole.narrow(dim, *run), arrival, run)
         finally:
             if stages is not None:
-                stages.whole = True
+                stages.sends_output = True
         if source is not None:
-            # All patches of the tokens have arrived: this stage or an earlier one has computed with them. Reading the
-            # value releases the recorded scheduler operations of the step.
+            # All patches of the tokens have arrived: this stage or an earlier one has computed with them.
+            # Reading the value releases the recorded scheduler operations of the step.
             source.value()
         if stages is not None:
             waited, sent = stages.links.seconds_waited - waited, stages.links.bytes_sent - sent
@@ -294,14 +291,14 @@ class Fusion:
     def _exchange_output(self, output: Any, like: Tensor, arrival: Arrival, run: Run) -> None:
         """Add the last stage's output for the patch ``run``, (first index, length), to ``arrival``.
 
-        The last stage starts to send its ``output`` to all other stages, and these start to receive a tensor with the
-        shape, dtype and device of ``like``. Their own ``output`` is not used.
+        The last stage starts to send its ``output`` to all other stages, and these start to receive a tensor
+        with the shape, dtype and device of ``like``. Their own ``output`` is not used.
         """
         stages = self._stages
         if stages is not None and stages.dim.index < stages.dim.size - 1:
-            # Start to receive only after this rank has computed its patch, because on NCCL a pending receive blocks the
-            # stream: the last stage needs the tokens that this rank has just sent. If the host waited for the device
-            # while computing them, both ranks would hang.
+            # Start to receive only after this rank has computed its patch, because on NCCL a pending receive
+            # blocks the stream: the last stage needs the tokens that this rank has just sent. If the host
+            # waited for the device while computing them, both ranks would hang.
             buffer = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             arrival.add(stages.links.receive(buffer, stages.dim.size - 1).wait)
             return

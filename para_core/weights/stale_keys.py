@@ -1,4 +1,7 @@
-"""Attention of one PipeFusion patch to all tokens. Not exact: the keys of later patches are from the previous step."""
+"""Attention of one PipeFusion patch to all tokens.
+
+Not exact: the keys of later patches are from the previous step.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from para_core.modes.interceptor import outer_attention
 from para_core.plans.current_call import attention_is_skipped, interception_of, segments_under_way
 from para_core.plans.plan import Attention
 from para_core.plans.planned_attention import layout_of_segments, planned_layouts
-from para_core.weights.patch_plan import PatchHooks, write_runs
+from para_core.weights.patch_hooks import PatchHooks, write_runs
 
 _WAY_OUT = "Leave pipefusion= out: stages are exact then."
 
@@ -22,15 +25,17 @@ _WAY_OUT = "Leave pipefusion= out: stages are exact then."
 class StaleKeys:
     """Keys and values of all tokens, stored for each attention call of this rank's blocks in one CFG branch.
 
-    The first model call computes all tokens and stores their keys. Each later call computes one patch: it replaces the
-    keys of that patch, and attends to all stored keys. The keys of earlier patches are from this step, the keys of
-    later patches from the previous step. Attention to segments that are not split into patches, such as cross-attention
-    to text, stays exact. Ranks that share a sequence exchange the keys of each patch once, and each stores all keys.
+    The first model call computes all tokens and stores their keys. Each later call computes one patch: it
+    replaces the keys of that patch, and attends to all stored keys. The keys of earlier patches are from this
+    step, the keys of later patches from the previous step. Attention to segments that are not split into
+    patches, such as cross-attention to text, stays exact. Ranks that share a sequence exchange the keys of
+    each patch once, and each stores all keys.
     """
 
     def __init__(self, hooks: PatchHooks) -> None:
         self._hooks = hooks
-        # For each attention call in order: keys [B, H, S, D], values [B, H, S, D_v], and the mask of the keys or None.
+        # For each attention call in order: keys [B, H, S, D], values [B, H, S, D_v], and the mask of the keys
+        # or None.
         self._stored: list[tuple[Tensor, Tensor, Tensor | None]] = []
         self._calls = 0
 
@@ -48,18 +53,24 @@ class StaleKeys:
         return self._attend(self._hooks.next_attention(), outer_attention, call)
 
     def attend_in_graph(self, index: int, call: SdpaCall) -> Tensor:
-        """Return the output of a call in a compiled block, with plan entry ``index`` of ``PatchHooks.attentions``."""
+        """Return the output of a call in a compiled block, with plan entry ``index`` of
+        ``PatchHooks.attentions``.
+        """
         attention, module = self._hooks.attentions[index], self._hooks.module
         attention_is_skipped(module)
         interception = interception_of(module)
-        outer = SdpaCall.on_one_device if interception is None else interception.planned.within((attention,))
+        outer: SdpaHandler = SdpaCall.on_one_device
+        if interception is not None:
+            outer = interception.planned.within((attention,))
         return self._attend(attention, outer, call)
 
     def _attend(self, attention: Attention, attend_exactly: SdpaHandler, call: SdpaCall) -> Tensor:
-        """Return the attention output of ``call``, whose query ``[B, H, S_local, D]`` holds this rank's patch tokens.
+        """Return the attention output of ``call``, whose query ``[B, H, S_local, D]`` holds this rank's patch
+        tokens.
 
-        ``attention`` is its plan entry. ``attend_exactly`` computes a call that has the keys of all tokens. Raise
-        ``RuntimeError`` if the lengths do not fit the plan, the call is causal, or the mask is not supported.
+        ``attention`` is its plan entry. ``attend_exactly`` computes a call that has the keys of all tokens.
+        Raise ``RuntimeError`` if the lengths do not fit the plan, the call is causal, or the mask is not
+        supported.
         """
         executor, module = self._hooks.executor, self._hooks.module
         names = attention.keys or attention.queries
@@ -75,8 +86,11 @@ class StaleKeys:
         if call.is_causal:
             raise RuntimeError(f"PipeFusion does not support causal attention to {' + '.join(names)}. {_WAY_OUT}")
         if mesh.ranks == 1:
-            copies = [x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value)]
-            self._stored.append((copies[0], copies[1], None if mask is None else mask.detach().clone()))
+            keys, values = (x.detach().clone(memory_format=torch.contiguous_format) for x in (key, value))
+            stored_mask = mask
+            if mask is not None:
+                stored_mask = mask.detach().clone()
+            self._stored.append((keys, values, stored_mask))
             return attend_exactly(call)
         all_keys, all_values, stored_mask = self._stored[self._calls]
         self._calls += 1
@@ -91,7 +105,9 @@ class StaleKeys:
         return call.with_tensors(call.query, all_keys, all_values, mask).on_one_device()
 
     def _of_all_ranks(self, attention: Attention, call: SdpaCall) -> tuple[int, Tensor, Tensor, Tensor | None]:
-        """Return the number of queries of all sequence ranks, and their keys, values and mask after one exchange."""
+        """Return the number of queries of all sequence ranks, and their keys, values and mask after one
+        exchange.
+        """
         query, key, value, mask = call[:4]
         current = segments_under_way(self._hooks.module)
         if current is None:
@@ -100,8 +116,8 @@ class StaleKeys:
         of_queries, of_keys = planned_layouts(attention, segments, mesh, query.shape[-2], key.shape[-2])
         if mask is not None and mask.shape[-2] != 1:
             raise RuntimeError(
-                f"an attention call on {mesh.ranks} sequence ranks has a mask {list(mask.shape)}; PipeFusion supports "
-                f"only masks of keys there. {_WAY_OUT}"
+                f"an attention call on {mesh.ranks} sequence ranks has a mask {list(mask.shape)}; PipeFusion "
+                f"supports only masks of keys there. {_WAY_OUT}"
             )
         if mask is not None and mask.shape[-1] == key.shape[-2] != of_keys.total:
             mask = gather_tokens(mask, -1, of_keys, mesh)
@@ -113,10 +129,12 @@ class StaleKeys:
 def _mask_of_patch(
     mask: Tensor | None, queries: Sequence[Run], stored: Tensor | None, num_keys: int, total: int
 ) -> Tensor | None:
-    """Return the rows of ``mask`` for the ``queries`` of a patch, runs (first index, length); None without masks.
+    """Return the rows of ``mask`` for the ``queries`` of a patch, runs (first index, length); None without
+    masks.
 
-    The columns of ``mask`` are the ``total`` keys, or the ``num_keys`` of this patch. ``stored`` is the mask of the
-    first call, which computed all tokens. Raise ``RuntimeError`` if the masks are not of a supported shape.
+    The columns of ``mask`` are the ``total`` keys, or the ``num_keys`` of this patch. ``stored`` is the mask
+    of the first call, which computed all tokens. Raise ``RuntimeError`` if the masks are not of a supported
+    shape.
     """
     if mask is None and stored is None:
         return None
@@ -128,6 +146,6 @@ def _mask_of_patch(
             return torch.cat([mask.narrow(-2, *run) for run in queries], dim=-2)
     of_patch, of_all = ["no mask" if x is None else f"a mask {list(x.shape)}" for x in (mask, stored)]
     raise RuntimeError(
-        f"an attention call of a patch with {own} queries and {num_keys} of {total} keys has {of_patch}; with all "
-        f"tokens it had {of_all}. PipeFusion supports masks of keys. {_WAY_OUT}"
+        f"an attention call of a patch with {own} queries and {num_keys} of {total} keys has {of_patch}; "
+        f"with all tokens it had {of_all}. PipeFusion supports masks of keys. {_WAY_OUT}"
     )

@@ -307,7 +307,7 @@ def test_planned_two_dim_ring_runs_and_is_logged(rank_pool):
 
 def test_unknown_rotate_method_is_refused_at_once():
     pipe = flux_pipe()
-    with pytest.raises(ValueError, match=r"rotate_method .*'3d'; .*'alltoall', 'allgather' or '2d'"):
+    with pytest.raises(ValueError, match=r"rotate_method .*'3d'; .*'alltoall', 'allgather', '2d'"):
         parallelize_pipe(pipe, rotate_method="3d")
     with pytest.raises(ValueError, match=r"rotate_method=.2d.: StableVideoDiffusionPipeline "):
         parallelize_pipe(UNET_PIPELINES["svd"].build(), rotate_method="2d")

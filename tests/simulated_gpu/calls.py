@@ -271,7 +271,9 @@ def generate(
             apply_cache_on_pipe(pipe, residual_diff_threshold=threshold)
         _generate(pipe, call, 1)
         parallel = _generations(pipe, call, steps)
-        unparallelize_pipe(pipe)
+        # Nothing undoes sharded weights and stages.
+        if options.get("weights") is None and "pipe" not in (mesh or {}):
+            unparallelize_pipe(pipe)
     long = _compared(parallel.long, alone.long)
     short = _compared(parallel.short, alone.short)
     step = {kind: (long.added[kind] - short.added[kind]) / MORE_STEPS for kind in KINDS}

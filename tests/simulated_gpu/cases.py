@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from para_core.weights.pipefusion import PipeFusion
+from para_core.weights.pipefusion_options import PipeFusion
 from tests.simulated_gpu.calls import Attention
 
 ULYSSES, RING = {"ring": 1, "ulysses": 2}, {"ring": 2, "ulysses": 1}

@@ -124,6 +124,12 @@ class Case:
             ranks *= size
         return ranks
 
+    @property
+    def is_one_way(self) -> bool:
+        """Whether ranks get parts of the weights, which nothing undoes."""
+        in_stages = self.mesh is not None and self.mesh["pipe"] > 1
+        return in_stages or (self["weights"] in ("fsdp", "tensor") and self.ranks > 1)
+
 
 _INDEX = {axis: index for index, axis in enumerate(AXES)}
 

@@ -246,6 +246,9 @@ def on_ranks(case: Case, threshold: float) -> dict[str, Any]:
             heartbeat()
             results["kept"] = tensors_of_ours(pipe)
             results["stage"] = "undoing"
+            if case.is_one_way:
+                require_no_way_back(pipe)
+                return results
             _undo(pipe, case)
             user.uncompile(pipe)
             results["state"] = snapshot(pipe)
@@ -259,6 +262,16 @@ def on_ranks(case: Case, threshold: float) -> dict[str, Any]:
     return results
 
 
+def require_no_way_back(pipe: Any) -> None:
+    """Require that undoing weights in parts raises, and says to load the pipeline again."""
+    try:
+        unparallelize_pipe(pipe)
+    except RuntimeError as error:
+        assert "from_pretrained" in str(error), error
+        return
+    raise AssertionError("unparallelize_pipe undid weights in parts")
+
+
 def _undo(pipe: Any, case: Case) -> None:
     if case["undo"] == "cache-off-first":
         remove_cache_from_pipe(pipe)
@@ -270,6 +283,8 @@ def _undo(pipe: Any, case: Case) -> None:
 
 def _try_to_undo(pipe: Any, case: Case, results: dict[str, Any]) -> None:
     """Undo everything after a refusal, and record an error of the undo."""
+    if case.is_one_way:
+        return
     try:
         _undo(pipe, case)
     except Exception as error:
@@ -324,7 +339,7 @@ def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcom
     problems = []
     errors = []
     for rank, result in enumerate(results):
-        outs, undone = result["outs"], result["undone"]
+        outs, undone = result["outs"], result.get("undone")
         problems += [f"rank {rank}: {kept}" for kept in result["kept"]]
         for call, (out, expected) in enumerate(zip(outs, alone.expected, strict=True)):
             error = relative_error(out, expected)
@@ -339,11 +354,12 @@ def judge(case: Case, alone: Reference, results: list[dict[str, Any]]) -> Outcom
                     f"rank {rank}, call {call}: other bits than rank 0, "
                     f"{relative_error(out, results[0]['outs'][call]):.3g}"
                 )
-            if not _same_bits(undone[call], alone.plain[call]):
+            if undone is not None and not _same_bits(undone[call], alone.plain[call]):
                 problems.append(
                     f"rank {rank}, call {call}: after undo off by {relative_error(undone[call], alone.plain[call]):.3g}"
                 )
-        problems += [f"rank {rank} left: {left}" for left in differences(result["state"], alone.state)[:8]]
+        if undone is not None:
+            problems += [f"rank {rank} left: {left}" for left in differences(result["state"], alone.state)[:8]]
     return Outcome(case.id, "wrong" if problems else "exact", "\n".join(problems[:20]), errors)
 
 

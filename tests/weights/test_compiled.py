@@ -7,8 +7,7 @@ from torchao.prototype.quantized_training import int8_weight_only_quantized_trai
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core import init_context_parallel_mesh
-from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, shard_weights, unshard_weights
-from para_core.weights.parameters import plain_tensors
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, shard_weights
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
 
@@ -95,18 +94,7 @@ def quantized_tensors(compiled):
     held = pipe.transformer.transformer_blocks[0].attn.to_q.weight.qdata
     out = generate(pipe, "flux")
     shape = held.to_local().shape
-    unshard_weights(pipe, components=["transformer"])
-    require_equal_parts(pipe.transformer, alone.transformer)
     return generate(alone, "flux"), out, shape, held.dtype
-
-
-def require_equal_parts(module, other):
-    """Require equal tensors in each quantized weight of the two modules."""
-    weights = dict(other.named_parameters())
-    for name, weight in module.named_parameters():
-        for ours, theirs in zip(plain_tensors(weight), plain_tensors(weights[name]), strict=True):
-            assert type(ours) is type(theirs), name
-            assert torch.equal(ours, theirs), name
 
 
 @pytest.mark.long
@@ -124,11 +112,6 @@ def quantized():
     whole = generate(pipe, "flux")
     shard_weights(pipe, components=["transformer"])
     shared = generate(pipe, "flux")
-    unshard_weights(pipe, components=["transformer"])
-    before = make("flux")
-    quantize_(before.transformer.transformer_blocks, int8_weight_only_quantized_training())
-    require_equal_parts(pipe.transformer, before.transformer)
-    assert torch.equal(generate(pipe, "flux"), whole)
     pipe = make("flux")
     quantize_(pipe.transformer, Int8WeightOnlyConfig())
     with pytest.raises(ValueError, match=r"Int8Tensor.* fsdp_pre_all_gather"):

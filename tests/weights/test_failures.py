@@ -4,6 +4,8 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -15,10 +17,19 @@ from torch.distributed.fsdp import FSDPModule
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core import init_context_parallel_mesh
-from para_core.adapters import from_pretrained_sharded, parallelize_pipe, shard_weights, unshard_weights
-from para_core.adapters.weights import sharded_component
+from para_core.adapters import (
+    apply_cache_on_pipe,
+    from_pretrained_sharded,
+    parallelize_pipe,
+    parallelize_transformer,
+    shard_weights,
+    unparallelize_pipe,
+    unparallelize_transformer,
+)
+from para_core.adapters.weights import fsdp_weights, staged_transformer, tensor_weights
+from tests.adapters.parallel.test_undo import same_pipe
 from tests.rank_pool import RankPoolError
-from tests.tiny import flux_call, flux_pipe, flux_transformer
+from tests.tiny import flux_call, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import generate, make
 
 
@@ -77,8 +88,8 @@ def shard_out_of_memory(kind):
         raise kind("no room")
 
     pipe = flux_pipe()
-    failing = mock.patch.object(sharded_component, "shard_blocks", fail) if dist.get_rank() == 1 else mock.MagicMock()
-    message = rf"sequence rank 1: .*{kind.__name__}: no room"
+    failing = mock.patch.object(fsdp_weights, "shard_blocks", fail) if dist.get_rank() == 1 else mock.MagicMock()
+    message = rf"sequence rank 1: .*{kind.__name__}: no room.* FluxPipeline\.from_pretrained"
     with failing, pytest.raises(RuntimeError, match=message):
         shard_weights(pipe, mesh_for("fsdp"), components=["transformer"])
 
@@ -87,6 +98,97 @@ def shard_out_of_memory(kind):
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
 def test_a_rank_without_memory_is_an_error_on_all(rank_pool, kind):
     rank_pool.run(shard_out_of_memory, 2, kind)
+
+
+WAYS = {
+    "fsdp": (fsdp_weights, "shard_blocks", {}, {"weights": "fsdp"}),
+    "tensor": (tensor_weights, "shard_tensors", {"max_tensor_dim_size": 2}, {"weights": "tensor"}),
+    "stages": (staged_transformer, "free_other_blocks", {"max_pipe_dim_size": 2}, {}),
+}
+
+
+def use_after_failure(way):
+    """Let sharding fail on rank 1 after its weights have changed. Return the messages of this and of later calls."""
+    module, function, sizes, options = WAYS[way]
+    change = getattr(module, function)
+
+    def change_and_fail(*args, **kwargs):
+        change(*args, **kwargs)
+        raise OSError("disk")
+
+    pipe, mesh = make("flux"), init_context_parallel_mesh("cpu", **sizes)
+    group = next(dim for dim in mesh.get_all_groups() if dist.get_world_size(dim) == 2)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    on_one_rank = mock.patch.object(module, function, change_and_fail) if dist.get_rank() == 1 else nullcontext()
+    messages = []
+    with on_one_rank, pytest.raises(RuntimeError) as caught:
+        parallelize_pipe(pipe, mesh=mesh, timeout=33, **options)
+    messages.append(str(caught.value))
+    assert group._get_backend(torch.device("cpu")).options._timeout == timeout
+    for use in (
+        lambda: generate(pipe, "flux"),
+        lambda: pipe.transformer(hidden_states=torch.zeros(1, 4, 16)),
+        lambda: parallelize_pipe(pipe, mesh=mesh, **options),
+        lambda: parallelize_pipe(pipe, mesh=mesh),
+        lambda: shard_weights(pipe, init_context_parallel_mesh("cpu")),
+        lambda: unparallelize_pipe(pipe),
+        lambda: parallelize_transformer(pipe.transformer, mesh=mesh),
+        lambda: unparallelize_transformer(pipe.transformer),
+        lambda: generate(FluxPipeline(**pipe.components), "flux"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            use()
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pipeline_whose_weights_failed_half_way_must_be_loaded_again(rank_pool, way):
+    for messages in rank_pool.run(use_after_failure, 2, way):
+        for message in messages:
+            assert re.search(r"disk.* Load the pipeline again: FluxPipeline\.from_pretrained", message), message
+
+
+def settings_after(method):
+    """Return the messages of calls that would need weights which the other ranks hold, and an image after them."""
+    sizes = {"fsdp": {}, "tensor": {"max_tensor_dim_size": 2}, "stages": {"max_pipe_dim_size": 2}}
+    mesh = init_context_parallel_mesh("cpu", **sizes[method])
+    pipe, messages = make("flux"), {}
+    weights = None if method == "stages" else method
+    parallelize_pipe(pipe, mesh=mesh, weights=weights, text_encoders="fsdp")
+    image = generate(pipe, "flux")
+    others = {name: init_context_parallel_mesh("cpu", **sizes[name]) for name in sizes if name != method}
+    calls = {
+        "unparallelize_pipe": lambda: unparallelize_pipe(pipe),
+        "unparallelize_transformer": lambda: unparallelize_transformer(pipe.transformer),
+        "replicate": lambda: parallelize_pipe(pipe, mesh=mesh, weights="replicate"),
+        "text encoders": lambda: parallelize_pipe(pipe, mesh=mesh, text_encoders="offload"),
+        "text encoders, replicate": lambda: parallelize_pipe(pipe, mesh=mesh, text_encoders="replicate"),
+        **{
+            name: partial(parallelize_pipe, pipe, mesh=other, weights=None if name == "stages" else name)
+            for name, other in others.items()
+        },
+    }
+    for name, call in calls.items():
+        with same_pipe(pipe), pytest.raises(RuntimeError) as caught:
+            call()
+        messages[name] = str(caught.value)
+    assert torch.equal(generate(pipe, "flux"), image)
+    # All other options may be replaced, with the same settings of weights and without any.
+    for options in ({"weights": weights, "text_encoders": "fsdp"}, {}):
+        parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=77, backend="math", **options)
+        assert relative_error(generate(pipe, "flux"), image) < 1e-5
+    apply_cache_on_pipe(pipe, residual_diff_threshold=0.0)
+    return messages, relative_error(generate(pipe, "flux", num_inference_steps=4), image) < 1
+
+
+@pytest.mark.filterwarnings("ignore:the cache of the")
+@pytest.mark.parametrize("method", ["fsdp", "tensor", "stages"])
+def test_other_weight_settings_say_to_load_again(rank_pool, method):
+    for messages, is_finite in rank_pool.run(settings_after, 2, method):
+        assert is_finite
+        for name, message in messages.items():
+            assert re.search(r"Load the (pipeline|model) again.*from_pretrained", message), (name, message)
 
 
 class Dying(FluxPipeline):
@@ -149,11 +251,10 @@ def change_late(method, path):
     mesh = mesh_for(method)
     pipe = parallelize_pipe(make("flux"), mesh=mesh, weights=method)
     for call in (pipe.transformer.fuse_qkv_projections, lambda: pipe.save_pretrained(path)):
-        with pytest.raises(RuntimeError, match=r"are sharded\. .*unshard_weights\(pipe\)"):
+        with pytest.raises(RuntimeError, match=r"are sharded\. .*Load the pipeline again"):
             call()
     before = generate(pipe, "flux")
-    # Weights can be gathered and sharded again any number of times.
-    unshard_weights(pipe)
+    # The same settings once more change nothing.
     shard_weights(pipe, mesh, method=method)
     return before, generate(pipe, "flux")
 

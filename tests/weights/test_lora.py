@@ -7,7 +7,7 @@ from peft import LoraConfig
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from para_core import init_context_parallel_mesh
-from para_core.adapters import parallelize_pipe, unparallelize_pipe
+from para_core.adapters import parallelize_pipe
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
 
@@ -112,14 +112,11 @@ def require_as(pipe, before):
 def draw(name, method, when):
     """Return the output at each stage. Without a method, return those of the unmodified pipe."""
     pipe, outs = make(name), {}
-    # diffusers leaves a registry of hooks on each module that was called.
     outs["plain"] = generate(pipe, name)
     weights, other = lora_weights(name), lora_weights(name, rank=2, seed=12)
-    plain = state_of(pipe)
     if when == "after" and method is not None:
         shared(pipe, method)
     pipe.load_lora_weights(weights, adapter_name="style")
-    with_lora = None if when == "after" else state_of(pipe)
     if when == "before" and method is not None:
         shared(pipe, method)
     outs["loaded"] = generate(pipe, name)
@@ -132,13 +129,6 @@ def draw(name, method, when):
     pipe.disable_lora()
     outs["disabled"] = generate(pipe, name)
     pipe.enable_lora()
-    if with_lora is not None and method is not None:
-        unparallelize_pipe(pipe)
-        require_as(pipe, with_lora)
-        outs["undone"] = generate(pipe, name)
-        shared(pipe, method)
-    elif method is None:
-        outs["undone"] = outs["loaded"]
     pipe.fuse_lora(safe_fusing=True)
     outs["fused"] = generate(pipe, name)
     pipe.unfuse_lora()
@@ -149,11 +139,6 @@ def draw(name, method, when):
     pipe.fuse_lora()
     pipe.unload_lora_weights()
     outs["fused and unloaded"] = generate(pipe, name)
-    if method is not None:
-        unparallelize_pipe(pipe)
-        state = state_of(pipe)
-        assert all(state[what] == plain[what] for what in ("gradients", "classes", "hooks")), state
-    outs["alone, fused"] = generate(pipe, name)
     return outs
 
 
@@ -174,13 +159,16 @@ def test_a_lora_is_exact_over_shared_weights(rank_pool, name, method, when):
 
 
 def delete_last(method):
-    """Return the outputs after the only LoRA was deleted from sharded weights, and after these were sharded again."""
+    """Return the outputs after the only LoRA was deleted from sharded weights, and before they were sharded."""
     pipe = shared(make("flux"), method)
     pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
     pipe.delete_adapters("style")
     deleted = generate(pipe, "flux")
+    pipe = make("flux")
+    pipe.load_lora_weights(lora_weights("flux"), adapter_name="style")
+    pipe.delete_adapters("style")
     # The layers of peft stay in the model without a LoRA.
-    return deleted, generate(shared(unparallelize_pipe(pipe), method), "flux")
+    return deleted, generate(shared(pipe, method), "flux")
 
 
 @pytest.mark.parametrize("method", ["tensor", *[pytest.param(x, marks=pytest.mark.long) for x in ("fsdp", "stages")]])
@@ -288,53 +276,7 @@ def test_lora_of_one_rank_of_a_stage_raises_on_all_ranks(rank_pool):
     assert all(isinstance(error, ValueError) and "stage 1" in str(error) for error in errors), errors
 
 
-# -- Gradients.
-
-
-def gradients_of(pipe):
-    return {name: x.requires_grad for name, x in pipe.transformer.named_parameters()}
-
-
-def trainable(name):
-    pipe = make(name)
-    pipe.transformer.requires_grad_(True)
-    return pipe
-
-
-def gradients_after(name, method):
-    """Return the weights that require gradients after undoing, for a LoRA that was loaded while weights were
-    sharded.
-    """
-    pipe = shared(trainable(name), method)
-    pipe.load_lora_weights(lora_weights(name))
-    generate(pipe, name)
-    return gradients_of(unparallelize_pipe(pipe))
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("method", MESHES)
-def test_weights_that_a_late_lora_froze_stay_frozen(rank_pool, method):
-    pipe = trainable("flux")
-    pipe.load_lora_weights(lora_weights("flux"))
-    expected = gradients_of(pipe)
-    assert set(expected.values()) == {True, False}
-    for gradients in rank_pool.run(gradients_after, 2, "flux", method):
-        assert gradients == expected
-
-
-def quantized_in_stages(name):
-    pipe = shared(trainable(name), "stages")
-    quantize_(pipe.transformer, Int8WeightOnlyConfig())
-    return gradients_of(unparallelize_pipe(pipe))
-
-
-def test_weights_that_were_quantized_in_stages_take_no_gradients(rank_pool):
-    pipe = trainable("flux")
-    quantize_(pipe.transformer, Int8WeightOnlyConfig())
-    expected = gradients_of(pipe)
-    assert set(expected.values()) == {True, False}
-    for gradients in rank_pool.run(quantized_in_stages, 2, "flux"):
-        assert gradients == expected
+# -- Quantized weights.
 
 
 def draw_quantized(name, when):
@@ -386,9 +328,6 @@ def draw_with_encoder(method, when):
     pipe.unfuse_lora(components=["text_encoder", "transformer"])
     pipe.unload_lora_weights()
     outs["unloaded"] = generate(pipe, "flux")
-    if method is not None:
-        unparallelize_pipe(pipe)
-    outs["undone"] = generate(pipe, "flux")
     return outs
 
 

@@ -7,14 +7,14 @@ import torch
 from peft import LoraConfig
 
 from para_core import init_context_parallel_mesh
-from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe, unshard_weights
+from para_core.adapters import apply_cache_on_pipe, parallelize_pipe, unparallelize_pipe
 from para_core.adapters.inspect.components import stack_of
 from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.quantize import quantize_transformers
-from para_core.weights.fsdp import require_shardable
+from para_core.weights.fsdp import check_shardable
 from para_core.weights.parameters import plain_tensors
-from para_core.weights.stages import require_sendable
-from para_core.weights.tensor_plan import require_tensor_plan_fits
+from para_core.weights.stages import check_freeable
+from para_core.weights.tensor_checks import check_tensor_plan
 from tests.rank_pool import heartbeat
 from tests.tiny import flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import generate
@@ -79,10 +79,9 @@ def generate_in(kind, folder, ways, parallel):
         if change is not None:
             change(pipe)
         images = [generate(pipe, "flux", num_inference_steps=3)]
-        if parallel:
+        # Nothing undoes sharded weights and stages.
+        if parallel and "weights" not in options and "pipe" not in dims:
             unparallelize_pipe(pipe)
-            if "weights" in options:
-                unshard_weights(pipe)
             images.append(generate(pipe, "flux", num_inference_steps=3))
         after = parts_of(pipe)
         same = all(
@@ -123,9 +122,9 @@ def test_a_quantized_file_is_exact_on_ranks(rank_pool, kind, folder):
 
 
 CHECKS = {
-    "fsdp": require_shardable,
-    "tensor": lambda module: require_tensor_plan_fits(module, tensor_plan_for(module), 2),
-    "stages": lambda module: require_sendable(module, stack_of(module)),
+    "fsdp": check_shardable,
+    "tensor": lambda module: check_tensor_plan(module, tensor_plan_for(module), 2),
+    "stages": lambda module: check_freeable(module, stack_of(module)),
     "quantize": lambda module: quantize_transformers(flux_pipe(transformer=module), "int8"),
 }
 REFUSED = {
@@ -164,4 +163,4 @@ def test_other_linear_layer_is_not_sharded_over_heads():
     linear = transformer.transformer_blocks[0].attn.to_q
     transformer.transformer_blocks[0].attn.to_q = Doubled(linear.in_features, linear.out_features)
     with pytest.raises(ValueError, match=r"transformer_blocks\.0\.attn\.to_q .*Doubled"):
-        require_tensor_plan_fits(transformer, tensor_plan_for(transformer), 2)
+        check_tensor_plan(transformer, tensor_plan_for(transformer), 2)

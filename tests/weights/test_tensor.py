@@ -23,11 +23,9 @@ from para_core.adapters import (
     parallelize_pipe,
     parallelize_transformer,
     shard_weights,
-    unparallelize_transformer,
-    unshard_weights,
 )
 from para_core.adapters.registry import mesh_of, tensor_plan_for
-from para_core.weights.tensor import gather_tensors, shard_tensors
+from para_core.weights.tensor import shard_tensors
 from tests.tiny import cpu_mesh, flux_pipe, flux_transformer, relative_error
 from tests.weights.pipes import bytes_of, generate, make
 from zoo.tiny.transformers.registry import MODELS
@@ -97,20 +95,12 @@ def computed_alone(name):
 
 def over(name, shape):
     transformer = build(name)
-    alone, state = call(transformer, name, SIZES[0]), transformer.state_dict()
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("batch", "ring", "ulysses", "tensor"))
     held = bytes_of(transformer)
     shard_tensors(transformer, tensor_plan_for(transformer), mesh["tensor"])
     parallelize_transformer(transformer, mesh=mesh)
     outs = [call(transformer, name, size) for size in SIZES]
-    shared = bytes_of(transformer)
-    unparallelize_transformer(transformer)
-    gather_tensors(transformer)
-    undone = transformer.state_dict()
-    assert undone.keys() == state.keys()
-    assert all(torch.equal(undone[key], state[key]) for key in state)
-    assert all(map(torch.equal, call(transformer, name, SIZES[0]), alone))
-    return outs, shared / held
+    return outs, bytes_of(transformer) / held
 
 
 def check(rank_pool, name, shape):
@@ -222,8 +212,6 @@ def shard_what_diffusers_sharded(method):
     shard_by_diffusers(pipe.transformer, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
     with pytest.raises(ValueError, match=r"pipe\.transformer .*diffusers.* weights="):
         shard_weights(pipe, mesh, method=method)
-    with pytest.warns(UserWarning, match=r"pipe\.transformer .*diffusers.* parallel_config"):
-        unshard_weights(pipe)
 
 
 @pytest.mark.parametrize("method", ["fsdp", "tensor"])
@@ -244,7 +232,7 @@ def refusals_on_ranks():
     parallelize_pipe(pipe, mesh=cpu_mesh(1, 2))
     with pytest.raises(RuntimeError, match=r"heads .*\[0, 1\] .*'tensor' .* none"):
         generate(pipe, "flux")
-    unshard_weights(pipe)
+    pipe = make("flux")
     pipe.transformer.add_adapter(LoHaConfig(r=2, target_modules=["to_q"]))
     with pytest.raises(ValueError, match=r"to_q .*loha's Linear, .*pipe\.fuse_lora"):
         shard_weights(pipe, mesh, method="tensor")

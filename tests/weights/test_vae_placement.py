@@ -10,8 +10,8 @@ from torch import nn
 
 from para_core import init_context_parallel_mesh
 from para_core.adapters import parallelize_pipe, unparallelize_pipe
-from para_core.adapters.parallel.parts import OffloadPart
 from para_core.adapters.weights.offloaded_modules import offloader_of
+from tests.adapters.parallel.test_undo import failing_at_the_end
 from tests.tiny import flux_pipe, relative_error
 from tests.weights.copying_group import CopyingGroup
 from zoo.tiny.pipelines import PIPELINES
@@ -128,7 +128,7 @@ def fail_and_place_again():
     with pytest.raises(RuntimeError) as error:
         pipe.vae.decode(torch.ones(1, 3, 5, 5))
     outs = [generate(pipe, "flux")]
-    with mock.patch.object(OffloadPart, "complete", side_effect=OSError("disk")), pytest.raises(RuntimeError):
+    with failing_at_the_end():
         parallelize_pipe(pipe, mesh=mesh, vae_placement="offload")
     calls = counted(pipe)
     outs.append(generate(pipe, "flux"))

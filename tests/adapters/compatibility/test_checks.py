@@ -37,7 +37,7 @@ from para_core.adapters.inspect.components import blocks_of
 from para_core.adapters.model_checks import require_plan
 from para_core.adapters.registry import tensor_plan_for
 from para_core.adapters.weights.shard import check_shard
-from para_core.adapters.weights.staged_transformer import hold_stage
+from para_core.adapters.weights.staged_transformer import StageChange
 from para_core.attention.attention_options import AttnOptions
 from para_core.cache.options import CacheOptions
 from para_core.distributed.mesh import guided_mesh
@@ -330,7 +330,7 @@ def in_stages(mesh):
 def compiled_stages(mesh):
     """Compile the blocks in place after they were split into stages."""
     pipe = flux_pipe()
-    hold_stage(pipe.transformer, in_stages(mesh))
+    StageChange(pipe, pipe.transformer, in_stages(mesh), None).apply()
     return case(pipe, compiled_in_place(pipe.transformer), "transformer", mesh=in_stages(mesh))
 
 
@@ -341,7 +341,7 @@ def fused_and_compiled(mesh):
 
 def cached_stages(mesh):
     pipe = flux_pipe()
-    hold_stage(pipe.transformer, in_stages(mesh))
+    StageChange(pipe, pipe.transformer, in_stages(mesh), None).apply()
     return case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1, rule="modulated_input"))
 
 
@@ -357,6 +357,25 @@ def fsdp_without_breaks(mesh):
     shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
     module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, fullgraph=True, backend="eager")
     return case(pipe, module, "transformer", mesh=mesh)
+
+
+def sharded_before_stages(mesh):
+    pipe = flux_pipe()
+    shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    return case(pipe, pipe.transformer, "transformer", mesh=in_stages(mesh))
+
+
+def sharded_cached_and_compiled(mesh):
+    pipe = flux_pipe()
+    shard_blocks(pipe.transformer, blocks_of(pipe.transformer), weights_mesh([0, 1], "cpu"))
+    apply_plan(pipe.transformer, require_plan(pipe.transformer, pipe.transformer, None), mesh.sequence)
+    module, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, backend="eager")
+    return case(pipe, module, "transformer", mesh=mesh, options=CacheOptions(0.1))
+
+
+def fused_and_cached(mesh):
+    pipe = parallelize_pipe(flux_pipe(), pipefusion=PipeFusion())
+    return case(pipe, pipe.transformer, "transformer", options=CacheOptions(0.1))
 
 
 def compiled_gguf(mesh):
@@ -461,52 +480,67 @@ CASES = {
         without_scheduler,
         "^always_compute_last .*scheduler, .*FluxPipeline ",
     ),
-    "refuse_several_devices": (
+    "check_one_device": (
         check_shard,
         lambda mesh: case(changed(flux_pipe(), hf_device_map={"a": 0, "b": 1}), flux_transformer(), "transformer"),
         r"pipeline .*\['0', '1'\] .*device_map, .*mesh=mesh, weights='fsdp'\)",
     ),
-    "refuse_moved_weights": (
+    "check_unmoved_weights": (
         check_shard,
         lambda mesh: on_flux(lambda model: changed(model, _hf_hook=object()), mesh),
         r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
     ),
-    "refuse_unchained_stages": (
+    "check_chained_blocks": (
         check_parallelize,
         lambda mesh: case(*[MODELS["hunyuandit"].build()] * 2, mesh=in_stages(mesh)),
         r"^HunyuanDiT2DModel .*stages.*weights='fsdp'",
     ),
-    "refuse_moved_stages": (
+    "check_moved_weights": (
         check_parallelize,
         lambda mesh: on_flux(lambda model: changed(model.proj_out, _hf_hook=object()) and None, in_stages(mesh)),
         r"^pipe\.transformer .*accelerate, .*pipe\.remove_all_hooks\(\)",
     ),
-    "refuse_compiled_stages": (
+    "check_sharded_weights": (
+        check_parallelize,
+        sharded_before_stages,
+        r"^pipe\.transformer .*sharded, .*stage .*Load the pipeline again \(from_pretrained\)",
+    ),
+    "check_cached_graph_of_shards": (
+        check_cached_call,
+        sharded_cached_and_compiled,
+        r"^pipe\.transformer .*compiled .*\(weights='fsdp'\).*compile_repeated_blocks\(fullgraph=True\)",
+    ),
+    "check_cache_under_pipefusion": (
+        check_cached_call,
+        fused_and_cached,
+        r"^pipe\.transformer .*cached: .*PipeFusion .*remove_cache_from_pipe\(pipe\)",
+    ),
+    "check_compiled_stages": (
         check_parallel_call,
         compiled_stages,
         r"^pipe\.transformer .*compiled .*transformer\.compile_repeated_blocks\(fullgraph=True\)",
     ),
-    "refuse_compiled_pipefusion": (
+    "check_compiled_pipefusion": (
         check_parallel_call,
         fused_and_compiled,
         r"^pipe\.transformer .*PipeFusion, .*compile_repeated_blocks\(fullgraph=True\)",
     ),
-    "refuse_cache_on_stages": (
+    "check_cache_on_stages": (
         check_cached_call,
         cached_stages,
         r"^pipe\.transformer .*stages, .*cached.* rule ",
     ),
-    "refuse_shards_beyond_sequence": (
+    "check_shards_in_sequence": (
         check_cached_call,
         sharded_and_cached,
         r"^pipe\.transformer .*weights .*2 ranks, .* 1\W.*cache",
     ),
-    "refuse_cached_graph_of_shards": (
+    "check_cached_graph_of_tensors": (
         check_cached_call,
         sharded_and_compiled,
         r"^pipe\.transformer .*compiled .*\(weights='tensor'\).*compile_repeated_blocks\(fullgraph=True\)",
     ),
-    "refuse_graph_of_fsdp": (
+    "check_fullgraph_of_shards": (
         check_parallel_call,
         fsdp_without_breaks,
         r"^pipe\.transformer .*fullgraph=True, .*\(weights='fsdp'\).*compile_repeated_blocks",
@@ -516,12 +550,12 @@ CASES = {
         compiled_gguf,
         r"^pipe\.transformer .*GGUF .*compiled.*pipe\.transformer\.dequantize\(\)",
     ),
-    "refuse_late_quantization": (
+    "check_late_quantization": (
         check_parallel_call,
         quantized_late,
         r"^transformer_blocks\.0\.attn\.to_q\.weight .*pipe\.transformer .*Int8Tensor ",
     ),
-    "refuse_other_tensor_ranks": (
+    "check_tensor_ranks": (
         check_parallel_call,
         lambda mesh: on_flux(
             lambda model: None, replace(mesh, tensor=mesh.sequence.ulysses), applied=mesh_of_plan(flux_transformer())

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from diffusers import FluxPipeline
 
 from para_core import init_context_parallel_mesh
@@ -12,9 +11,7 @@ from para_core.adapters import (
     from_pretrained_sharded,
     parallelize_pipe,
     remove_cache_from_pipe,
-    shard_weights,
     unparallelize_pipe,
-    unshard_weights,
 )
 from para_core.adapters.parallel.call import parallel_call
 from tests.adapters.parallel.test_undo import (
@@ -29,7 +26,6 @@ from tests.adapters.parallel.test_undo import (
     timeouts,
 )
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
-from tests.weights.pipes import make
 
 
 def require_restored(pipe, before):
@@ -43,11 +39,12 @@ RESOLVE = (
     "transformers_of",
     "denoisers_by_kind",
     "_parallel_vaes_of",
-    "require_mesh_fits",
+    "require_method",
     "text_encoders_of",
     "resolve_transformer",
     "require_parallel_vae",
     "check_shard",
+    "changes_for",
     "groups_among",
     "weights_groups",
     "as_timedelta",
@@ -86,10 +83,9 @@ LOAD = (
     f"{PARALLEL}.load_sharded._files_in",
     f"{PARALLEL}.load_sharded._dtypes_of",
     f"{PARALLEL}.load_sharded._map_each_weight",
-    f"{PARALLEL}.options.apply_plan",
-    f"{PARALLEL}.load_sharded.shard_components",
+    f"{PARALLEL}.transformer.apply_plan",
     f"{WEIGHTS}.shard.components_of",
-    f"{WEIGHTS}.sharded_component.shard_blocks",
+    f"{WEIGHTS}.fsdp_weights.shard_blocks",
     f"{WEIGHTS}.sharded_component.fill_slot",
     f"{PARALLEL}.load_sharded._copy_from_files",
     f"{PARALLEL}.load_sharded._cast",
@@ -118,9 +114,9 @@ def test_a_failing_step_of_load_raises_on_all_ranks(rank_pool, folder):
 @pytest.mark.parametrize(
     ("step", "after"),
     [
-        ("para_core.adapters.cache.generation.unwrap", 0),
+        ("para_core.adapters.cache.generation.empty_slot", 0),
         ("para_core.cache.block_cache.detach", 0),
-        ("para_core.adapters.cache.pipeline.unwrap", 0),
+        ("para_core.adapters.cache.pipeline.empty_slot", 0),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the cache of the")
@@ -139,12 +135,10 @@ def test_cache_stays_after_a_failed_removal(step, after):
 
 
 UNPARALLELIZE = (
-    f"{PARALLEL}.options.remove_plan",
-    "para_core.adapters.vae.vae.unwrap",
-    f"{PARALLEL}.call.release_pipe",
-    f"{WEIGHTS}.shard.unwrap",
-    f"{WEIGHTS}.shard.gather_component",
-    "para_core.weights.fsdp._whole",
+    f"{PARALLEL}.transformer.remove_plan",
+    "para_core.adapters.vae.vae.empty_slots",
+    f"{WEIGHTS}.offloaded_modules._remove_offload",
+    f"{WEIGHTS}.block_offload.empty_slot",
     "para_core.distributed.timeouts.set_group_timeout",
 )
 
@@ -154,7 +148,7 @@ def fail_in_unparallelize():
     for step in UNPARALLELIZE:
         pipe = flux_pipe(shared_parts=False)
         image, before = image_of(pipe), state_of(pipe)
-        parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=33, weights="fsdp")
+        parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=33, text_encoders="offload", offload="blocks")
         with pytest.raises(Injected), failing(step, None):
             unparallelize_pipe(pipe)
         assert parallel_call(pipe) is not None, step
@@ -172,56 +166,3 @@ def fail_in_unparallelize():
 @pytest.mark.long
 def test_second_unparallelize_pipe_completes_a_failed_step(rank_pool):
     rank_pool.run(fail_in_unparallelize, 2)
-
-
-def fail_in_unparallelize_stages():
-    stages = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
-    for step in ("para_core.weights.stages.map_plain_tensors", f"{WEIGHTS}.staged_transformer.unwrap"):
-        pipe = make("flux")
-        image, before = image_of(pipe), state_of(pipe)
-        parallelize_pipe(pipe, mesh=stages)
-        with pytest.raises(Injected), failing(step, None, 5):
-            unparallelize_pipe(pipe)
-        unparallelize_pipe(pipe)
-        require_restored(pipe, before)
-        assert torch.equal(image_of(pipe), image), step
-
-
-def test_second_call_completes_a_failed_gather_of_stages(rank_pool):
-    rank_pool.run(fail_in_unparallelize_stages, 2)
-
-
-UNSHARD = {
-    "fsdp": (
-        ("para_core.weights.fsdp._whole", 3),
-        (f"{WEIGHTS}.sharded_component.gather_blocks", 1),
-        (f"{WEIGHTS}.sharded_component.leave_loras", 0),
-        (f"{WEIGHTS}.sharded_component.unwrap", 0),
-    ),
-    "tensor": (
-        ("para_core.weights.tensor._ordered", 3),
-        ("para_core.weights.tensor._replace", 0),
-        ("para_core.weights.tensor._compute_whole", 0),
-        (f"{WEIGHTS}.sharded_component.leave_loras", 0),
-    ),
-}
-
-
-def fail_in_unshard(method):
-    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2 if method == "tensor" else None)
-    for step, after in UNSHARD[method]:
-        pipe = flux_pipe(shared_parts=False)
-        image, before = image_of(pipe), state_of(pipe)
-        shard_weights(pipe, mesh, method=method)
-        with pytest.raises(Injected), failing(step, None, after):
-            unshard_weights(pipe)
-        unshard_weights(pipe)
-        require_restored(pipe, before)
-        assert torch.equal(image_of(pipe), image), step
-        dist.barrier()
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("method", ["fsdp", "tensor"])
-def test_second_unshard_weights_completes_a_failed_step(rank_pool, method):
-    rank_pool.run(fail_in_unshard, 2, method)

@@ -1,7 +1,6 @@
 """One call of parallelize_pipe replaces another: first it fails and changes nothing, then it succeeds and is undone."""
 
 import traceback
-from unittest import mock
 
 import pytest
 import torch
@@ -9,8 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from para_core import PipeFusion
 from para_core.adapters import AttentionSchedule, parallelize_pipe, unparallelize_pipe
-from para_core.adapters.parallel.transformer import TransformerPart
-from tests.adapters.parallel.test_undo import changes_since, state_of
+from tests.adapters.parallel.test_undo import changes_since, failing_at_the_end, state_of
 from tests.rank_pool import heartbeat
 from tests.tiny import relative_error
 from tests.weights.pipes import generate, make
@@ -23,16 +21,26 @@ SETTINGS = {
     "vae": ({"ring": 2}, {"vae": True}),
     "stages": ({"pipe": 2}, {}),
     "pipefusion": ({"pipe": 2}, {"pipefusion": PipeFusion(warmup_steps=1)}),
+    "first in stages": ({"pipe": 2}, {"text_encoders": "first", "vae": True}),
     "fsdp": ({"ulysses": 2}, {"weights": "fsdp"}),
     "fsdp and offload": ({"ulysses": 2}, {"weights": "fsdp", "text_encoders": "offload", "vae_placement": "first"}),
     "tensor": ({"tensor": 2}, {"weights": "tensor"}),
     "text encoders": ({"ring": 2}, {"text_encoders": "fsdp", "vae_placement": "offload"}),
-    "first": ({"pipe": 2}, {"text_encoders": "first", "vae": True}),
+    "first": ({"ring": 2}, {"text_encoders": "first", "vae": True}),
+    "offload": ({"ulysses": 2}, {"text_encoders": "offload", "vae_placement": "offload"}),
     "blocks": ({"ulysses": 2}, {"offload": "blocks", "backend": "math"}),
     "one rank": ({}, {"offload": "blocks", "text_encoders": "offload"}),
     "schedule": ({"ulysses": 2}, {"backend": AttentionSchedule("math", 1, 1)}),
     "8 bits": ({"ring": 2}, {"comm_dtype": torch.int8}),
 }
+
+
+# Settings that split or free weights, which nothing undoes. Those of one group may replace each other.
+ONE_WAY = [{"stages", "pipefusion", "first in stages"}, {"fsdp"}, {"fsdp and offload"}, {"tensor"}, {"text encoders"}]
+
+
+def may_follow(first, second):
+    return all(second in group for group in ONE_WAY if first in group)
 
 
 def parallelize(pipe, kind):
@@ -73,26 +81,25 @@ def replaced(first, second, expected, plain):
     parallelize(pipe, first)
     check("first", expected[first])
     held = state_of(pipe)
-    with (
-        mock.patch.object(TransformerPart, "complete", side_effect=OSError("disk")),
-        pytest.raises((RuntimeError, OSError)),
-    ):
+    with failing_at_the_end():
         parallelize(pipe, second)
     out += [f"{first} -> {second}, failed: {change}" for change in changes_since(held, pipe)]
     check("failed", expected[first])
     parallelize(pipe, second)
     check("second", expected[second])
+    if any(second in group for group in ONE_WAY):
+        return out
     unparallelize_pipe(pipe)
     check("undone", plain)
     out += [f"{first} -> {second}, undone: {change}" for change in changes_since(before, pipe)]
     return out
 
 
-# Each of these pairs replaces sharded weights.
-SHORT = [("fsdp", "tensor"), ("text encoders", "fsdp"), ("fsdp and offload", "stages")]
+# Each of these pairs begins or ends with weights in parts, or has offloaded ones.
+SHORT = [("offload", "fsdp"), ("blocks", "tensor"), ("first", "stages"), ("stages", "pipefusion")]
 
 
-def test_settings_replace_sharded_weights(rank_pool):
+def test_settings_replace_others(rank_pool):
     for problems in rank_pool.run(replace, 2, SHORT):
         assert not problems, "\n".join(problems)
 
@@ -100,5 +107,7 @@ def test_settings_replace_sharded_weights(rank_pool):
 @pytest.mark.long
 @pytest.mark.parametrize("first", SETTINGS)
 def test_settings_replace_all_others(rank_pool, first):
-    for problems in rank_pool.run(replace, 2, [(first, second) for second in SETTINGS if second != first]):
+    for problems in rank_pool.run(
+        replace, 2, [(first, second) for second in SETTINGS if second != first and may_follow(first, second)]
+    ):
         assert not problems, "\n".join(problems)

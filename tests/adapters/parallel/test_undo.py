@@ -21,14 +21,14 @@ from para_core.adapters import (
     parallelize_vae,
     shard_weights,
     unparallelize_pipe,
-    unshard_weights,
 )
 from para_core.adapters.parallel.call import parallel_call
+from para_core.adapters.parallel.session import ParallelSession
 from para_core.adapters.parallel.transformer import TransformerPart
 from para_core.adapters.registry import adapter_for
 from para_core.instance.modules import uncompiled
 from para_core.instance.record import filled_slots
-from para_core.weights.stages import stages_of
+from para_core.weights.stack import stages_of
 from tests.tiny import cpu_mesh, flux_call, flux_pipe
 from tests.together.snapshot import differences, snapshot
 from tests.weights.pipes import make
@@ -138,8 +138,11 @@ def timeouts_of_pipes():
     for step in steps:
         step()
         seconds.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
-    image_of(parallelize_pipe(first, mesh=mesh, vae=True, weights="fsdp", timeout=30))
+    image_of(parallelize_pipe(first, mesh=mesh, vae=True, timeout=30))
     unparallelize_pipe(first)
+    # Sharded weights stay, and another call restores the time-out.
+    image_of(parallelize_pipe(second, mesh=mesh, weights="fsdp", timeout=30))
+    image_of(parallelize_pipe(second, mesh=mesh))
     after = timeouts()
     return initial, seconds, before, after, group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
@@ -157,7 +160,7 @@ def test_unparallelize_pipe_restores_timeouts(rank_pool):
 
 PARALLEL = "para_core.adapters.parallel"
 WEIGHTS = "para_core.adapters.weights"
-# Each module has the functions that a step calls and looks up there.
+# Each module has the functions that a step calls and looks up there. All of these steps come before weights change.
 STEPS_OF_PIPE = {
     "plan": f"{PARALLEL}.transformer.apply_plan",
     "submodules": "para_core.plans.region.fill_slot",
@@ -166,12 +169,11 @@ STEPS_OF_PIPE = {
     "call": f"{PARALLEL}.call.fill_slot",
     "VAE": f"{PARALLEL}.resolve.parallelize_vae",
     "methods of the VAE": "para_core.adapters.vae.vae.fill_slot",
-    "weights": f"{PARALLEL}.parts.shard_components",
+    "text encoders": f"{WEIGHTS}.offloaded_modules.execution_device",
+    "weights": f"{PARALLEL}.resolve.prepare_sharding",
     "components": f"{WEIGHTS}.shard.components_of",
-    "weights mesh": f"{WEIGHTS}.shard.weights_mesh",
-    "blocks": f"{WEIGHTS}.sharded_component.shard_blocks",
-    "LoRA": f"{WEIGHTS}.sharded_component.follow_loras",
-    "late methods": f"{WEIGHTS}.sharded_component.fill_slot",
+    "weights mesh": f"{WEIGHTS}.fsdp_weights.weights_mesh",
+    "offloaded weights": f"{WEIGHTS}.shard.check_not_offloaded",
 }
 
 
@@ -206,6 +208,19 @@ def failing(step, rank, after=0):
     assert len(calls) > after or not fails_here(rank), step
 
 
+@contextmanager
+def failing_at_the_end():
+    """Make parallelize_pipe raise ``OSError`` on all ranks after its last change that another call can undo."""
+    start = ParallelSession.start
+
+    def start_and_fail(session):
+        start(session)
+        raise OSError("disk")
+
+    with mock.patch.object(ParallelSession, "start", start_and_fail), pytest.raises(OSError, match="disk"):
+        yield
+
+
 def fail_in(earlier, steps, rank):
     """Make each of ``steps`` fail, and compare the pipeline before and after it."""
     pipe, mesh = flux_pipe(shared_parts=False), cpu_mesh(1, 2)
@@ -213,21 +228,15 @@ def fail_in(earlier, steps, rank):
         parallelize_pipe(pipe, mesh=mesh, **earlier)
     image = image_of(pipe)
     for name in steps:
-        weights = "replicate" if earlier is not None and earlier.get("weights") else "fsdp"
-        if weights == "replicate" and name in (
-            "weights",
-            "components",
-            "weights mesh",
-            "blocks",
-            "LoRA",
-            "late methods",
-        ):
+        if name in ("weights", "weights mesh") and rank is not None:
+            continue  # All ranks make the group and prepare together, and would wait for one until the time-out.
+        sharded = earlier is not None and "weights" in earlier
+        options = {"weights": "fsdp"} if sharded else {"weights": "fsdp", "text_encoders": "offload"}
+        if sharded and name == "text encoders":
             continue
-        if name == "weights mesh" and rank is not None:
-            continue  # All ranks of a group create it, so they would wait for a failed rank until the time-out.
         try:
             with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(STEPS_OF_PIPE[name], rank):
-                parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=33, text="replicate", weights=weights)
+                parallelize_pipe(pipe, mesh=mesh, vae=True, timeout=33, text="replicate", **options)
         except BaseException as error:
             error.add_note(f"step {name}, rank {rank}")
             raise
@@ -242,54 +251,31 @@ def test_a_failing_step_of_parallelize_pipe_changes_nothing(rank_pool, earlier, 
     rank_pool.run(fail_in, 2, earlier, list(STEPS_OF_PIPE), rank)
 
 
-def fail_after_gathering(rank):
-    pipe, mesh = flux_pipe(shared_parts=False), cpu_mesh(1, 2)
-    parallelize_pipe(pipe, mesh=mesh, weights="fsdp")
-    step = f"{WEIGHTS}.offloaded_modules.execution_device"
-    with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank):
-        parallelize_pipe(pipe, mesh=mesh, weights="replicate", vae_placement="offload")
-
-
-@pytest.mark.parametrize("rank", RANKS)
-def test_failure_after_gathering_weights_changes_nothing(rank_pool, rank):
-    rank_pool.run(fail_after_gathering, 2, rank)
-
-
-def fail_between_shards(rank):
-    """Let the second component or a middle block fail after others were sharded, on a new pipeline and on one with
-    another method.
-    """
-    pipe, mesh = flux_pipe(shared_parts=False), init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
-    data = init_context_parallel_mesh("cpu")
+def fail_before_sharding(rank):
+    """Let each step of shard_weights fail that comes before the first weight changes."""
+    pipe, data = flux_pipe(shared_parts=False), init_context_parallel_mesh("cpu")
+    mesh = init_context_parallel_mesh("cpu", max_tensor_dim_size=2)
     image = image_of(pipe)
     storage = {name: x.data_ptr() for name, x in pipe.transformer.named_parameters()}
-    steps = [
-        (f"{WEIGHTS}.sharded_component.shard_blocks", 1),
-        ("para_core.weights.fsdp.fully_shard", 1),
-        (f"{WEIGHTS}.sharded_component.fill_slot", 1),
-    ]
-    for step, after in steps:
+    check = f"{WEIGHTS}.fsdp_weights.check_shardable"
+    for step, after in ((f"{WEIGHTS}.shard.components_of", 0), (check, 0), (check, 1)):
         with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank, after):
             shard_weights(pipe, data)
-    assert storage == {name: x.data_ptr() for name, x in pipe.transformer.named_parameters()}
-    for step, after in [("para_core.weights.tensor._distributed", 3), ("para_core.weights.tensor._wrap_linears", 0)]:
-        with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank, after):
-            shard_weights(pipe, mesh, method="tensor")
+    with (
+        same_pipe(pipe),
+        pytest.raises(RuntimeError, match="17"),
+        failing(f"{WEIGHTS}.tensor_weights.check_tensor_plan", rank),
+    ):
+        shard_weights(pipe, mesh, method="tensor")
     with pytest.raises(ValueError), same_pipe(pipe):
         shard_weights(pipe, data, method="typo")
-    assert torch.equal(image_of(pipe), image)
-    shard_weights(pipe, data)
-    before, sharded = state_of(pipe), image_of(pipe)
-    with pytest.raises(RuntimeError, match="17"), failing(f"{WEIGHTS}.sharded_component.shard_tensors", rank):
-        shard_weights(pipe, mesh, method="tensor")
-    assert changes_since(before, pipe) == [] and torch.equal(image_of(pipe), sharded)
-    unshard_weights(pipe)
+    assert storage == {name: x.data_ptr() for name, x in pipe.transformer.named_parameters()}
     assert torch.equal(image_of(pipe), image)
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_a_failing_step_of_shard_weights_changes_nothing(rank_pool, rank):
-    rank_pool.run(fail_between_shards, 2, rank)
+def test_failure_before_weights_are_sharded_changes_nothing(rank_pool, rank):
+    rank_pool.run(fail_before_sharding, 2, rank)
 
 
 STEPS_OF_CACHE = {
@@ -340,10 +326,11 @@ def fail_in_parallel_cache(rank):
 
 
 def fail_in_models(rank):
-    mesh, pipe = cpu_mesh(1, 2), flux_pipe(shared_parts=False)
+    mesh = cpu_mesh(1, 2)
     stages = init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
-    vae = pipe.vae
     for earlier in (None, mesh, stages):
+        pipe = flux_pipe(shared_parts=False)
+        vae = pipe.vae
         if earlier is not None:
             parallelize_transformer(pipe.transformer, mesh=earlier)
             if earlier is mesh:
@@ -351,9 +338,11 @@ def fail_in_models(rank):
         image = image_of(pipe)
         for target, step in [
             (mesh, f"{PARALLEL}.transformer.apply_plan"),
-            (stages, f"{PARALLEL}.transformer.hold_stage"),
+            (stages, f"{WEIGHTS}.staged_transformer.stack_of"),
             (stages, f"{WEIGHTS}.staged_transformer.fill_slot"),
         ]:
+            if earlier is stages and target is mesh:
+                continue  # Freed blocks do not come back.
             with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_transformer(pipe.transformer, mesh=target)
         with same_pipe(pipe), pytest.raises(ValueError):
@@ -404,9 +393,9 @@ def fail_in_stages(rank):
     """Make PipeFusion on stages fail, on a new pipeline and on one that already runs it."""
     pipe, stages = make("flux"), init_context_parallel_mesh("cpu", max_pipe_dim_size=2)
     steps = (
-        f"{PARALLEL}.call.FusedPipe",
+        f"{WEIGHTS}.fused_pipe.FusedPipe",
         f"{WEIGHTS}.fused_pipe.fill_slot",
-        f"{PARALLEL}.call.refuse_late_on_pipe",
+        f"{WEIGHTS}.staged_transformer.fill_slots",
     )
     for earlier in (None, PipeFusion(2)):
         if earlier is not None:
@@ -416,7 +405,7 @@ def fail_in_stages(rank):
             with same_pipe(pipe), pytest.raises(RuntimeError, match="17"), failing(step, rank):
                 parallelize_pipe(pipe, mesh=stages, pipefusion=PipeFusion(3), timeout=44)
         assert torch.equal(image_of(pipe), image)
-    unparallelize_pipe(pipe)
+    parallelize_pipe(pipe, mesh=stages)
     assert torch.equal(image_of(pipe), image_of(make("flux")))
 
 

@@ -1,0 +1,176 @@
+"""The parts of an optional feature: a method of sharding weights, changes of a pipeline, checks, a quantizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
+
+from para_core.adapters.adapter import Adapter
+from para_core.cache.options import CacheOptions
+from para_core.distributed.agree import RequireEqual
+from para_core.distributed.mesh import GuidedMesh, SequenceMesh
+
+Ranks = GuidedMesh | SequenceMesh
+# Names of methods of sharding, for signatures. The methods that exist are those of the features.
+Method = Literal["fsdp", "tensor"]
+
+
+@dataclass(frozen=True)
+class ShardMethod:
+    """A way in which ranks share the weights of a component: a value of ``weights=`` and of ``method=``.
+
+    Args:
+        check_mesh: Called with a mesh, and whether a transformer is among the components; raises
+            ``ValueError`` if it cannot shard weights over this mesh.
+        check_component: Called with the name of a component, the component and the ranks; raises
+            ``ValueError`` if it cannot shard the component.
+        make_mesh: Returns the mesh of the ranks that share weights. Collective.
+        shard: Shards a component in place over that mesh. Nothing undoes it.
+        mesh_of: Returns the mesh over which this method has sharded a module; None if it has not.
+        gathered: Returns a context in which the weights of some layers of a sharded component are whole and
+            may be written to, for LoRAs. Collective.
+        shard_loras: Shards or places the LoRAs that were added to a sharded component. Raises ``ValueError``,
+            and changes nothing, if it cannot shard one of them.
+        moves: Whether ``to`` of a sharded component may change its dtype or the type of its device.
+        shards_encoders: Whether it shards text encoders, too.
+        takes_any_mesh: Whether a `DeviceMesh` without the dims of this library is passed on unchanged.
+        takes_offload_policy: Whether it takes an `OffloadPolicy`.
+        quantizes_first: Whether weights are quantized before they are sharded, as shards cannot be.
+        keeps_bits: Whether results have the bits of replicated weights.
+    """
+
+    check_mesh: Callable[[GuidedMesh, bool], None]
+    check_component: Callable[[str, nn.Module, Ranks], None]
+    make_mesh: Callable[[Ranks], DeviceMesh]
+    shard: Callable[[nn.Module, DeviceMesh, OffloadPolicy | None], None]
+    mesh_of: Callable[[nn.Module], DeviceMesh | None]
+    gathered: Callable[[nn.Module, Sequence[nn.Module]], AbstractContextManager[None]]
+    shard_loras: Callable[[nn.Module], None]
+    moves: bool = False
+    shards_encoders: bool = False
+    takes_any_mesh: bool = False
+    takes_offload_policy: bool = False
+    quantizes_first: bool = False
+    keeps_bits: bool = False
+
+
+@dataclass(frozen=True)
+class ChangeRequest:
+    """The arguments of parallelize_pipe or parallelize_transformer for the features.
+
+    They are validated one by one.
+
+    Args:
+        owner: The pipeline, or the transformer that is parallelized alone.
+        transformers: The transformers by component name.
+        mesh: The ranks.
+        options: The options by name. Those that the function does not have are missing.
+        require_equal: Returns the comparison of the arguments of a transformer's calls over the ranks.
+    """
+
+    owner: Any
+    transformers: Mapping[str, nn.Module]
+    mesh: GuidedMesh
+    options: Mapping[str, Any]
+    require_equal: Callable[[nn.Module], RequireEqual]
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter that the user passed; None without one."""
+        adapter: Adapter | None = self.options.get("adapter")
+        return adapter
+
+
+class FeatureChange:
+    """A change that a feature makes.
+
+    The methods here do nothing, for features that do not need one of them.
+    """
+
+    # Name of the change in error messages.
+    name = "a change"
+    # Whether ranks reach the steps of a generation at different times, so that callbacks cannot be compared.
+    overlaps_steps = False
+
+    def apply(self) -> None:
+        """Make the part of the change that :meth:`undo` undoes.
+
+        If it raises, it has changed nothing but slots.
+        """
+
+    def undo(self) -> None:
+        """Undo :meth:`apply`."""
+
+    def resume(self) -> None:
+        """Make the change again, except for slots, after :meth:`undo` made room for another that then
+        failed.
+        """
+
+    def complete(self) -> None:
+        """Make the part of the change that nothing undoes, after all ranks have applied all changes."""
+
+    def generation(self, pipe: Any) -> AbstractContextManager[None]:
+        """Return a context in which each generation of ``pipe`` runs."""
+        return nullcontext()
+
+
+# A check raises if a feature does not go with what the user asks for. Its docstring begins with "Refuse".
+# Called with the model, its name in messages, the mesh and the adapter that the user passed.
+ParallelizeCheck = Callable[[nn.Module, str, GuidedMesh, Adapter | None], None]
+# Called with the model, its name in messages, the component that the pipeline calls, and the mesh.
+CallCheck = Callable[[nn.Module, str, Any, GuidedMesh], None]
+# Called with the model, its name in messages, the component that the pipeline calls, and the options of the
+# cache.
+CachedCallCheck = Callable[[nn.Module, str, Any, CacheOptions], None]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """A way to quantize weights.
+
+    Args:
+        check_scheme: Raises ``ImportError`` if the scheme needs a package that is not installed.
+        quantize: Quantizes the transformers of a pipeline in place by a scheme. With ``gatherable=True`` it
+            uses a format that FSDP2 can gather.
+        loading_config: Returns the ``quantization_config`` of ``from_pretrained`` for a scheme.
+        cast_linears: Casts the weights of linear layers to a dtype, except in the modules that are named.
+    """
+
+    check_scheme: Callable[[Any], Any]
+    quantize: Callable[..., None]
+    loading_config: Callable[..., Any]
+    cast_linears: Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """An optional feature of weights: its own files, and one line in :data:`~.features.FEATURES`.
+
+    Args:
+        option: The option of parallelize_pipe that turns it on, if it has one of its own.
+        mesh_dim: The name of the mesh dim along which ranks hold different parts of weights, if it has one of
+            its own.
+        method: The way in which it shards weights. Its name is that of the feature.
+        changes: Returns the changes that it makes for a request. Raises if the request does not fit, and
+            changes nothing itself.
+        is_split: Whether it has freed or split weights of a module, which nothing undoes.
+        parallelize_checks, call_checks, cached_call_checks: The checks before a model is parallelized, before
+            a parallel call, and before a cached call.
+        quantizer: The way in which it quantizes weights.
+    """
+
+    option: str | None = None
+    mesh_dim: str | None = None
+    method: ShardMethod | None = None
+    changes: Callable[[ChangeRequest], Sequence[FeatureChange]] | None = None
+    is_split: Callable[[nn.Module], bool] | None = None
+    parallelize_checks: Sequence[ParallelizeCheck] = ()
+    call_checks: Sequence[CallCheck] = ()
+    cached_call_checks: Sequence[CachedCallCheck] = ()
+    quantizer: Quantizer | None = None

@@ -1,0 +1,104 @@
+"""The table of the optional features of weights. To remove one, delete its files and its line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from para_core.adapters.weights.feature import ChangeRequest, Feature, FeatureChange, Quantizer, ShardMethod
+from para_core.instance.record import (
+    slot_owner,
+)
+from para_core.instance.slots import Slot
+
+# The name of each feature, and the module of this folder that defines it as ``FEATURE``. Modules are imported
+# when they are first needed. Changes are made in this order.
+FEATURES: Mapping[str, str] = {
+    "fsdp": "fsdp_weights",
+    "tensor": "tensor_weights",
+    "stages": "staged_transformer",
+    "pipefusion": "fused_pipe",
+    "text_encoder_offload": "text_encoder_offload",
+    "vae_offload": "vae_offload",
+    "block_offload": "block_offload",
+    "quantize": "quantize",
+}
+
+
+@cache
+def features() -> Mapping[str, Feature]:
+    """Return all features by name."""
+    return {name: import_module(f"{__package__}.{module}").FEATURE for name, module in FEATURES.items()}
+
+
+def shard_methods() -> Mapping[str, ShardMethod]:
+    """Return the methods of sharding weights by name."""
+    return {name: feature.method for name, feature in features().items() if feature.method is not None}
+
+
+def require_method(name: str) -> ShardMethod:
+    """Return a method of sharding weights. Raise ``ValueError`` if there is none with this name."""
+    methods = shard_methods()
+    if name not in methods:
+        raise ValueError(f"method is {name!r}; expected {' or '.join(map(repr, methods))}.")
+    return methods[name]
+
+
+def require_quantizer() -> Quantizer:
+    """Return the quantizer. Raise ``ValueError`` if no feature has one."""
+    for feature in features().values():
+        if feature.quantizer is not None:
+            return feature.quantizer
+    raise ValueError("quantize: this copy of para_core quantizes no weights. Leave quantize out.")
+
+
+def changes_for(request: ChangeRequest) -> list[FeatureChange]:
+    """Return the changes of all features for ``request``. Changes nothing.
+
+    Raise ``ValueError`` or ``TypeError`` if a feature refuses the request, and ``ValueError`` for an option
+    or a mesh dim that no feature has.
+    """
+    _check_known(request)
+    return [
+        change for feature in features().values() if feature.changes is not None for change in feature.changes(request)
+    ]
+
+
+def _check_known(request: ChangeRequest) -> None:
+    """Raise ``ValueError`` if no feature has an option that is given, or a mesh dim of several ranks."""
+    known = {feature.option for feature in features().values()}
+    asked = [option for option in ("offload", "pipefusion") if request.options.get(option) is not None]
+    placements = ("text_encoders", "vae_placement")
+    asked += [option for option in placements if request.options.get(option) in ("offload", "first")]
+    for option in asked:
+        if option not in known:
+            raise ValueError(f"{option}= is given, and no feature of this copy of para_core has it. Leave it out.")
+    mesh_dims = {feature.mesh_dim for feature in features().values()}
+    for dim in (request.mesh.pipe, request.mesh.tensor):
+        if dim.size > 1 and dim.name not in mesh_dims:
+            raise ValueError(
+                f"the mesh has {dim.size} ranks along {dim.name!r}, and no feature of this copy of para_core "
+                "uses this dim. Use a mesh without it."
+            )
+
+
+def changes_of(pipe: Any) -> Sequence[FeatureChange]:
+    """Return the changes that features have made to a parallel pipeline; none if it is not parallel."""
+    call = slot_owner(pipe, Slot.PARALLEL_PIPE, object)
+    changes: Sequence[FeatureChange] = getattr(call, "changes", ())
+    return changes
+
+
+def method_of(module: nn.Module) -> str | None:
+    """Return the name of the method that has sharded the weights of ``module``; None if they are not sharded.
+
+    The user may have sharded them without para_core, by FSDP2's ``fully_shard``.
+    """
+    for name, method in shard_methods().items():
+        if method.mesh_of(module) is not None:
+            return name
+    return None

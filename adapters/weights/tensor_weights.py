@@ -1,0 +1,110 @@
+"""Weights sharded by tensor parallelism: the method ``"tensor"`` of shard_weights, and what does not go with
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.distributed import get_process_group_ranks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
+
+from para_core.adapters.inspect.components import mesh_of_diffusers
+from para_core.adapters.refusal import refusal
+from para_core.adapters.registry import tensor_plan_for
+from para_core.adapters.weights.feature import Feature, Ranks, ShardMethod
+from para_core.cache.options import CacheOptions
+from para_core.distributed.mesh import TENSOR_DIM, GuidedMesh
+from para_core.instance.modules import is_compiled
+from para_core.instance.private_class import original_class
+from para_core.weights.tensor import gathered_tensors, shard_new_loras, shard_tensors, tensor_mesh
+from para_core.weights.tensor_checks import check_tensor_plan
+from para_core.weights.tensor_plan import TensorPlan
+
+
+def _check_mesh(mesh: GuidedMesh, of_transformer: bool) -> None:
+    if mesh.tensor.group is None:
+        raise ValueError(
+            "method='tensor' needs a mesh with a dim 'tensor' of more than one rank: "
+            "init_context_parallel_mesh(max_tensor_dim_size=n), where n divides both the number of ranks "
+            "and the transformer's number of heads. method='fsdp' takes any number of ranks."
+        )
+
+
+def _check_component(name: str, module: nn.Module, ranks: Ranks) -> None:
+    plan = _require_plan(module, f"pipe.{name}")
+    check_tensor_plan(module, plan, ranks.tensor.size if isinstance(ranks, GuidedMesh) else 1)
+
+
+def _require_plan(module: nn.Module, name: str) -> TensorPlan:
+    plan = tensor_plan_for(module)
+    if plan is None:
+        raise ValueError(
+            f"there is no tensor plan for {name}, a {original_class(module).__name__}. method='fsdp' shards "
+            "any model; a plan is Adapter(..., tensor=TensorPlan(...))."
+        )
+    return plan
+
+
+def _make_mesh(ranks: Ranks) -> DeviceMesh:
+    """Return a mesh of the ranks along ``tensor``."""
+    if not isinstance(ranks, GuidedMesh):
+        raise ValueError("method='tensor' needs a mesh with a dim 'tensor'. method='fsdp' takes any mesh.")
+    group: Any = ranks.tensor.group
+    mesh: DeviceMesh = DeviceMesh.from_group(group, ranks.sequence.device_type, mesh_dim_names=(TENSOR_DIM,))
+    return mesh
+
+
+def _shard(module: nn.Module, mesh: DeviceMesh, offload_policy: OffloadPolicy | None) -> None:
+    shard_tensors(module, _require_plan(module, "a component"), mesh)
+
+
+def _gathered(module: nn.Module, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    return gathered_tensors(module, layers)
+
+
+def check_tensor_ranks(module: nn.Module, name: str, called: Any, mesh: GuidedMesh) -> None:
+    """Refuse a transformer whose heads are sharded over other ranks than those along the mesh dim tensor."""
+    group, sharded = mesh.tensor.group, tensor_mesh(module) or mesh_of_diffusers(module)
+    sharing = [] if sharded is None else sharded.mesh.flatten().tolist()
+    ranks = [] if group is None else get_process_group_ranks(group)
+    if sharing != ranks:
+        raise RuntimeError(
+            f"{name} has its heads sharded over {sharing or 'no'} ranks, and the mesh dim 'tensor' of this "
+            f"rank has {ranks or 'none'}. Call parallelize_pipe(pipe, mesh=mesh, weights='tensor') with a "
+            "mesh of init_context_parallel_mesh(max_tensor_dim_size=...). For a model that diffusers' "
+            "TensorParallelConfig(mesh=mesh['tensor']) sharded, pass the same mesh without weights=."
+        )
+
+
+def check_cached_graph_of_tensors(module: nn.Module, name: str, called: Any, options: CacheOptions) -> None:
+    """Refuse a cache in a model that is compiled as one graph and whose heads are sharded over tensor ranks."""
+    is_sharded = tensor_mesh(module) is not None or mesh_of_diffusers(module) is not None
+    if is_sharded and (called is not module or is_compiled(module)):
+        raise refusal(
+            RuntimeError,
+            f"{name} is compiled as one graph, with a cache, and its weights are sharded (weights='tensor'). "
+            "The branches of torch.cond support no DTensors.",
+            f"Compile its blocks: {name}.compile_repeated_blocks(fullgraph=True); or leave out one of the three.",
+        )
+
+
+FEATURE = Feature(
+    mesh_dim=TENSOR_DIM,
+    method=ShardMethod(
+        check_mesh=_check_mesh,
+        check_component=_check_component,
+        make_mesh=_make_mesh,
+        shard=_shard,
+        mesh_of=tensor_mesh,
+        gathered=_gathered,
+        shard_loras=shard_new_loras,
+        moves=True,
+    ),
+    call_checks=(check_tensor_ranks,),
+    cached_call_checks=(check_cached_graph_of_tensors,),
+)

@@ -1,0 +1,31 @@
+"""Keep the weights of text encoders in host memory. Optionally only the first rank runs them."""
+
+from __future__ import annotations
+
+from para_core.adapters.inspect.components import text_encoders_of
+from para_core.adapters.weights.feature import ChangeRequest, Feature
+from para_core.adapters.weights.offloaded_modules import OffloadedModules
+from para_core.adapters.weights.one_way import check_holds_all
+
+
+class OffloadedTextEncoders(OffloadedModules):
+    """Text encoders in host memory, from which each layer is copied to the device while it runs."""
+
+    name = "placing the text encoders"
+
+
+def offload_text_encoders(request: ChangeRequest) -> list[OffloadedTextEncoders]:
+    """Return the change by the option ``text_encoders``; none if it keeps them on the device.
+
+    Raise ``RuntimeError`` if their weights are sharded already.
+    """
+    placement = request.options.get("text_encoders")
+    if placement not in ("offload", "first"):
+        return []
+    encoders = text_encoders_of(request.owner)
+    check_holds_all(request.owner, encoders.values(), f"text_encoders={placement!r}")
+    first_rank_only = placement == "first"
+    return [OffloadedTextEncoders(encoders, request.mesh, "text_encoders", first_rank_only=first_rank_only)]
+
+
+FEATURE = Feature(option="text_encoders", changes=offload_text_encoders)

@@ -1,0 +1,60 @@
+"""The block stack of a model, and which of its blocks this rank computes if the model runs in pipeline
+stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from para_core.distributed.mesh import MeshDim
+from para_core.distributed.point_to_point import Links
+from para_core.instance.record import (
+    slot_owner,
+)
+from para_core.instance.slots import Slot
+
+
+@dataclass(frozen=True)
+class StackedBlock:
+    """A transformer block of a model, with its token streams (such as image and text) and its cost in any
+    unit.
+
+    ``streams`` are the names of the parameters of ``forward`` that hold tokens, in the order in which the
+    block returns their new values. A block with one stream returns a tensor, not a tuple.
+    """
+
+    block: nn.Module
+    streams: tuple[str, ...]
+    cost: float
+
+
+class PipelineStages(Protocol):
+    """The pipeline stages of a model, as code outside of :mod:`para_core.weights.stages` uses them.
+
+    Attributes:
+        blocks: All blocks of the model, in the order in which they run.
+        ranges: The indices of the blocks of each stage.
+        own: The indices of the blocks that this rank computes.
+        dim: The mesh dim ``pipe``.
+        links: The connections to the other stages.
+        sends_output: Whether the output of a call is sent to every rank. PipeFusion sets this to False for
+            patches.
+    """
+
+    blocks: Sequence[StackedBlock]
+    ranges: Sequence[range]
+    own: range
+    dim: MeshDim
+    links: Links
+    sends_output: bool
+
+
+def stages_of(module: nn.Module) -> PipelineStages | None:
+    """Return the pipeline stages of ``module``; None without stages."""
+    stages: Any = slot_owner(module, Slot.STAGES, object)
+    found: PipelineStages | None = stages
+    return found

@@ -1,0 +1,124 @@
+"""Checks of a model before tensor parallelism shards it by a plan. Nothing is changed here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from para_core.instance.private_class import unwrapped_class
+from para_core.plans.module_matching import matching_modules
+from para_core.weights.parameters import is_float8
+from para_core.weights.tensor_plan import Linear, TensorPlan, base_linear, lora_matrices, parts_of, planned_linears
+
+
+def check_tensor_plan(module: nn.Module, plan: TensorPlan, ranks: int) -> None:
+    """Raise ``ValueError`` if ``plan`` cannot shard ``module`` over ``ranks`` ranks. Changes nothing."""
+    cls, linears = unwrapped_class(module).__name__, planned_linears(module, plan)
+    if not linears:
+        raise ValueError(f"the tensor plan of {cls} names no module that it has.")
+    _check_heads(module, plan, cls, ranks)
+    for name, (layer, style) in linears.items():
+        check_plain_lora(name, layer, cls)
+        linear = base_linear(layer)
+        _check_linear(name, linear, cls)
+        weight_dim = 0 if style.along == "colwise" else 1
+        for size in parts_of(linear, style) or (linear.weight.shape[weight_dim],):
+            if size % ranks:
+                raise ValueError(f"{name} of this {cls} has {size} channels, which {ranks} tensor ranks do not divide.")
+    _check_attention(module, linears)
+
+
+def _check_heads(module: nn.Module, plan: TensorPlan, cls: str, ranks: int) -> None:
+    """Raise ``ValueError`` if the ranks do not divide a number of heads of ``module``, of the class ``cls``."""
+    attentions = [attention for pattern in plan.heads for attention in matching_modules(module, pattern).values()]
+    heads = {int(attention.heads) for attention in attentions}  # type: ignore[arg-type]
+    of_config = getattr(getattr(module, "config", None), "num_attention_heads", None)
+    if isinstance(of_config, int):
+        heads.add(of_config)
+    for number in sorted(heads):
+        if number % ranks:
+            fitting = [size for size in range(2, number + 1) if number % size == 0]
+            raise ValueError(
+                f"{cls} has {number} heads, which {ranks} tensor ranks do not divide; max_tensor_dim_size "
+                f"may be one of {fitting}. weights='fsdp' takes any number of ranks."
+            )
+
+
+def _check_linear(name: str, linear: Any, cls: str) -> None:
+    """Raise ``ValueError`` unless ``linear``, ``name`` in a model of class ``cls``, computes as nn.Linear
+    does.
+    """
+    if not isinstance(linear, nn.Linear):
+        raise ValueError(
+            f"{name} of this {cls} is a {type(linear).__name__}, and tensor parallelism shards nn.Linear. "
+            "weights='fsdp' takes any layer."
+        )
+    if type(linear.weight) is not nn.Parameter and not isinstance(linear.weight, DTensor):
+        raise ValueError(
+            f"{name} of this {cls} has a {type(linear.weight).__name__} as its weight, which PyTorch cannot "
+            "shard; expected a plain nn.Parameter. Shard the weights unquantized, then quantize each rank's "
+            "part; or leave this component replicated."
+        )
+    if is_float8(linear.weight):
+        raise ValueError(
+            f"{name} of this {cls} has a weight in {linear.weight.dtype}, which it casts while it computes "
+            "(layerwise casting); tensor parallelism computes with the weight as it is. Shard the weights "
+            "in 16 bits, or leave this component replicated."
+        )
+    kind: Any = unwrapped_class(linear)
+    packed = not linear.weight.is_floating_point() or linear.weight.shape != (
+        linear.out_features,
+        linear.in_features,
+    )
+    if packed or kind.forward is not nn.Linear.forward:
+        raise ValueError(
+            f"{name} of this {cls} is a {kind.__name__} with a weight {list(linear.weight.shape)} in "
+            f"{linear.weight.dtype}, which computes otherwise than nn.Linear, perhaps because its file is "
+            "quantized; tensor parallelism multiplies with the weight itself. Use weights='fsdp', or "
+            "replicated weights."
+        )
+
+
+def _check_attention(module: nn.Module, linears: dict[str, tuple[nn.Module, Linear]]) -> None:
+    """Raise ``ValueError`` if an attention module has linear layers that the plan does not name.
+
+    Such a layer would compute all heads, while the other layers compute only this rank's heads.
+    """
+    for at, attention in module.named_modules():
+        if isinstance(getattr(attention, "heads", None), int) and any(name.startswith(f"{at}.") for name in linears):
+            for name, part in attention.named_modules(prefix=at):
+                # Skip the matrices of a LoRA, which are sharded together with the layer that they adapt.
+                planned = any(name == linear or name.startswith(f"{linear}.") for linear in linears)
+                if isinstance(part, nn.Linear) and not planned:
+                    raise ValueError(
+                        f"{name} of this {unwrapped_class(module).__name__} is a linear layer of attention "
+                        "that is in no tensor plan, and would compute all heads where a rank has some. "
+                        "Fused projections: transformer.unfuse_qkv_projections(); an IP-Adapter: "
+                        "pipe.unload_ip_adapter(). weights='fsdp' takes any layer."
+                    )
+
+
+def check_plain_lora(name: str, layer: Any, cls: str) -> None:
+    """Raise ``ValueError`` if ``layer``, ``name`` in a model of class ``cls``, has an adapter that is no
+    plain LoRA.
+    """
+    if not hasattr(layer, "base_layer"):
+        return
+    pairs = lora_matrices(layer)
+    # After its last LoRA was deleted, a layer has no pairs, and computes as without a LoRA.
+    if pairs is None or not all(isinstance(matrix, nn.Linear) for pair in pairs for matrix in pair):
+        kind = f"{type(layer).__module__.rpartition('.')[0].rpartition('.')[2]}'s {type(layer).__name__}"
+        problem = "which is no sum of the layer and a product of two matrices"
+    elif getattr(layer, "lora_variant", None) or any(getattr(layer, "use_dora", {}).values()):
+        kind, problem = (
+            "LoRA with a norm over the whole weight (DoRA) or another variant",
+            "which needs more than a rank's part",
+        )
+    else:
+        return
+    raise ValueError(
+        f"{name} of this {cls} has an adapter, {kind}, {problem}. Fuse it first (pipe.fuse_lora(); "
+        "pipe.unload_lora_weights()), or take weights='fsdp', which takes any layer."
+    )
