@@ -19,7 +19,7 @@ from para_core.attention.backends import (
     choose_backend,
     no_backend,
 )
-from para_core.attention.libraries import LIBRARIES, refuse_mask_and_causal_oblong, require_tensors
+from para_core.attention.libraries import LIBRARIES, check_mask_and_lengths, check_tensors
 from para_core.option_values import Backend
 from para_core.torch_internals import math_sdp_enabled
 from para_core.triton_support import has_triton, is_interpreting
@@ -47,7 +47,7 @@ def resolve_backend(
     if backend in ("triton", "triton-int8"):
         _require_triton(backend, query, value)
     elif backend in LIBRARIES:
-        require_tensors(backend, query, value, masked=masked, is_causal=is_causal)
+        check_tensors(backend, query, value, masked=masked, is_causal=is_causal)
     elif not SWITCHES[backend]():
         raise RuntimeError(
             f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch "
@@ -60,7 +60,7 @@ def resolve_backend(
     elif backend == "flash" and not query.is_cpu:
         # PyTorch's FlashAttention operator on CUDA would silently compute these calls wrongly: it has no argument for a
         # mask (see transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
-        refuse_mask_and_causal_oblong(backend, query, value, masked=masked, is_causal=is_causal)
+        check_mask_and_lengths(backend, query, value, masked=masked, is_causal=is_causal)
     return backend
 
 
@@ -144,6 +144,6 @@ def _cached_choice(
     if mask_dtype is not None:
         mask = torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
     try:
-        return choose_backend(LocalAttentionCall(query, query, value, mask).folded())
+        return choose_backend(LocalAttentionCall(query, query, value, mask).fold())
     except RuntimeError:
         return None

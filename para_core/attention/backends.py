@@ -57,7 +57,7 @@ class LocalAttentionCall(NamedTuple):
     """The arguments of attention on one device.
 
     H_kv divides H: query head i uses key head ``i // (H // H_kv)``. The backends in this file take calls that are
-    :meth:`folded`, without dims of size 0.
+    :meth:`fold`, without dims of size 0.
     """
 
     query: Tensor  # [B, H, S_q, D]
@@ -68,7 +68,7 @@ class LocalAttentionCall(NamedTuple):
     is_causal: bool = False  # Whether query i sees only keys 0 … i, in addition to the mask.
     scale: float | None = None  # Factor of the scores; 1 / √D if None.
 
-    def folded(self) -> LocalAttentionCall:
+    def fold(self) -> LocalAttentionCall:
         """Return the call with its causal mask merged into ``mask``, so that at most one of them is set.
 
         The mask gets a dtype that SDPA accepts: bool or that of ``query``; on a CPU also float32. Without a mask the
@@ -219,14 +219,14 @@ def _flash(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
         return result
     head_dim = query.shape[-1]
     if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes. SDPA pads the head dim, too.
-        query, key, value, scale = _padded(query), _padded(key), _padded(value), problem.factor
+        query, key, value, scale = _pad(query), _pad(key), _pad(value), problem.factor
     out, lse, *_ = flash_attention(query, key, value, 0.0, is_causal, scale=scale)
     if head_dim % 8:
         out = out[..., :head_dim]
     return out, lse
 
 
-def _padded(x: Tensor) -> Tensor:
+def _pad(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % 8))
 
 
@@ -274,12 +274,12 @@ def _flash_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
         return grads
     head_dim, lengths, unread = query.shape[-1], (query.shape[-2], key.shape[-2]), _unread(query)
     if head_dim % 8:
-        tensors, scale = [_padded(x) for x in tensors], problem.factor
+        tensors, scale = [_pad(x) for x in tensors], problem.factor
     # Without dropout the kernel reads neither the random seed nor its offset
     # (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd). The operator itself makes grad_out and out
     # contiguous (transformers/cuda/attention_backward.cu).
     grads = flash_attention_backward(
-        *tensors, _dense(lse), None, None, *lengths, 0.0, is_causal, unread, unread, scale=scale
+        *tensors, _make_dense(lse), None, None, *lengths, 0.0, is_causal, unread, unread, scale=scale
     )
     if head_dim % 8:
         return [x[..., :head_dim] for x in grads]
@@ -293,7 +293,7 @@ def _memory_efficient_backward(
     if query.shape[-2] % 32:
         # The kernel reads lse in whole tiles of 32 rows (mem_eff/gemm/mma_from_smem.h, accumApplyLSEToSmem).
         lse = F.pad(lse, (0, -query.shape[-2] % 32), value=inf)
-    tensors = (grad_out, *problem[:3], problem.expanded_bias, _with_packed_rows(out.to(query.dtype)), _dense(lse))
+    tensors = (grad_out, *problem[:3], problem.expanded_bias, _with_packed_rows(out.to(query.dtype)), _make_dense(lse))
     grads: Sequence[Tensor] = efficient_attention_backward(
         *tensors, unread, unread, 0.0, [True, True, True, False], problem.is_causal, scale=problem.scale
     )
@@ -315,15 +315,15 @@ def _with_packed_rows(out: Tensor) -> Tensor:
 
 def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
     query, key, value, _, is_causal, scale = problem
-    grad_out, out, unread = _lying_like(query, grad_out), _lying_like(query, out), _unread(query)
+    grad_out, out, unread = _lay_out_like(query, grad_out), _lay_out_like(query, out), _unread(query)
     rest = (unread, unread, problem.bias, None, None, query.shape[-2], key.shape[-2], 0.0, is_causal)
     grads: Sequence[Tensor] = cudnn_attention_backward(
-        grad_out, query, key, value, out, _dense(lse)[..., None], *rest, scale=scale
+        grad_out, query, key, value, out, _make_dense(lse)[..., None], *rest, scale=scale
     )
     return grads
 
 
-def _lying_like(query: Tensor, x: Tensor) -> Tensor:
+def _lay_out_like(query: Tensor, x: Tensor) -> Tensor:
     """Return ``x`` with the dtype and strides of ``query``, as cuDNN's forward returns ``out``.
 
     cuDNN builds a graph for the strides of ``out`` and ``grad_out``, but caches the graph by the strides of query, key
@@ -335,7 +335,7 @@ def _lying_like(query: Tensor, x: Tensor) -> Tensor:
     return like.copy_(x)
 
 
-def _dense(lse: Tensor) -> Tensor:
+def _make_dense(lse: Tensor) -> Tensor:
     """Return ``lse`` contiguous and aligned: kernels ignore some of its strides, and some load 16 bytes at once."""
     if lse.is_contiguous() and lse.storage_offset() % 4 == 0:
         return lse

@@ -22,6 +22,8 @@ from para_core.attention.mask_checks import (
     SHOWS,
     MaskReviews,
     Review,
+    check_causal_known,
+    check_own_rows,
     digest_of,
     evenly_spaced_rows,
     has_single_tokens,
@@ -29,8 +31,6 @@ from para_core.attention.mask_checks import (
     needs_review,
     num_common_rows,
     read_single_tokens,
-    require_causal_known,
-    require_own_rows,
 )
 from para_core.attention.masks import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
@@ -199,7 +199,7 @@ def tokens_digest(query: Tensor, key: Tensor) -> int:
     return digest_of(read)
 
 
-def require_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
+def check_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
     """Warn if equal digests show that all ranks hold the same tokens. In a causal call raise ``ValueError`` instead."""
     if len(digests) == 1 or digests[0] == 0 or any(digest != digests[0] for digest in digests):
         return
@@ -233,10 +233,10 @@ def settle_call(
             reason, such as tokens that were never sharded. Raised on every rank.
     """
     layout = spec.query_layout
-    require_no_copies([part.digest for part in parts], spec)
+    check_no_copies([part.digest for part in parts], spec)
     # A mask with several columns can itself hide later keys from a causal module that passes is_causal=False.
     if any(part.is_of_causal_module and part.columns <= 1 for part in parts):
-        require_causal_known(layout)
+        check_causal_known(layout)
     codes = {part.mask_code for part in parts if part.rows >= 0}
     if not codes:
         return None, None
@@ -261,7 +261,7 @@ def settle_call(
     mask, extents = read_single_tokens(mask, extents, digests, spec, mesh.rank)
     if extents == MaskExtents("local", "global"):
         is_causal = any(part.is_of_causal_module for part in parts)
-        require_own_rows([part.review for part in parts], layout, is_causal=is_causal)
+        check_own_rows([part.review for part in parts], layout, is_causal=is_causal)
     return mask, extents
 
 

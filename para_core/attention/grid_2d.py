@@ -221,8 +221,8 @@ def _gradients_in_grid(attend: Attend, grid: GridPlan, into: QueryGradients, key
     num_own = [travels[0].shape[2]] * len(grid.column)
     arriving_keys = _start(_by_token(*grads), grid.column, grid.column_sizes, num_own, dim)
     if others is not None:
-        into.grad_query.add_(_by_head(_summed(arriving_queries.wait(), len(grid.row)), D)[0])
-    _put(of_own_keys, grid.ring.travels, _by_head(_summed(arriving_keys.wait(), len(grid.column)), D, D_v))
+        into.grad_query.add_(_by_head(_sum_over_ranks(arriving_queries.wait(), len(grid.row)), D)[0])
+    _put(of_own_keys, grid.ring.travels, _by_head(_sum_over_ranks(arriving_keys.wait(), len(grid.column)), D, D_v))
     return of_own_keys
 
 
@@ -254,6 +254,6 @@ def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor])
         put(total, 2, runs, part)
 
 
-def _summed(rows: Tensor, num_ranks: int) -> Tensor:
+def _sum_over_ranks(rows: Tensor, num_ranks: int) -> Tensor:
     """Sum the parts of ``num_ranks`` ranks, ``[num_ranks · S, B, H, D]``, to ``[S, B, H, D]``."""
     return rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:]).sum(0)

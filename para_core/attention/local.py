@@ -49,7 +49,7 @@ def local_attention(call: LocalAttentionCall, backend: Backend | None = None) ->
     if backend is not None:
         return local_attention_with_lse(call, backend)[0]
     if mask is not None:
-        call = call.folded()
+        call = call.fold()
     if key.shape[1] != query.shape[1]:
         call = call.as_taken_by(choose_backend(call))
     query, key, value, mask, is_causal, scale = call
@@ -93,7 +93,7 @@ def local_attention_with_lse(
     if backend is not None and backend in LIBRARIES:
         return library_attention(backend, query, key, value, is_causal=is_causal, scale=scale)
     if mask is not None:
-        call = call.folded()
+        call = call.fold()
     if backend is None:
         choice = choose_backend(call)
     else:
@@ -172,7 +172,7 @@ def local_attention_backward(
             grad_mask = query.new_zeros(*query.shape[:-1], key.shape[-2])
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), grad_mask
     if mask is not None:
-        call = call.folded()
+        call = call.fold()
         # Replace the lse of a row without a key by inf: exp(scores - inf) is 0, so the row gets no gradient. Without a
         # mask every row has a key.
         lse = lse.masked_fill(lse == -inf, inf)
@@ -230,7 +230,7 @@ def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor
     if 0 in query.shape or 0 in key.shape:  # A user's kernel may not support empty tensors.
         out, lse = local_attention_with_lse(call)
         return add_autograd_dependency(out, [query, key, value]), lse
-    _, _, _, mask, is_causal, scale = call.folded()
+    _, _, _, mask, is_causal, scale = call.fold()
     if mask is not None:
         # Many kernels return NaN for a query whose keys are all masked. Unmask all of them, and overwrite the result
         # of this query below.

@@ -42,7 +42,7 @@ _MOST_FRAMES = 24
 
 
 class Review(NamedTuple):
-    """The findings of a rank about the values of its mask, from which :func:`require_own_rows` decides.
+    """The findings of a rank about the values of its mask, from which :func:`check_own_rows` decides.
 
     ``bits`` is the sum of the flags above that are true, ``LOWER`` to ``HIDES``. ``digest`` is a digest of some rows,
     with the same indices on all ranks. It is 0 if comparing it would prove nothing: if there are no such rows, or if
@@ -155,7 +155,7 @@ def num_common_rows(layout: SequenceLayout) -> int:
     return min([size for size in layout.sizes() if size > 0], default=0)
 
 
-def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
+def check_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
     """Raise ``ValueError`` if the masks look as if every rank had counted its rows from 0. All ranks decide the same.
 
     Each mask is ``[..., S_local, S]``. The masks look so in three cases: the rows of each mask differ, but on no rank
@@ -256,7 +256,7 @@ def is_causal_caller() -> bool:
     return bool(of_module)
 
 
-def require_causal_known(layout: SequenceLayout) -> None:
+def check_causal_known(layout: SequenceLayout) -> None:
     """Raise ``ValueError`` if no rank holds more than one token, for a causal module that passes ``is_causal=False``.
 
     Some models do so for a single token, and the call then does not tell that later keys are to be hidden.

@@ -27,7 +27,7 @@ from para_core.attention.local import AttnFunc, check_attn_func, run_attn_func
 from para_core.attention.mask_checks import MaskReviews, has_single_tokens
 from para_core.attention.masks import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
-from para_core.attention.sdpa_call import SdpaCall, check, check_kind, refuse_transforms
+from para_core.attention.sdpa_call import SdpaCall, check, check_kind, check_transforms
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.agree import Signature, check_consistent
@@ -111,10 +111,10 @@ class MeshAttention:
             TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code every rank raises.
         """
         compiling = torch.compiler.is_compiling()
-        # Test here whether refuse_transforms() could raise, which is rare, to save the time of a function call.
+        # Test here whether check_transforms() could raise, which is rare, to save the time of a function call.
         if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
-            refuse_transforms()
-        call = _normalized(call)
+            check_transforms()
+        call = _normalize(call)
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
         if torch.is_grad_enabled() and self._learns_in_float32(query, key, value, mask):
             with torch.autocast(query.device.type, enabled=False):
@@ -133,7 +133,7 @@ class MeshAttention:
                 self.raise_everywhere(error)
             if query.ndim == key.ndim == value.ndim == 2:
                 return self(call.with_tensors(query[None], key[None], value[None], mask))[0]
-            expanded = _expanded(call)
+            expanded = _expand(call)
             if expanded is not None:
                 return self(expanded)
             prepared = self._prepare(call, lookup_key)
@@ -252,7 +252,7 @@ class MeshAttention:
         return usp_forward(plan, query, key, value, mask, attn_func=partial(run_attn_func, self._attn_func))[0]
 
 
-def _expanded(call: SdpaCall) -> SdpaCall | None:
+def _expand(call: SdpaCall) -> SdpaCall | None:
     """Return ``call`` with query, key and value expanded to one batch and number of heads, as SDPA broadcasts them.
 
     Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check` then raises.
@@ -271,7 +271,7 @@ def _expanded(call: SdpaCall) -> SdpaCall | None:
     return call.with_tensors(query, key, value, call.attn_mask)
 
 
-def _normalized(call: SdpaCall) -> SdpaCall:
+def _normalize(call: SdpaCall) -> SdpaCall:
     """Return ``call`` in a canonical form: cast as autocast would for SDPA, with ``is_causal`` and ``scale`` as plain
     Python values, with a mask of at least two dims, and with one row of a mask that expands one row to all queries.
     """

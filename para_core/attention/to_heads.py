@@ -131,7 +131,7 @@ class ToHeads(Swap):
         if not rows.is_rank_by_rank:
             own = [tensors[i].narrow(1, *self.heads[i][self.dim.index]).permute(2, 0, 1, 3) for i in of]
             if self.replicated:
-                table = self._summed(rows, table)
+                table = self._sum_replicated(rows, table)
             else:
                 table = _in_order(rows, table, own)
         blocks = table.permute(1, 2, 0, 3)
@@ -140,7 +140,7 @@ class ToHeads(Swap):
             return (blocks,)
         return blocks.split_with_sizes(heads, 1)
 
-    def _summed(self, rows: BlockRows, table: Tensor) -> Tensor:
+    def _sum_replicated(self, rows: BlockRows, table: Tensor) -> Tensor:
         """Return ``table``, which arrived rank by rank, in the order of the block, with sums of replicated tokens."""
         starts, parts = rows.arrival_starts(replicated=True), []
         for rank, number in rows.in_order:

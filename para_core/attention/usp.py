@@ -130,7 +130,7 @@ def attend_all(
     """
     masked = mask is not None
     if attn_func is None:
-        attend = composed(plan, masked)
+        attend = compose_once(plan, masked)
     else:
         attend = compose(plan, masked, attn_func)
     mask_of_call = None
@@ -164,7 +164,7 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
 
 
 # The composition of a plan is made once. A plan is compared by identity.
-composed = lru_cache(maxsize=1024)(compose)
+compose_once = lru_cache(maxsize=1024)(compose)
 
 
 def _load_snapkv() -> ModuleType:
@@ -193,7 +193,7 @@ def usp_backward(
     into = QueryGradients.of(
         grad_out, query, saved.out, saved.lse, hidden, plan.tiling, key_heads=heads, mask_gradient=mask_gradient
     )
-    grad_key, grad_value = composed(plan, hidden is not None).backward(into, saved.key, saved.value, 0)
+    grad_key, grad_value = compose_once(plan, hidden is not None).backward(into, saved.key, saved.value, 0)
     grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
     grad_mask = into.grad_mask
     if grad_mask is not None and mask is not None:

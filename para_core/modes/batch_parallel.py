@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.attention.sdpa_call import SdpaCall, refuse_dropout
+from para_core.attention.sdpa_call import SdpaCall, check_dropout
 from para_core.distributed.create_mesh import require_own_gpus
 from para_core.distributed.mesh import batch_mesh
 from para_core.layout.sequence import SequenceLayout, even_layout
@@ -60,11 +60,11 @@ class BatchParallelAttnMode(ShardingMode):
         if func is F.multi_head_attention_forward and self._mesh.ranks > 1:
             dropout_p = args[10] if len(args) > 10 else kwargs.get("dropout_p", 0.0)
             training = args[13] if len(args) > 13 else kwargs.get("training", True)
-            refuse_dropout(dropout_p if training else 0.0)
+            check_dropout(dropout_p if training else 0.0)
         return func(*args, **kwargs)
 
     def _attend(self, call: SdpaCall) -> Tensor:
-        refuse_dropout(call.dropout_p)
+        check_dropout(call.dropout_p)
         query, mask = call.query, call.attn_mask
         if mask is not None and mask.ndim == query.ndim >= 3:
             call = call.with_tensors(query, call.key, call.value, self._of_own_samples(mask, query.shape[0]))

@@ -205,7 +205,7 @@ def _kept_blocks(
     travels: list[Tensor] = []
     if plan.hops:
         travels = [_positions(plan.spec.keys.runs(index, replicated=False), key.device) for index in range(dim.size)]
-    chosen, *of_blocks = _chosen(is_kept, [held, *travels])
+    chosen, *of_blocks = _choose(is_kept, [held, *travels])
     own = _take(key, chosen), _take(value, chosen)
     if not plan.hops:
         yield *own, _mask_of(mask, held, chosen)
@@ -223,7 +223,7 @@ def _kept_blocks(
             yield *block, _mask_of(mask, travels[hop.source], of_blocks[hop.source])
 
 
-def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
+def _choose(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
     """Return for each block (positions of its keys) the offsets of the keys that each head keeps, ``[B, H, n]``.
 
     n is the largest number of keys of the block that any head keeps. A head that keeps fewer gets offsets of other keys
