@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from para_core.adapters.agree.arguments import PendingRecord, check_equal
-from para_core.adapters.agree.loras import described
+from para_core.adapters.agree.loras import describe_loras
 from para_core.adapters.registry import transformers_of
 from para_core.cfg.lazy import materialize
 from para_core.distributed.agree import Record, check_consistent, differing_fields
@@ -31,7 +31,7 @@ _WAY_OUT = (
 
 
 @contextmanager
-def around_callbacks(kwargs: Mapping[str, Any], slot: Slot, run: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+def replace_callbacks(kwargs: Mapping[str, Any], slot: Slot, run: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
 
     ``kwargs`` are those of a pipeline's call; callbacks are those whose names begin with ``callback``. Yields the
@@ -97,7 +97,7 @@ class CheckedCallbacks:
         # A callback may have set other attention processors or hooks.
         for region, module in planned.values():
             region.check_new_code(module)
-        self._pending = before, PendingRecord(_values_of(outputs)), PendingRecord(described(self._pipe))
+        self._pending = before, PendingRecord(_values_of(outputs)), PendingRecord(describe_loras(self._pipe))
         return result
 
     def finish(self) -> None:

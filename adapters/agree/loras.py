@@ -27,12 +27,14 @@ def models_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, uncompiled(component)
 
 
-def described(pipe: Any) -> dict[str, Any]:
-    """Return :func:`described_model` of each model of ``pipe``."""
-    return {key: value for name, model in models_of(pipe) for key, value in described_model(name, model).items()}
+def describe_loras(pipe: Any) -> dict[str, Any]:
+    """Return :func:`describe_loras_of_model` of each model of ``pipe``."""
+    return {
+        key: value for name, model in models_of(pipe) for key, value in describe_loras_of_model(name, model).items()
+    }
 
 
-def described_model(name: str, model: nn.Module) -> dict[str, Any]:
+def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
     """Return settings and weights of the LoRAs of ``model``, by names for messages; nothing if it has none.
 
     The settings are a text: active adapters and scales. The weights are a digest on their device, so this does not wait

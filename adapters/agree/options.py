@@ -15,7 +15,7 @@ from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh, requi
 
 
 @contextmanager
-def equal_options(
+def require_equal_options(
     function: str, mesh: DeviceMesh | ProcessGroup | GuidedMesh | None, options: Mapping[str, object]
 ) -> Iterator[None]:
     """Return a context manager for the checks of ``options``, which ``function`` was called with and may be invalid.

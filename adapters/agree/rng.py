@@ -16,7 +16,7 @@ _TOKEN_BYTES = 16
 
 
 @contextmanager
-def random_state_of_first_rank(mesh: GuidedMesh) -> Iterator[str]:
+def share_random_state(mesh: GuidedMesh) -> Iterator[str]:
     """Set the default generators of all ranks to the state of the first rank's generators, inside the ``with`` block.
 
     Afterwards the other ranks get their own state back. Yields a random token of this call, equal on all ranks.

@@ -63,7 +63,7 @@ class SchedulerTracker:
         self._times: list[float] = []
 
     @contextmanager
-    def following(self, pipe: Any, begin: Callable[[], None], *, with_copies: bool = False) -> Iterator[None]:
+    def follow(self, pipe: Any, begin: Callable[[], None], *, with_copies: bool = False) -> Iterator[None]:
         """Make :meth:`position` available inside the ``with`` block, in which ``pipe`` runs.
 
         ``begin`` is called each time a schedule begins: some pipelines run one schedule per section of a video.

@@ -15,11 +15,10 @@ from torch import nn
 
 from para_core import version
 from para_core.adapters.agree.arguments import difference_of_pipeline_calls, require_equal
-from para_core.adapters.agree.callbacks import CheckedCallbacks, around_callbacks
-from para_core.adapters.agree.failures import Places, places_of_all, reasons_shared
-from para_core.adapters.agree.loras import described as described_loras
-from para_core.adapters.agree.loras import models_of
-from para_core.adapters.agree.rng import random_state_of_first_rank
+from para_core.adapters.agree.callbacks import CheckedCallbacks, replace_callbacks
+from para_core.adapters.agree.failures import Places, places_of_all, share_reasons
+from para_core.adapters.agree.loras import describe_loras, models_of
+from para_core.adapters.agree.rng import share_random_state
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallel_call
 from para_core.adapters.denoisers import denoiser_run_of
@@ -138,7 +137,7 @@ class ParallelCall:
         self._caching = caching_of(pipe)
         checked: CheckedCallbacks | None = None
         with ExitStack() as stack:
-            token = stack.enter_context(random_state_of_first_rank(self.mesh))
+            token = stack.enter_context(share_random_state(self.mesh))
             for name, module in self._transformers.items():
                 region = region_of(module)
                 if region is not None:
@@ -161,19 +160,19 @@ class ParallelCall:
                     branches = {"__call__": self._run_branch}
                     stack.enter_context(filled_during(component, Slot.GUIDANCE, branches, owner=self))
             stack.enter_context(inputs_verified(map(denoiser_run_of, self._unets.values())))
-            stack.enter_context(reasons_shared(token, self._places))
+            stack.enter_context(share_reasons(token, self._places))
             for change in self.changes:
                 stack.enter_context(change.generation(pipe))
             overlaps_steps = any(change.overlaps_steps for change in self.changes)
             if not (self._assume_equal or overlaps_steps):
                 checked = CheckedCallbacks(pipe, self.mesh)
-                kwargs = stack.enter_context(around_callbacks(kwargs, Slot.CHECKED_CALLBACK, checked.run))
+                kwargs = stack.enter_context(replace_callbacks(kwargs, Slot.CHECKED_CALLBACK, checked.run))
             if self.scheduled is not None:
                 kwargs = stack.enter_context(self.scheduled.generation(pipe, kwargs))
             if self._guidance is not None:
                 stack.enter_context(self._warn_unguided(self._guidance, type(pipe).__name__))
                 stack.enter_context(self._guidance.generation())
-                kwargs = stack.enter_context(around_callbacks(kwargs, Slot.GUIDANCE, self._run_callback))
+                kwargs = stack.enter_context(replace_callbacks(kwargs, Slot.GUIDANCE, self._run_callback))
             result = materialize(call(pipe, *args, **kwargs))
             if checked is not None:
                 checked.finish()
@@ -213,7 +212,7 @@ class ParallelCall:
             schedule = asdict(self.scheduled.schedule)
             state |= {f"{name} of the schedule of attention": str(value) for name, value in schedule.items()}
         versions = {"version of para_core": version.version_and_sources(), "versions of packages": _versions()}
-        return {**state, **described_loras(pipe), **versions}
+        return {**state, **describe_loras(pipe), **versions}
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Gather the step's outputs of all CFG branches on every rank, then run ``callback``, which may read them."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.agree.options import equal_options
+from para_core.adapters.agree.options import require_equal_options
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
@@ -78,7 +78,7 @@ def from_pretrained_sharded(
     """
     require_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
-    with equal_options("from_pretrained_sharded", mesh, compared):
+    with require_equal_options("from_pretrained_sharded", mesh, compared):
         if weights not in (*shard_methods(), "stages"):
             raise ValueError(f"weights is {weights!r}; expected {', '.join(map(repr, shard_methods()))} or 'stages'.")
         for option in ("device_map", "torch_dtype", "quantization_config"):
@@ -105,7 +105,7 @@ def from_pretrained_sharded(
     _download_once_per_node(pipeline, name, guided, options)
     with raising_on_all(guided, f"{name} could not be loaded (download incomplete files again)"):
         folder = folder_of(pipeline, name, options)
-        _require_safetensors(folder, passed=set(options))
+        _check_safetensors(folder, passed=set(options))
         files = _files_in(folder, options.get("variant"))
         with _uninitialized_memory():
             pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
@@ -187,7 +187,7 @@ def _uninitialized_memory() -> Iterator[None]:
 _SAVE = "Pipeline.from_pretrained(...).save_pretrained(folder)"
 
 
-def _require_safetensors(folder: Path, passed: set[str]) -> None:
+def _check_safetensors(folder: Path, passed: set[str]) -> None:
     """Raise ``FileNotFoundError`` if a model in ``folder`` lacks safetensors files, or the index of several such files.
 
     Without this check diffusers and transformers try other formats, and their error names a file of these formats.
@@ -308,7 +308,7 @@ def _download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, o
     first = wanted and records.index({**node, "wanted": True}) == mesh.rank
     pending = None
     if first:
-        pending = _started(lambda: pipeline.download(str(name), **options))
+        pending = _start_download(lambda: pipeline.download(str(name), **options))
     while True:
         done = pending is None or bool(wait([pending], timeout=_INTERVAL).done)
         problem = None
@@ -340,7 +340,7 @@ def _cache_of(options: Mapping[str, Any]) -> str:
     return str(options.get("cache_dir") or constants.HF_HUB_CACHE)
 
 
-def _started(download: Callable[[], Any]) -> Future[Any]:
+def _start_download(download: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
 
     def run() -> None:

@@ -62,7 +62,7 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
         for vae in autoencoders:
             require_parallel_vae(vae)
         placement = _placement_of_text_encoders(pipe, guided, options)
-        _require_options_fit(pipe, guided, options, placement)
+        _check_options_fit(pipe, guided, options, placement)
         # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be sharded. A
         # pipeline with a guider calls the transformer once per branch, even if other pipelines of the same model
         # concatenate branches on the batch dim.
@@ -109,7 +109,7 @@ def _shards_transformers_alone(options: ParallelOptions) -> bool:
     return method is not None and not method.shards_encoders
 
 
-def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None) -> None:
+def _check_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None) -> None:
     """Raise ``ValueError`` if an option does not fit the components of ``pipe``, the mesh or another option."""
     cls, stages = original_class(pipe).__name__, mesh.pipe.size
     if options.of_transformers and not transformers_of(pipe):

@@ -72,7 +72,7 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
         sent=traffic_of(shape, work),
         memory=memory_of(shape, work, placement),
         room=machine.rank_room,
-        host_memory=work.weights.quantized(placement).in_host_memory(placement),
+        host_memory=work.weights.quantize(placement).in_host_memory(placement),
         problem=problem_of(shape, work, placement.quantize),
     )
 
@@ -108,7 +108,7 @@ def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = No
     activations at their peak, gathered weights, and buffers of exchanges.
     """
     placement = placement or Placement(default_text_encoders(shape))
-    weights = work.weights.quantized(placement)
+    weights = work.weights.quantize(placement)
     call, _ = work.of_rank(shape.batch)
     # Tensor ranks split the activations between a column-sharded layer and the row-sharded layer after it. These are
     # about half of the peak (measured: 26 to 70 %).
@@ -193,7 +193,7 @@ def stream_bytes(call: CallWork, shape: MeshShape) -> float:
 def step_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: Placement) -> float:
     """Return the seconds of one step with all CFG branches."""
     call, calls = work.of_rank(shape.batch)
-    weights = work.weights.quantized(placement)
+    weights = work.weights.quantize(placement)
     compute, waits, attending = compute_seconds(call, shape, machine), 0.0, attention_seconds(call, shape, machine)
     waits += exchange_seconds(call, shape, machine, attending)
     along_sequence = machine.link(shape.tensor, shape.sequence)
@@ -269,7 +269,7 @@ def exchange_seconds(call: CallWork, shape: MeshShape, machine: Machine, attendi
 
 def copy_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: Placement) -> float:
     """Return the seconds in which components in host memory are copied, and text encoders gathered, in a generation."""
-    device, weights = machine.device, work.weights.quantized(placement)
+    device, weights = machine.device, work.weights.quantize(placement)
     seconds = 0.0
     if placement.takes_turns:
         return weights.in_host_memory(placement) / device.host_bandwidth

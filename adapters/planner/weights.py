@@ -64,7 +64,7 @@ class ModuleBytes:
         """Return the bytes that a rank sends in one call to gather the module's weights over ``ranks`` ranks."""
         return self.sharded * (ranks - 1) / ranks
 
-    def scaled(self, factor: float) -> ModuleBytes:
+    def scale(self, factor: float) -> ModuleBytes:
         """Return the bytes of the module with weights of ``factor`` times the size."""
         return replace(self, total=factor * self.total, sharded=factor * self.sharded, at_once=factor * self.at_once)
 
@@ -91,14 +91,14 @@ class Weights:
     in_8_bits: float = 1.0
     no_stages: str = "its blocks are not described"
 
-    def quantized(self, placement: Placement) -> Weights:
+    def quantize(self, placement: Placement) -> Weights:
         """Return these weights in 8 bits if ``placement`` quantizes them."""
         factor = self.in_8_bits
         if placement.quantize is None:
             return self
         return replace(
             self,
-            transformer=self.transformer.scaled(factor),
+            transformer=self.transformer.scale(factor),
             tensor=factor * self.tensor,
             blocks=tuple((cost, factor * size) for cost, size in self.blocks),
         )
