@@ -187,7 +187,7 @@ def device_named(name: str | Device, *, memory: float | None = None) -> Device:
             f"device is {name!r}; expected a name such as 'H100', or a para_core.devices.Device with its figures."
         )
     if "," in name:
-        return _described_device(name)
+        return _read_device(name)
     words, joined = _words_of(name), {"".join(name.lower().split())}
     fitting = [x for x in DEVICES.values() if _required_words(x) <= words or _required_words(x) == joined]
     device = max(fitting, key=lambda x: len(x.name), default=None)
@@ -258,7 +258,7 @@ def letters_of(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _described_device(text: str) -> Device:
+def _read_device(text: str) -> Device:
     """Return the device of ``"name,GB,TFLOPs,link"``. Raise ValueError if a part is missing or invalid."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 4 or not all(parts):

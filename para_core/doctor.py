@@ -105,7 +105,7 @@ class Ranks:
     device: torch.device
     dtype: torch.dtype
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank, in rank order. This is a collective call."""
         values = [value]
         if self.size > 1:
@@ -132,7 +132,7 @@ def versions(ranks: Ranks, report: DoctorReport) -> None:
         except importlib.metadata.PackageNotFoundError:
             continue
     text = ", ".join(f"{name} {version}" for name, version in own.items())
-    every = ranks.gathered(own)
+    every = ranks.gather(own)
     different = sorted({name for other in every for name in {*other, *own} if other.get(name) != own.get(name)})
     if not different:
         return report.add("versions", text)
@@ -151,7 +151,7 @@ def memory(ranks: Ranks, report: DoctorReport) -> None:
     elif hasattr(os, "sysconf"):
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
-    every = ranks.gathered((name, free, total))
+    every = ranks.gather((name, free, total))
     names = sorted({device for device, _, _ in every})
     rank = min(range(len(every)), key=lambda rank: every[rank][1])
     _, least, of = every[rank]
@@ -215,7 +215,7 @@ def speed(ranks: Ranks, report: DoctorReport) -> None:
     products = 2.0 * size**3 / seconds_of(lambda: matrix @ matrix, ranks.device, repeats=3)
     attention = 4.0 * query.numel() * tokens
     attention /= seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device, repeats=3)
-    products, attention = min(ranks.gathered((products, attention)))
+    products, attention = min(ranks.gather((products, attention)))
     text = f"{products / 1e12:.3g} TFLOP/s in products, {attention / 1e12:.3g} in attention, on the slowest rank"
     device, advice = ranks.known_device(), ""
     if device is not None and products < 0.6 * device.product_speed:
@@ -228,7 +228,7 @@ def speed(ranks: Ranks, report: DoctorReport) -> None:
 def host(ranks: Ranks, report: DoctorReport) -> None:
     """Measure how long the host takes to launch one operator, in seconds on the slowest rank."""
     x = torch.zeros(16, device=ranks.device)
-    launch = max(ranks.gathered(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
+    launch = max(ranks.gather(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
     advice = ""
     if launch > 15e-6:
         advice = "the host is slow or busy: compile the transformer, and check that no other process uses its cores."
@@ -251,7 +251,7 @@ def exactness(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
     with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
         result = cp.gather(_attend([cp.shard(x, dim=2) for x in qkv]), dim=2)
     errors = [float((out.cpu().double() - exact).norm() / exact.norm()) for out in (result, _attend(qkv))]
-    meshed, single = zip(*ranks.gathered(errors), strict=True)
+    meshed, single = zip(*ranks.gather(errors), strict=True)
     on_mesh, on_one_device = max(meshed), min(single)
     text = f"error {on_mesh:.1e}, of one device {on_one_device:.1e} (against float64; {heads} heads, {tokens} tokens)"
     rounding = 1e-3
@@ -270,7 +270,7 @@ def host_per_call(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
     query = torch.randn(1, ranks.size, 8, 64, device=ranks.device, dtype=ranks.dtype)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True):
         call = seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device)
-    seconds = max(ranks.gathered(call))
+    seconds = max(ranks.gather(call))
     report.add("host per attention call", f"{1e6 * seconds:.0f} µs, with the latency of its exchanges")
     report.figures["call"] = seconds
 
@@ -340,7 +340,7 @@ def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
     large = 1 << 20
     if ranks.device.type == "cuda":
         large = 64 << 20
-    latency, seconds = (max(ranks.gathered(timed(sent))) for sent in (1024, large))
+    latency, seconds = (max(ranks.gather(timed(sent))) for sent in (1024, large))
     # Subtract the latency only if it is clearly smaller than the measured time, because noise could otherwise make the
     # difference negative.
     if seconds > 2 * latency:
