@@ -29,9 +29,10 @@ def models_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
 
 def describe_loras(pipe: Any) -> dict[str, Any]:
     """Return :func:`describe_loras_of_model` of each model of ``pipe``."""
-    return {
-        key: value for name, model in models_of(pipe) for key, value in describe_loras_of_model(name, model).items()
-    }
+    values: dict[str, Any] = {}
+    for name, model in models_of(pipe):
+        values |= describe_loras_of_model(name, model)
+    return values
 
 
 def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
