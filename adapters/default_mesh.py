@@ -126,13 +126,16 @@ def _make(device_type: str, choice: MeshChoice) -> DeviceMesh:
     sizes = {"batch": choice.batch, "ring": choice.ring, "ulysses": choice.ulysses}
     if choice.tensor > 1:
         sizes["tensor"] = choice.tensor
+    method = ""
+    if choice.rotate_method != "alltoall":
+        method = f", rotate_method={choice.rotate_method!r}"
     if dist.get_rank() == 0:
         logger.info(
             "parallelize_pipe: no mesh given, using %s = %s%s (%s); mesh=init_context_parallel_mesh(%r, %s) overrides "
             "it.",
             " × ".join(sizes),
             " × ".join(map(str, sizes.values())),
-            "" if choice.rotate_method == "alltoall" else f", rotate_method={choice.rotate_method!r}",
+            method,
             choice.reason,
             device_type,
             ", ".join(f"max_{name}_dim_size={size}" for name, size in sizes.items() if name != "ulysses"),

@@ -110,4 +110,6 @@ def denoiser_run_of(module: Any) -> DenoiserRun | None:
 def mesh_of_denoiser(module: Any) -> SequenceMesh | None:
     """Return the ranks over which the rows of a denoiser are sharded; None if they are not."""
     run = denoiser_run_of(module)
-    return None if run is None else run.mesh.sequence
+    if run is None:
+        return None
+    return run.mesh.sequence

@@ -83,7 +83,9 @@ def check_not_fsdp1(module: nn.Module, name: str) -> None:
 
 def check_not_wrapped(module: nn.Module, name: str, adapter: Adapter | None = None) -> None:
     """Refuse a model inside a wrapper for training, such as DistributedDataParallel."""
-    inner = None if adapter_for(module, adapter) is not None else wrapped_model(module)
+    inner = None
+    if adapter_for(module, adapter) is None:
+        inner = wrapped_model(module)
     if inner is not None:
         raise TypeError(
             f"{name} is a {original_class(module).__name__} around a {original_class(inner).__name__}: a wrapper for "

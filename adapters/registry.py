@@ -172,7 +172,9 @@ def require_kind(kind: Literal["pipeline", "model"], instance: Any, other: str) 
     ``other`` completes the message: what to call with an object of the other kind.
     """
     if instance is None or isinstance(instance, (str, bytes, PathLike, int, float, Mapping, Sequence)):
-        kind_given = "None" if instance is None else f"a {type(instance).__name__}"
+        kind_given = "None"
+        if instance is not None:
+            kind_given = f"a {type(instance).__name__}"
         raise TypeError(f"expected a {kind}, got {kind_given}. Pass the object that from_pretrained(...) returned.")
     if isinstance(instance, type):
         raise TypeError(
@@ -221,4 +223,6 @@ def applied_mesh(module: Any) -> SequenceMesh | None:
 
 def _mesh_in_slot(instance: Any, slot: Slot) -> GuidedMesh | None:
     mesh = getattr(slot_owner(instance, slot, object), "mesh", None)
-    return mesh if isinstance(mesh, GuidedMesh) else None
+    if isinstance(mesh, GuidedMesh):
+        return mesh
+    return None

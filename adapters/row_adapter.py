@@ -31,7 +31,9 @@ class VaeAdapter:
     @property
     def methods(self) -> tuple[str, ...]:
         """Names of the methods to parallelize: ``encode``, if there is one, and ``decode``."""
-        return (self.decode,) if self.encode is None else (self.encode, self.decode)
+        if self.encode is None:
+            return (self.decode,)
+        return (self.encode, self.decode)
 
     @property
     def distributes_tiles(self) -> bool:

@@ -24,7 +24,10 @@ def _is_named_tuple(value: Any) -> bool:
 
 def fields_of(value: Any) -> dict[str, Any]:
     """Return the fields of ``value``, which :func:`has_fields`, by name. Fields that are not set are left out."""
-    names = value._fields if _is_named_tuple(value) else [field.name for field in fields(value)]
+    if _is_named_tuple(value):
+        names = value._fields
+    else:
+        names = [field.name for field in fields(value)]
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
@@ -45,7 +48,9 @@ def with_fields(value: Any, changes: Mapping[str, Any]) -> Any:
 def like_sequence(value: Sequence[Any], items: Iterable[Any]) -> Any:
     """Return a list, tuple or named tuple of the type of ``value`` with other ``items``."""
     kind: Callable[..., Any] = type(value)
-    return kind(*items) if _is_named_tuple(value) else kind(items)
+    if _is_named_tuple(value):
+        return kind(*items)
+    return kind(items)
 
 
 def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
@@ -57,7 +62,9 @@ def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
         TypeError: ``value``, or a field on the path, does not have the next field.
     """
     if value is None or not path:
-        return None if value is None else change(value)
+        if value is None:
+            return None
+        return change(value)
     name, _, rest = path.partition(".")
     known: Mapping[str, Any] = {}
     if isinstance(value, Mapping):
@@ -70,7 +77,9 @@ def change_field(value: Any, path: str, change: Callable[[Any], Any]) -> Any:
             f"with that field. Its fields are {sorted(known) or 'none'}."
         )
     changed = {name: change_field(known[name], rest, change)}
-    return {**value, **changed} if isinstance(value, Mapping) else with_fields(value, changed)
+    if isinstance(value, Mapping):
+        return {**value, **changed}
+    return with_fields(value, changed)
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -79,7 +88,13 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """
     if has_fields(value):
         return with_fields(value, {name: map_leaves(function, field) for name, field in fields_of(value).items()})
-    return tree_map(lambda leaf: map_leaves(function, leaf) if has_fields(leaf) else function(leaf), value)
+
+    def map_leaf(leaf: Any) -> Any:
+        if has_fields(leaf):
+            return map_leaves(function, leaf)
+        return function(leaf)
+
+    return tree_map(map_leaf, value)
 
 
 def leaves_of(value: Any) -> list[Any]:

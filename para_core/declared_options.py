@@ -178,7 +178,9 @@ def _declarations(options: Any) -> tuple[Declaration, ...]:
             continue
         kind, *notes = get_args(hint)
         is_union = get_origin(kind) in (Union, types.UnionType)
-        members = get_args(kind) if is_union else (kind,)
+        members = (kind,)
+        if is_union:
+            members = get_args(kind)
         for option in notes:
             if isinstance(option, Option):
                 others = tuple(member for member in members if member is not types.NoneType)
@@ -286,11 +288,10 @@ def describe_options(options: type[Subject]) -> type[Subject]:
     declared = declarations(options)
     options.__doc__ = _describe(options.__doc__ or "", declared)
     shown = {declaration.name: _parameter(declaration) for declaration in declared}
-    parameters = [
-        parameter.replace(annotation=shown[name].annotation) if name in shown else parameter
-        for name, parameter in inspect.signature(options).parameters.items()
-    ]
-    options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    parameters = dict(inspect.signature(options).parameters)
+    for name in shown.keys() & parameters.keys():
+        parameters[name] = parameters[name].replace(annotation=shown[name].annotation)
+    options.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     return options
 
 

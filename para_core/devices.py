@@ -187,11 +187,13 @@ def device_named(name: str | Device, *, memory: float | None = None) -> Device:
             f"device is {name!r}; expected a name such as 'H100', or a para_core.devices.Device with its figures."
         )
     if "," in name:
-        return _described_device(name)
+        return _read_device(name)
     words, joined = _words_of(name), {"".join(name.lower().split())}
     fitting = [x for x in DEVICES.values() if _required_words(x) <= words or _required_words(x) == joined]
     device = max(fitting, key=lambda x: len(x.name), default=None)
-    hint = similar_names(name, DEVICES) if device is None else ""
+    hint = ""
+    if device is None:
+        hint = similar_names(name, DEVICES)
     if device is not None and joined != _required_words(device):
         hint = _unknown_variant(device, words, memory)
     if device is None or hint:
@@ -200,7 +202,9 @@ def device_named(name: str | Device, *, memory: float | None = None) -> Device:
             "figures of another one as 'name,GB,TFLOPs,link', such as 'my card,24,140,pcie' (in Python also a "
             "para_core.devices.Device)."
         )
-    return device if memory is None else replace(device, memory=memory)
+    if memory is None:
+        return device
+    return replace(device, memory=memory)
 
 
 def _words_of(name: str) -> set[str]:
@@ -244,7 +248,9 @@ def similar_names(name: str, names: Iterable[str]) -> str:
     similar = difflib.get_close_matches(letters, by_letters, n=3, cutoff=0.6)
     similar += [candidate for candidate in by_letters if len(letters) > 1 and letters in candidate]
     close = list(dict.fromkeys(by_letters[key] for key in similar))[:3]
-    return f" (did you mean {' or '.join(close)}?)" if close else ""
+    if close:
+        return f" (did you mean {' or '.join(close)}?)"
+    return ""
 
 
 def letters_of(name: str) -> str:
@@ -252,7 +258,7 @@ def letters_of(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _described_device(text: str) -> Device:
+def _read_device(text: str) -> Device:
     """Return the device of ``"name,GB,TFLOPs,link"``. Raise ValueError if a part is missing or invalid."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 4 or not all(parts):
@@ -264,8 +270,10 @@ def _described_device(text: str) -> Device:
     memory = 1e9 * _require_figure(text, gigabytes, "GB of memory")
     speed = 1e12 * _require_figure(text, teraflops, "TFLOPs (dense, 16 bits)")
     device = Device(name, speed, memory, speed / _OPERATIONS_PER_BYTE, "pcie4")
-    usual_link = link_named(link, device).name
-    return replace(device, link=usual_link, host_bandwidth=PCIE5 if "5" in usual_link else PCIE4)
+    usual_link, host_bandwidth = link_named(link, device).name, PCIE4
+    if "5" in usual_link:
+        host_bandwidth = PCIE5
+    return replace(device, link=usual_link, host_bandwidth=host_bandwidth)
 
 
 def _require_figure(text: str, figure: str, unit: str) -> float:
@@ -291,7 +299,9 @@ def gpu_at_hand(device: torch.device | None = None) -> Device:
     # Imported here, because predictions need no torch.
     import torch
 
-    index = torch.cuda.current_device() if device is None else device
+    index: torch.device | int | None = device
+    if index is None:
+        index = torch.cuda.current_device()
     return device_named(torch.cuda.get_device_name(index), memory=torch.cuda.get_device_properties(index).total_memory)
 
 
@@ -324,7 +334,9 @@ def link_named(name: str | Link | None, device: Device) -> Link:
     elif wanted == "nvlink":
         wanted = _NVLINK.get(device.name, "nvlink4")
     elif wanted == "pcie":
-        wanted = "pcie4" if device.host_bandwidth == PCIE4 else "pcie5"
+        wanted = "pcie5"
+        if device.host_bandwidth == PCIE4:
+            wanted = "pcie4"
     if wanted not in LINKS:
         link_names = [*_GENERATIONS, *LINKS]
         raise ValueError(

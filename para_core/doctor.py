@@ -68,7 +68,9 @@ class DoctorReport:
 
     def add(self, name: str, result: str, advice: str = "", *, broken: bool = False) -> None:
         """Add a finding: broken, or to be changed if there is ``advice``, or ok."""
-        verdict = CHANGE if advice else OK
+        verdict = OK
+        if advice:
+            verdict = CHANGE
         if broken:
             verdict = BROKEN
         self.findings.append(Finding(name, result, verdict, advice))
@@ -81,7 +83,9 @@ class DoctorReport:
         width = max(len(finding.name) for finding in self.findings)
         lines = [f"{finding.verdict:<7}{finding.name:<{width + 2}}{finding.result}" for finding in self.findings]
         advice = [f"- {finding.name}: {finding.advice}" for finding in self.findings if finding.advice]
-        return "\n".join([*lines, "", "What to change:" if advice else "Nothing to change.", *advice])
+        if not advice:
+            return "\n".join([*lines, "", "Nothing to change."])
+        return "\n".join([*lines, "", "What to change:", *advice])
 
     def write(self, path: Path) -> None:
         content = {
@@ -101,7 +105,7 @@ class Ranks:
     device: torch.device
     dtype: torch.dtype
 
-    def gathered(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return the ``value`` of every rank, in rank order. This is a collective call."""
         values = [value]
         if self.size > 1:
@@ -112,7 +116,9 @@ class Ranks:
     def known_device(self) -> Device | None:
         """Return the data sheet's figures for this rank's GPU; None on a CPU, or for a GPU that the table lacks."""
         try:
-            return gpu_at_hand(self.device) if self.device.type == "cuda" else None
+            if self.device.type == "cuda":
+                return gpu_at_hand(self.device)
+            return None
         except ValueError:
             return None
 
@@ -126,7 +132,7 @@ def versions(ranks: Ranks, report: DoctorReport) -> None:
         except importlib.metadata.PackageNotFoundError:
             continue
     text = ", ".join(f"{name} {version}" for name, version in own.items())
-    every = ranks.gathered(own)
+    every = ranks.gather(own)
     different = sorted({name for other in every for name in {*other, *own} if other.get(name) != own.get(name)})
     if not different:
         return report.add("versions", text)
@@ -145,7 +151,7 @@ def memory(ranks: Ranks, report: DoctorReport) -> None:
     elif hasattr(os, "sysconf"):
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
-    every = ranks.gathered((name, free, total))
+    every = ranks.gather((name, free, total))
     names = sorted({device for device, _, _ in every})
     rank = min(range(len(every)), key=lambda rank: every[rank][1])
     _, least, of = every[rank]
@@ -201,13 +207,15 @@ def seconds_of(work: Callable[[], Any], device: torch.device, *, repeats: int = 
 
 def speed(ranks: Ranks, report: DoctorReport) -> None:
     """Measure a large matrix product and an attention call, in operations per second on the slowest rank."""
-    size, tokens = (8192, 8192) if ranks.device.type == "cuda" else (512, 512)
+    size, tokens = 512, 512
+    if ranks.device.type == "cuda":
+        size, tokens = 8192, 8192
     matrix = torch.randn(size, size, device=ranks.device, dtype=ranks.dtype)
     query = torch.randn(1, 8, tokens, 128, device=ranks.device, dtype=ranks.dtype)
     products = 2.0 * size**3 / seconds_of(lambda: matrix @ matrix, ranks.device, repeats=3)
     attention = 4.0 * query.numel() * tokens
     attention /= seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device, repeats=3)
-    products, attention = min(ranks.gathered((products, attention)))
+    products, attention = min(ranks.gather((products, attention)))
     text = f"{products / 1e12:.3g} TFLOP/s in products, {attention / 1e12:.3g} in attention, on the slowest rank"
     device, advice = ranks.known_device(), ""
     if device is not None and products < 0.6 * device.product_speed:
@@ -220,9 +228,11 @@ def speed(ranks: Ranks, report: DoctorReport) -> None:
 def host(ranks: Ranks, report: DoctorReport) -> None:
     """Measure how long the host takes to launch one operator, in seconds on the slowest rank."""
     x = torch.zeros(16, device=ranks.device)
-    launch = max(ranks.gathered(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
-    slow = "the host is slow or busy: compile the transformer, and check that no other process uses its cores."
-    report.add("host", f"{1e6 * launch:.1f} µs per launch, on the slowest rank", slow if launch > 15e-6 else "")
+    launch = max(ranks.gather(seconds_of(lambda: x + 1, ranks.device, repeats=200)))
+    advice = ""
+    if launch > 15e-6:
+        advice = "the host is slow or busy: compile the transformer, and check that no other process uses its cores."
+    report.add("host", f"{1e6 * launch:.1f} µs per launch, on the slowest rank", advice)
     report.figures["launch"] = launch
 
 
@@ -241,12 +251,18 @@ def exactness(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
     with torch.no_grad(), UnifiedAttnMode(mesh) as cp:
         result = cp.gather(_attend([cp.shard(x, dim=2) for x in qkv]), dim=2)
     errors = [float((out.cpu().double() - exact).norm() / exact.norm()) for out in (result, _attend(qkv))]
-    meshed, single = zip(*ranks.gathered(errors), strict=True)
-    worst, alone = max(meshed), min(single)
-    text = f"error {worst:.1e}, of one device {alone:.1e} (against float64; {heads} heads, {tokens} tokens)"
-    wrong = not worst <= 2 * alone + (1e-6 if ranks.dtype == torch.float32 else 1e-3)
-    advice = "results over these ranks are wrong. Compare torch and NCCL versions, and report this table."
-    report.add("attention over the mesh", text, advice if wrong else "", broken=wrong)
+    meshed, single = zip(*ranks.gather(errors), strict=True)
+    on_mesh, on_one_device = max(meshed), min(single)
+    text = f"error {on_mesh:.1e}, of one device {on_one_device:.1e} (against float64; {heads} heads, {tokens} tokens)"
+    rounding = 1e-3
+    if ranks.dtype == torch.float32:
+        rounding = 1e-6
+    advice = ""
+    # An error that is NaN is wrong, too.
+    wrong = not on_mesh <= 2 * on_one_device + rounding
+    if wrong:
+        advice = "results over these ranks are wrong. Compare torch and NCCL versions, and report this table."
+    report.add("attention over the mesh", text, advice, broken=wrong)
 
 
 def host_per_call(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
@@ -254,7 +270,7 @@ def host_per_call(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
     query = torch.randn(1, ranks.size, 8, 64, device=ranks.device, dtype=ranks.dtype)
     with torch.no_grad(), UnifiedAttnMode(mesh, assume_equal=True):
         call = seconds_of(lambda: F.scaled_dot_product_attention(query, query, query), ranks.device)
-    seconds = max(ranks.gathered(call))
+    seconds = max(ranks.gather(call))
     report.add("host per attention call", f"{1e6 * seconds:.0f} µs, with the latency of its exchanges")
     report.figures["call"] = seconds
 
@@ -285,8 +301,12 @@ def links(ranks: Ranks, report: DoctorReport, mesh: DeviceMesh) -> None:
 
 def advice_on_bandwidth(bandwidth: float, device: Device | None) -> str:
     """Return advice if ``bandwidth`` is below half of what links between such devices reach; else ``""``."""
-    link = None if device is None else LINKS[device.link]
-    usual = 0.0 if link is None else link.all_to_all or link.bandwidth
+    link = None
+    if device is not None:
+        link = LINKS[device.link]
+    usual = 0.0
+    if link is not None:
+        usual = link.all_to_all or link.bandwidth
     if link is None or bandwidth >= 0.5 * usual:
         return ""
     return (
@@ -301,7 +321,9 @@ def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
 
     In a ring step each rank sends to the next rank only. Otherwise the exchange is an all-to-all.
     """
-    distances = range(1, 2 if ring else dim.size)
+    distances = range(1, dim.size)
+    if ring:
+        distances = range(1, 2)
 
     def timed(sent: int) -> float:
         outgoing, incoming = [0] * dim.size, [0] * dim.size
@@ -315,11 +337,15 @@ def _exchange(ranks: Ranks, dim: MeshDim, *, ring: bool) -> tuple[float, float]:
             lambda: dist.all_to_all_single(result, data, incoming, outgoing, group=dim.group), ranks.device, repeats=5
         )
 
-    large = 64 << 20 if ranks.device.type == "cuda" else 1 << 20
-    latency, seconds = (max(ranks.gathered(timed(sent))) for sent in (1024, large))
+    large = 1 << 20
+    if ranks.device.type == "cuda":
+        large = 64 << 20
+    latency, seconds = (max(ranks.gather(timed(sent))) for sent in (1024, large))
     # Subtract the latency only if it is clearly smaller than the measured time, because noise could otherwise make the
     # difference negative.
-    return latency, large / (seconds - latency if seconds > 2 * latency else seconds)
+    if seconds > 2 * latency:
+        seconds -= latency
+    return latency, large / seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -352,14 +378,15 @@ def examine_machine(out: Path | None = None, *, ring: int | None = None, cpu: bo
     if ring is not None and ring < 1:
         raise ValueError(f"ring is {ring}: expected a positive number of ranks.")
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    on_cpu, device = cpu or not torch.cuda.is_available(), torch.device("cpu")
-    if not on_cpu:
+    device, dtype, backend = torch.device("cpu"), torch.float32, "gloo"
+    if not cpu and torch.cuda.is_available():
+        dtype, backend = torch.bfloat16, "cpu:gloo,cuda:nccl"
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     if size > 1:
         # With this timeout a missing rank is reported instead of hanging the check.
-        dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
-    ranks = Ranks(rank, size, device, torch.float32 if on_cpu else torch.bfloat16)
+        dist.init_process_group(backend, timeout=timedelta(seconds=60))
+    ranks = Ranks(rank, size, device, dtype)
     try:
         report = examine(ranks, ring=ring)
     finally:
@@ -386,9 +413,11 @@ def examine(ranks: Ranks, *, ring: int | None = None) -> DoctorReport:
         return report
     # With an even number of at least 4 ranks, a ring of 2 gives both mesh dims several ranks, so that both are
     # measured.
-    default = 2 if ranks.size >= 4 and ranks.size % 2 == 0 else 1
-    sizes = {"max_ring_dim_size": default if ring is None else ring}
-    mesh = _try(report, "mesh", init_context_parallel_mesh, ranks.device.type, **sizes)
+    if ring is None:
+        ring = 1
+        if ranks.size >= 4 and ranks.size % 2 == 0:
+            ring = 2
+    mesh = _try(report, "mesh", init_context_parallel_mesh, ranks.device.type, max_ring_dim_size=ring)
     if mesh is not None:
         report.add("mesh", f"batch × ring × ulysses = {' × '.join(map(str, mesh.mesh.shape))}")
         _try(report, "attention over the mesh", exactness, ranks, report, mesh)

@@ -61,7 +61,9 @@ def mask_length_mismatch(error: BaseException | None) -> str | None:
     if not isinstance(error, Exception):
         return None
     compared = re.search(_MASK_LENGTHS, str(error), re.DOTALL)
-    return None if compared is None else compared.group()
+    if compared is None:
+        return None
+    return compared.group()
 
 
 def sizes_that_differ(error: BaseException) -> set[int]:

@@ -47,4 +47,6 @@ def require_quantize_fits(scheme: Quantize, weights: str | None) -> None:
 
 def num_resident(given: int | None) -> int:
     """Return the number of first blocks that stay on the device, for the option ``resident_blocks``: by default 1."""
-    return 1 if given is None else given
+    if given is None:
+        return 1
+    return given

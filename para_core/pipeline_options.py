@@ -80,7 +80,9 @@ class AttentionChoices:
     @property
     def schedule(self) -> AttentionSchedule | None:
         """The attention schedule, if ``backend`` is one; otherwise None."""
-        return self.backend if isinstance(self.backend, AttentionSchedule) else None
+        if isinstance(self.backend, AttentionSchedule):
+            return self.backend
+        return None
 
     @property
     def backends(self) -> tuple[Backend | None, ...]:

@@ -55,9 +55,13 @@ def readable_bytes(count: float) -> str:
 def component_bytes(folder: Path | None) -> dict[str, int]:
     """Return the bytes of weights by subfolder of a pipeline's folder. Subfolders without weights are left out."""
     sizes: dict[str, int] = {}
-    for subfolder in folder.iterdir() if folder is not None else ():
+    if folder is None:
+        return sizes
+    for subfolder in folder.iterdir():
+        if not subfolder.is_dir():
+            continue
         by_format = dict.fromkeys(_WEIGHTS, 0)
-        for file in subfolder.iterdir() if subfolder.is_dir() else ():
+        for file in subfolder.iterdir():
             if file.suffix in by_format:
                 by_format[file.suffix] += file.stat().st_size
         if any(by_format.values()):
@@ -85,7 +89,9 @@ class _ComponentCounter(logging.Handler):
         size = self._sizes.get(words[1], 0)
         self._bytes += size
         text = f"loaded component {self._count} of {self._total}: {words[1]}"
-        report(f"{text} ({readable_bytes(size)})" if size else text, self._bytes, sum(self._sizes.values()) or None)
+        if size:
+            text = f"{text} ({readable_bytes(size)})"
+        report(text, self._bytes, sum(self._sizes.values()) or None)
 
 
 def folder_on_disk(name: str) -> Path | None:
@@ -113,8 +119,10 @@ def reporting_components(name: str, components: Sequence[str]) -> Iterator[None]
     The order of loading differs from process to process: diffusers keeps the names in a set.
     """
     folder = folder_on_disk(name)
-    size = sum(component_bytes(folder).values())
-    report(f"loading {name}: {len(components)} components, {readable_bytes(size) if folder else 'to be downloaded'}")
+    size = "to be downloaded"
+    if folder is not None:
+        size = readable_bytes(sum(component_bytes(folder).values()))
+    report(f"loading {name}: {len(components)} components, {size}")
     source = logging.getLogger(DIFFUSERS)
     counter = _ComponentCounter(name, len(components))
     with handled_by(counter, source):

@@ -324,7 +324,9 @@ def version_of(x: Tensor) -> int:
 
 def owner_of(x: Tensor) -> Tensor:
     """Return the tensor that ``x`` is a view of; ``x`` itself if ``x`` is not a view."""
-    return x if x._base is None else x._base
+    if x._base is None:
+        return x
+    return x._base
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

@@ -57,7 +57,9 @@ def load_kernel(name: str, device: torch.device | None = None) -> ModuleType | N
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context manager inside which Triton launches kernels on the device of ``x``."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if x.is_cuda:
+        return torch.cuda.device(x.device)
+    return nullcontext()
 
 
 def are_floats(*tensors: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from para_core.distributed.agree import (
     PendingFingerprints,
     Record,
+    Signature,
     check_consistent,
     differing_fields,
     signature,
@@ -103,22 +104,27 @@ class PendingRecord:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.stages = {name: value.stage for name, value in values.items() if isinstance(value, OfStage)}
         pieces = {name: list(_pieces(value)) for name, value in values.items() if value is not None}
+        tensors: list[Tensor] = []
         # A text with None in place of each tensor, whose fingerprint comes there.
-        self._pieces = {
-            name: [None if isinstance(piece, Tensor) else piece for piece in of_value]
-            for name, of_value in pieces.items()
-        }
-        self._fingerprints = PendingFingerprints(
-            [piece for of_value in pieces.values() for piece in of_value if isinstance(piece, Tensor)]
-        )
+        self._pieces: dict[str, list[str | None]] = {}
+        for name, of_value in pieces.items():
+            self._pieces[name] = []
+            for piece in of_value:
+                if isinstance(piece, Tensor):
+                    tensors.append(piece)
+                    self._pieces[name].append(None)
+                else:
+                    self._pieces[name].append(piece)
+        self._fingerprints = PendingFingerprints(tensors)
 
     def wait(self) -> Record:
         """Return the texts. Waits for each device once, for all tensors."""
         digits = iter(self._fingerprints.wait())
-        return {
-            name: _shortened("".join(next(digits) if piece is None else piece for piece in of_value))
-            for name, of_value in self._pieces.items()
-        }
+        record = {}
+        for name, of_value in self._pieces.items():
+            texts = [next(digits) if piece is None else piece for piece in of_value]
+            record[name] = _shorten("".join(texts))
+        return record
 
 
 def check_equal(
@@ -133,14 +139,15 @@ def check_equal(
 
     ``stages`` has the fields of ``local`` that only the ranks of one pipeline stage have in common, with that stage.
     """
-    own, checked = [0, 0], local
-    if not isinstance(local, Exception):
-        checked = {name: text for name, text in local.items() if name not in stages}
+    own = [0, 0]
+    checked: Signature | Exception
+    if isinstance(local, Exception):
+        checked = local
+    else:
+        checked = signature({name: text for name, text in local.items() if name not in stages})
         of_stage = json.dumps({name: local[name] for name in stages}).encode()
         own = [max(stages.values(), default=0), int.from_bytes(blake2b(of_stage, digest_size=7).digest(), "big")]
-    rows = check_consistent(
-        checked if isinstance(checked, Exception) else signature(checked), mesh, own, explain=explain, call=call
-    )
+    rows = check_consistent(checked, mesh, own, explain=explain, call=call)
     first_of: dict[int, int] = {}
     for rank, (stage, digits) in enumerate(rows):
         first = first_of.setdefault(stage, rank)
@@ -161,8 +168,10 @@ def describe(value: Any) -> str:
     return text
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= _MAX_CHARACTERS else f"{text[: _MAX_CHARACTERS // 2]}… ({_hash(text.encode())})"
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_CHARACTERS:
+        return text
+    return f"{text[: _MAX_CHARACTERS // 2]}… ({_hash(text.encode())})"
 
 
 def _pieces(value: Any) -> Iterator[str | Tensor]:
@@ -179,24 +188,29 @@ def _pieces(value: Any) -> Iterator[str | Tensor]:
     elif isinstance(value, (torch.dtype, timedelta)):
         yield str(value)
     elif isinstance(value, Mapping):
-        yield from _joined("{}", [(f"{key!r}: ", item) for key, item in value.items()])
+        yield from _join("{}", [(f"{key!r}: ", item) for key, item in value.items()])
     elif isinstance(value, (list, tuple)):
-        yield from _joined("[]", [("", item) for item in value])
+        yield from _join("[]", [("", item) for item in value])
     elif is_dataclass(value) and not isinstance(value, type):
         # Some pipelines take dataclasses, for example the conditions of LTX-Video.
         yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
     elif hasattr(value, "tobytes"):
         # PIL images and numpy arrays have tobytes. A PIL image has no shape, so its size is taken instead.
-        shape = getattr(value, "size", None) if not hasattr(value, "shape") else value.shape
+        if hasattr(value, "shape"):
+            shape = value.shape
+        else:
+            shape = getattr(value, "size", None)
         yield f"{type(value).__name__} {shape} {_hash(value.tobytes())}"
     else:
         # Callbacks and other objects have no values to compare between processes, so compare their class only.
         yield f"a {type(value).__name__}"
 
 
-def _joined(brackets: str, items: Sequence[tuple[str, Any]]) -> Iterator[str | Tensor]:
+def _join(brackets: str, items: Sequence[tuple[str, Any]]) -> Iterator[str | Tensor]:
     yield brackets[0]
     for index, (prefix, item) in enumerate(items):
-        yield f", {prefix}" if index else prefix
+        if index:
+            yield ", "
+        yield prefix
         yield from _pieces(item)
     yield brackets[1]

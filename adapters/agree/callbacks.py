@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from para_core.adapters.agree.arguments import PendingRecord, check_equal
-from para_core.adapters.agree.loras import described
+from para_core.adapters.agree.loras import describe_loras
 from para_core.adapters.registry import transformers_of
 from para_core.cfg.lazy import materialize
 from para_core.distributed.agree import Record, check_consistent, differing_fields
@@ -31,7 +31,7 @@ _WAY_OUT = (
 
 
 @contextmanager
-def around_callbacks(kwargs: Mapping[str, Any], slot: Slot, run: Callable[..., Any]) -> Iterator[dict[str, Any]]:
+def replace_callbacks(kwargs: Mapping[str, Any], slot: Slot, run: Callable[..., Any]) -> Iterator[dict[str, Any]]:
     """Replace each callback in ``kwargs`` by ``run(callback, *args, **kwargs)`` inside the ``with`` block.
 
     ``kwargs`` are those of a pipeline's call; callbacks are those whose names begin with ``callback``. Yields the
@@ -79,10 +79,12 @@ class CheckedCallbacks:
             raise
         outputs = {**inputs, **materialize(_tensors((result,)))}
         scale = getattr(self._pipe, "_guidance_scale", None)
+        if not (scale is None or isinstance(scale, (bool, int, float, str))):
+            scale = repr(scale)
         state: Record = {
             # Callbacks set _interrupt to end a generation, and _guidance_scale to end its guidance.
             "interrupt": getattr(self._pipe, "_interrupt", None),
-            "guidance_scale": scale if scale is None or isinstance(scale, (bool, int, float, str)) else repr(scale),
+            "guidance_scale": scale,
             **{f"shape of {name}": str(list(x.shape)) for name, x in outputs.items()},
             **{f"dtype of {name}": str(x.dtype).removeprefix("torch.") for name, x in outputs.items()},
         }
@@ -95,7 +97,7 @@ class CheckedCallbacks:
         # A callback may have set other attention processors or hooks.
         for region, module in planned.values():
             region.check_new_code(module)
-        self._pending = before, PendingRecord(_values_of(outputs)), PendingRecord(described(self._pipe))
+        self._pending = before, PendingRecord(_values_of(outputs)), PendingRecord(describe_loras(self._pipe))
         return result
 
     def finish(self) -> None:
@@ -109,7 +111,10 @@ class CheckedCallbacks:
         stages: Mapping[str, int] = {}
         if pending is not None:
             before, after, loras = (record.wait() for record in pending)
-            values = {name: text if before.get(name) != text else "unchanged" for name, text in after.items()}
+            values = dict(after)
+            for name, text in after.items():
+                if before.get(name) == text:
+                    values[name] = "unchanged"
             state, stages = {**values, **loras, **state}, pending[-1].stages
         check_equal(state, stages, self._mesh, _explain)
 

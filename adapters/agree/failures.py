@@ -36,7 +36,9 @@ Places = Mapping[int, str]
 
 def _own_rank() -> int:
     # Without torch.distributed there is a single process.
-    return dist.get_rank() if dist.is_initialized() else 0
+    if dist.is_initialized():
+        return dist.get_rank()
+    return 0
 
 
 def places_of_all(mesh: GuidedMesh) -> Places:
@@ -90,7 +92,7 @@ def _key(token: str, name: str) -> str:
 
 
 @contextmanager
-def reasons_shared(token: str, places: Places) -> Iterator[None]:
+def share_reasons(token: str, places: Places) -> Iterator[None]:
     """Report an exception of the ``with`` block to the other ranks, and explain a time-out by their reports.
 
     An exception on this rank is stored as its reason for leaving the call ``token``, and raised again. If a collective

@@ -27,12 +27,15 @@ def models_of(pipe: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, uncompiled(component)
 
 
-def described(pipe: Any) -> dict[str, Any]:
-    """Return :func:`described_model` of each model of ``pipe``."""
-    return {key: value for name, model in models_of(pipe) for key, value in described_model(name, model).items()}
+def describe_loras(pipe: Any) -> dict[str, Any]:
+    """Return :func:`describe_loras_of_model` of each model of ``pipe``."""
+    values: dict[str, Any] = {}
+    for name, model in models_of(pipe):
+        values |= describe_loras_of_model(name, model)
+    return values
 
 
-def described_model(name: str, model: nn.Module) -> dict[str, Any]:
+def describe_loras_of_model(name: str, model: nn.Module) -> dict[str, Any]:
     """Return settings and weights of the LoRAs of ``model``, by names for messages; nothing if it has none.
 
     The settings are a text: active adapters and scales. The weights are a digest on their device, so this does not wait
@@ -69,12 +72,13 @@ def lora_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def _text_of(layers: list[Any]) -> str:
     """Return the distinct settings of all LoRA layers, and a hash of the settings of each layer."""
-    settings = [
-        f"active {[] if layer.disable_adapters else layer.active_adapters}, scales "
-        f"{ {name: x for name, x in _scaling_of(layer).items() if not isinstance(x, Tensor)} }, "
-        f"fused {list(layer.merged_adapters)}"
-        for layer in layers
-    ]
+    settings = []
+    for layer in layers:
+        active = layer.active_adapters
+        if layer.disable_adapters:
+            active = []
+        scales = {name: scale for name, scale in _scaling_of(layer).items() if not isinstance(scale, Tensor)}
+        settings.append(f"active {active}, scales {scales}, fused {list(layer.merged_adapters)}")
     kinds = sorted(set(settings))
     if len(kinds) == 1:
         return kinds[0]

@@ -15,7 +15,7 @@ from para_core.distributed.mesh import GuidedMesh, all_ranks, guided_mesh, requi
 
 
 @contextmanager
-def equal_options(
+def require_equal_options(
     function: str, mesh: DeviceMesh | ProcessGroup | GuidedMesh | None, options: Mapping[str, object]
 ) -> Iterator[None]:
     """Return a context manager for the checks of ``options``, which ``function`` was called with and may be invalid.
@@ -51,7 +51,9 @@ def _ranks_of(mesh: DeviceMesh | ProcessGroup | None) -> GuidedMesh:
     if mesh == dist.GroupMember.NON_GROUP_MEMBER:
         # The other ranks may have a group of their own, so this rank raises alone.
         require_member(mesh)
-    return guided_mesh(mesh) if isinstance(mesh, (DeviceMesh, ProcessGroup)) and mesh.size() < world.ranks else world
+    if isinstance(mesh, (DeviceMesh, ProcessGroup)) and mesh.size() < world.ranks:
+        return guided_mesh(mesh)
+    return world
 
 
 def _text_of(mesh: object) -> str:

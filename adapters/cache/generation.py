@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.agree.callbacks import around_callbacks
+from para_core.adapters.agree.callbacks import replace_callbacks
 from para_core.adapters.cache.checks import check_cached_call
 from para_core.adapters.compatibility.checks import CheckedModel
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
@@ -100,10 +100,10 @@ class PipelineCache:
         for name, cache in self.caches.items():
             check_cached_call(CheckedModel(pipe, cache.module, name), cache.options)
         with ExitStack() as stack:
-            stack.enter_context(self._tracker.following(pipe, self._reset, with_copies=self._with_copies))
+            stack.enter_context(self._tracker.follow(pipe, self._reset, with_copies=self._with_copies))
             stack.enter_context(self._generation(pipe))
             self._thread = get_ident()
-            kwargs = stack.enter_context(around_callbacks(kwargs, Slot.CACHE, self._call_without_cache))
+            kwargs = stack.enter_context(replace_callbacks(kwargs, Slot.CACHE, self._call_without_cache))
             return call(pipe, *args, **kwargs)
 
     def _call_without_cache(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

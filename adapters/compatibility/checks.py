@@ -74,7 +74,9 @@ class CheckedModel:
         """Name of the model in messages: its path in the pipeline, or ``transformer``, or the name of its kind."""
         if self.component:
             return f"pipe.{self.component}"
-        return "transformer" if self.kind is None else self.kind.name
+        if self.kind is None:
+            return "transformer"
+        return self.kind.name
 
     @property
     def called(self) -> Any:
@@ -162,7 +164,7 @@ def check_parallel_call(models: Sequence[CheckedModel], mesh: GuidedMesh) -> Non
             check_guider(model.owner, mesh.sequence.ranks)
 
 
-def require_same_call_of_model(module: Any, mesh: GuidedMesh, inputs: Mapping[str, Any], *, assume_equal: bool) -> None:
+def check_same_call_of_model(module: Any, mesh: GuidedMesh, inputs: Mapping[str, Any], *, assume_equal: bool) -> None:
     """Raise on every rank if the call of ``module`` is refused on one rank, or if ``inputs`` differ between ranks.
 
     ``inputs`` are arguments and settings by name. ``assume_equal`` skips the comparison and its exchange; then a rank

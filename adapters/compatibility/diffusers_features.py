@@ -39,7 +39,9 @@ def check_compiled_weights_of_diffusers(module: nn.Module, name: str, called: An
         return
     is_gguf = type(vars(module).get("hf_quantizer")).__name__ == "GGUFQuantizer"
     if is_gguf or any(type(hook).__name__ == "LayerwiseCastingHook" for _, hook in hooks_of(module)):
-        reason = "comes from a GGUF file" if is_gguf else "casts its weights while layers compute"
+        reason = "casts its weights while layers compute"
+        if is_gguf:
+            reason = "comes from a GGUF file"
         raise refusal(
             RuntimeError,
             f"{name} {reason} and is compiled. Dynamo cannot trace diffusers' layers of that kind while attention is "
@@ -69,7 +71,9 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
         return
     for path, submodule in module.named_modules():
         registry: Any = submodule.__dict__.get("_diffusers_hook")
-        for hook in () if registry is None else registry.hooks.values():
+        if registry is None:
+            continue
+        for hook in registry.hooks.values():
             yield path, hook
 
 
@@ -116,8 +120,13 @@ def _drops(hook_or_config: Any) -> bool:
 def check_guider(pipe: Any, sequence_ranks: int) -> None:
     """Refuse a guider that skips layers with dropout or blurs queries."""
     guider = getattr(pipe, "guider", None)
-    for configs in () if guider is None else vars(guider).values():
-        for config in configs if isinstance(configs, list) else [configs]:
+    if guider is None:
+        return
+    for value in vars(guider).values():
+        configs = [value]
+        if isinstance(value, list):
+            configs = value
+        for config in configs:
             if type(config).__name__ == "SmoothedEnergyGuidanceConfig" and sequence_ranks > 1:
                 raise refusal(
                     RuntimeError,

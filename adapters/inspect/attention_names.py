@@ -107,7 +107,7 @@ def check_attention_named_once(settings: Sequence[ProcessorBackend], module: nn.
             )
 
 
-def require_native_attention(module: nn.Module, name: str) -> None:
+def check_native_attention(module: nn.Module, name: str) -> None:
     """Raise ``ValueError`` if ``module`` follows an attention schedule and diffusers names a backend for it as well."""
     other = next((setting for setting in processor_backends(module) if setting.name not in _SEEN), None)
     if other is not None:

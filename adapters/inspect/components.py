@@ -148,7 +148,9 @@ def patch_plan_for(module: nn.Module, adapter: Adapter | None = None) -> PatchPl
     if reason is not None:
         raise TypeError(reason)
     described = require_adapter(module, adapter)
-    text: Text | None = None if described.empty_text else "replicate"
+    text: Text | None = "replicate"
+    if described.empty_text:
+        text = None
     return patch_plan(plan_for(module, text, adapter), module, described.frames)
 
 
@@ -164,5 +166,7 @@ def why_no_patches(module: nn.Module, adapter: Adapter | None = None) -> str | N
 def mesh_of_diffusers(module: Any) -> DeviceMesh | None:
     """Return the mesh over which diffusers sharded ``module`` by a ``TensorParallelConfig``; None if it did not."""
     config = getattr(getattr(module, "_parallel_config", None), "tensor_parallel_config", None)
-    mesh: DeviceMesh | None = None if config is None else config._mesh
+    mesh: DeviceMesh | None = None
+    if config is not None:
+        mesh = config._mesh
     return mesh

@@ -19,14 +19,18 @@ def default_guidance(pipe: Any, transformer: Any) -> str | None:
     guider = getattr(pipe, "guider", None)
     if guider is not None:
         scale = getattr(guider, "guidance_scale", None)
-        return f"its guider has guidance_scale {scale}" if getattr(guider, "num_conditions", 1) > 1 else None
+        if getattr(guider, "num_conditions", 1) > 1:
+            return f"its guider has guidance_scale {scale}"
+        return None
     parameters = inspect.signature(original_class(pipe).__call__).parameters
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     # In Stable Video Diffusion the scale grows from frame to frame; use the largest.
     if "max_guidance_scale" in defaults:
         defaults["guidance_scale"] = defaults["max_guidance_scale"]
     guides = _does_guidance(pipe, defaults)
-    name = "guidance_scale" if guides or "true_cfg_scale" not in defaults else "true_cfg_scale"
+    name = "true_cfg_scale"
+    if guides or "true_cfg_scale" not in defaults:
+        name = "guidance_scale"
     scale = defaults.get(name)
     if guides is None:
         embedded = getattr(getattr(transformer, "config", None), "guidance_embeds", False)
@@ -34,7 +38,9 @@ def default_guidance(pipe: Any, transformer: Any) -> str | None:
         if name == "true_cfg_scale":
             two_branches = defaults.get("negative_prompt") is not None
         guides = two_branches and isinstance(scale, (int, float)) and scale > 1
-    return f"{name} is {scale} by default" if guides else None
+    if guides:
+        return f"{name} is {scale} by default"
+    return None
 
 
 def _does_guidance(pipe: Any, defaults: Mapping[str, Any]) -> bool | None:
@@ -67,4 +73,6 @@ def number_of_heads(transformer: Any) -> int | None:
     # Kandinsky's config does not name the number of heads. It gives the width of a token (model_dim), and the width of
     # a head in parts, one for each rotary axis (axes_dims).
     width, axes = getattr(config, "model_dim", None), getattr(config, "axes_dims", None)
-    return width // sum(axes) if isinstance(width, int) and isinstance(axes, (tuple, list)) else None
+    if isinstance(width, int) and isinstance(axes, (tuple, list)):
+        return width // sum(axes)
+    return None

@@ -63,7 +63,7 @@ class SchedulerTracker:
         self._times: list[float] = []
 
     @contextmanager
-    def following(self, pipe: Any, begin: Callable[[], None], *, with_copies: bool = False) -> Iterator[None]:
+    def follow(self, pipe: Any, begin: Callable[[], None], *, with_copies: bool = False) -> Iterator[None]:
         """Make :meth:`position` available inside the ``with`` block, in which ``pipe`` runs.
 
         ``begin`` is called each time a schedule begins: some pipelines run one schedule per section of a video.
@@ -81,9 +81,14 @@ class SchedulerTracker:
         self._restart()
 
         def count(call: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-            time = args[1] if len(args) > 1 else kwargs.get("timestep")
+            if len(args) > 1:
+                time = args[1]
+            else:
+                time = kwargs.get("timestep")
             # Second-order schedulers list a timestep twice, at two places.
-            place = time.data_ptr() if isinstance(time, torch.Tensor) else time
+            place = time
+            if isinstance(time, torch.Tensor):
+                place = time.data_ptr()
             self._repeats = self._repeats or (self._called and place is not None and place == self._last_time)
             self._last_time, self._called = place, False
             output = call(scheduler, *args, **kwargs)
@@ -144,7 +149,9 @@ class SchedulerTracker:
             index = self._count_call(branch, len(times))
         total = max(len(times), 1)
         index = min(index, total - 1)
-        return Position(index, total, times[index] if times else 0.0)
+        if not times:
+            return Position(index, total, 0.0)
+        return Position(index, total, times[index])
 
     def _restart(self) -> None:
         self._num_taken, self._step_index, self._num_calls, self._section, self._times = 0, None, {}, 0, []

@@ -15,11 +15,10 @@ from torch import nn
 
 from para_core import version
 from para_core.adapters.agree.arguments import difference_of_pipeline_calls, require_equal
-from para_core.adapters.agree.callbacks import CheckedCallbacks, around_callbacks
-from para_core.adapters.agree.failures import Places, places_of_all, reasons_shared
-from para_core.adapters.agree.loras import described as described_loras
-from para_core.adapters.agree.loras import models_of
-from para_core.adapters.agree.rng import random_state_of_first_rank
+from para_core.adapters.agree.callbacks import CheckedCallbacks, replace_callbacks
+from para_core.adapters.agree.failures import Places, places_of_all, share_reasons
+from para_core.adapters.agree.loras import describe_loras, models_of
+from para_core.adapters.agree.rng import share_random_state
 from para_core.adapters.cache.generation import PipelineCache, caching_of
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallel_call
 from para_core.adapters.denoisers import denoiser_run_of
@@ -70,7 +69,9 @@ class ParallelCall:
     ) -> None:
         self.mesh, self.session, self.changes = mesh, session, changes
         # By component name. Without verify=True there are none.
-        self._verifications = {name: make_check("verify") for name in transformers} if verify else {}
+        self._verifications = {}
+        if verify:
+            self._verifications = {name: make_check("verify") for name in transformers}
         # The components, compiled or not, whose calls are verified.
         self._verified: WeakSet[nn.Module] = WeakSet()
         self.scheduled: ScheduledAttention | None = None
@@ -80,10 +81,14 @@ class ParallelCall:
         self._caching: PipelineCache | None = None
         # Process and host of each rank, for error messages. The ranks exchange them in the first call.
         self._places: Places = {}
-        self._guidance = Guidance(mesh.batch, meta_output) if sequential_cfg else None
+        self._guidance = None
+        if sequential_cfg:
+            self._guidance = Guidance(mesh.batch, meta_output)
         # The components, compiled or not, that calls have wrapped to distribute their CFG branches.
         self._guided: WeakSet[nn.Module] = WeakSet()
-        guided = transformers.values() if sequential_cfg else ()
+        guided: list[nn.Module] = []
+        if sequential_cfg:
+            guided = list(transformers.values())
         self._signatures = {
             id(module): inspect.signature(original_class(module).forward)  # type: ignore[attr-defined]
             for module in guided
@@ -132,7 +137,7 @@ class ParallelCall:
         self._caching = caching_of(pipe)
         checked: CheckedCallbacks | None = None
         with ExitStack() as stack:
-            token = stack.enter_context(random_state_of_first_rank(self.mesh))
+            token = stack.enter_context(share_random_state(self.mesh))
             for name, module in self._transformers.items():
                 region = region_of(module)
                 if region is not None:
@@ -155,19 +160,19 @@ class ParallelCall:
                     branches = {"__call__": self._run_branch}
                     stack.enter_context(filled_during(component, Slot.GUIDANCE, branches, owner=self))
             stack.enter_context(inputs_verified(map(denoiser_run_of, self._unets.values())))
-            stack.enter_context(reasons_shared(token, self._places))
+            stack.enter_context(share_reasons(token, self._places))
             for change in self.changes:
                 stack.enter_context(change.generation(pipe))
             overlaps_steps = any(change.overlaps_steps for change in self.changes)
             if not (self._assume_equal or overlaps_steps):
                 checked = CheckedCallbacks(pipe, self.mesh)
-                kwargs = stack.enter_context(around_callbacks(kwargs, Slot.CHECKED_CALLBACK, checked.run))
+                kwargs = stack.enter_context(replace_callbacks(kwargs, Slot.CHECKED_CALLBACK, checked.run))
             if self.scheduled is not None:
                 kwargs = stack.enter_context(self.scheduled.generation(pipe, kwargs))
             if self._guidance is not None:
                 stack.enter_context(self._warn_unguided(self._guidance, type(pipe).__name__))
                 stack.enter_context(self._guidance.generation())
-                kwargs = stack.enter_context(around_callbacks(kwargs, Slot.GUIDANCE, self._run_callback))
+                kwargs = stack.enter_context(replace_callbacks(kwargs, Slot.GUIDANCE, self._run_callback))
             result = materialize(call(pipe, *args, **kwargs))
             if checked is not None:
                 checked.finish()
@@ -181,7 +186,6 @@ class ParallelCall:
         bound = inspect.signature(original_class(pipe).__call__).bind(pipe, *args, **kwargs).arguments
         bound.pop("self", None)
         state: dict[str, Any] = {**bound.pop("kwargs", {}), **bound}
-        decodes = state.get("output_type") != "latent"
         for name in ("scheduler", "guider"):
             part = getattr(pipe, name, None)
             if part is not None:
@@ -190,20 +194,25 @@ class ParallelCall:
                 settings = {key: value for key, value in config.items() if not key.startswith("_")}
                 state[f"pipe.{name}"] = {"class": type(part).__name__, **settings}
         caching = caching_of(pipe)
-        for name, each in ({} if caching is None else caching.caches).items():
-            state |= {f"{option} of the cache of {name}": text for option, text in each.as_text().items()}
+        if caching is not None:
+            for name, options in caching.caches.items():
+                state |= {f"{option} of the cache of {name}": text for option, text in options.as_text().items()}
         for name, module in transformers_of(pipe).items():
             state |= {f"{option} of {name}": value for option, value in attention_by_name(module).items()}
-        names = {*transformers_of(pipe), "unet", *(("vae",) if decodes else ())}
+        names = {*transformers_of(pipe), "unet"}
+        if state.get("output_type") != "latent":
+            names.add("vae")
         for name, model in models_of(pipe):
-            dtypes = {str(x.dtype).removeprefix("torch.") for x in model.parameters()} if name in names else None
+            dtypes = None
+            if name in names:
+                dtypes = {str(x.dtype).removeprefix("torch.") for x in model.parameters()}
             if dtypes:
                 state[f"dtype of pipe.{name}"] = ", ".join(sorted(dtypes))
         if self.scheduled is not None:
             schedule = asdict(self.scheduled.schedule)
             state |= {f"{name} of the schedule of attention": str(value) for name, value in schedule.items()}
         versions = {"version of para_core": version.version_and_sources(), "versions of packages": _versions()}
-        return {**state, **described_loras(pipe), **versions}
+        return {**state, **describe_loras(pipe), **versions}
 
     def _run_callback(self, callback: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Gather the step's outputs of all CFG branches on every rank, then run ``callback``, which may read them."""

@@ -79,7 +79,9 @@ def _run_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         logger.debug("the output of %s is not known before its call: %s", type(module).__name__, error)
         return None
     leaves = [x for x in pytree.tree_leaves(output) if x is not None]
-    return output if all(isinstance(x, Tensor) and x.is_meta for x in leaves) else None
+    if all(isinstance(x, Tensor) and x.is_meta for x in leaves):
+        return output
+    return None
 
 
 def _copy(module: nn.Module) -> nn.Module:

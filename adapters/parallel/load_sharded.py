@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from para_core.adapters.agree.options import equal_options
+from para_core.adapters.agree.options import require_equal_options
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.inspect.components import components_of
 from para_core.adapters.parallel.parallelize import parallelize_pipe
@@ -78,7 +78,7 @@ def from_pretrained_sharded(
     """
     require_process_group("from_pretrained_sharded")
     compared = {"weights": weights, "quantize": quantize, "dtype": dtype}
-    with equal_options("from_pretrained_sharded", mesh, compared):
+    with require_equal_options("from_pretrained_sharded", mesh, compared):
         if weights not in (*shard_methods(), "stages"):
             raise ValueError(f"weights is {weights!r}; expected {', '.join(map(repr, shard_methods()))} or 'stages'.")
         for option in ("device_map", "torch_dtype", "quantization_config"):
@@ -93,7 +93,9 @@ def from_pretrained_sharded(
             "init_context_parallel_mesh(max_pipe_dim_size=...), the others with a mesh without it."
         )
     # With stages, weights are not sharded: each rank holds whole blocks.
-    method = None if weights == "stages" else require_method(weights)
+    method = None
+    if weights != "stages":
+        method = require_method(weights)
     if method is not None:
         method.check_mesh(guided, True)
     if quantize is not None:
@@ -103,7 +105,7 @@ def from_pretrained_sharded(
     _download_once_per_node(pipeline, name, guided, options)
     with raising_on_all(guided, f"{name} could not be loaded (download incomplete files again)"):
         folder = folder_of(pipeline, name, options)
-        _require_safetensors(folder, passed=set(options))
+        _check_safetensors(folder, passed=set(options))
         files = _files_in(folder, options.get("variant"))
         with _uninitialized_memory():
             pipe = pipeline.from_pretrained(folder, dtype=_dtypes_of(files), low_cpu_mem_usage=True, **options)
@@ -185,7 +187,7 @@ def _uninitialized_memory() -> Iterator[None]:
 _SAVE = "Pipeline.from_pretrained(...).save_pretrained(folder)"
 
 
-def _require_safetensors(folder: Path, passed: set[str]) -> None:
+def _check_safetensors(folder: Path, passed: set[str]) -> None:
     """Raise ``FileNotFoundError`` if a model in ``folder`` lacks safetensors files, or the index of several such files.
 
     Without this check diffusers and transformers try other formats, and their error names a file of these formats.
@@ -217,7 +219,9 @@ def _files_in(folder: Path, variant: str | None) -> list[Path]:
         # The variant is the part after the first dot: "fp16" in
         # diffusion_pytorch_model.fp16-00001-of-00002.safetensors.
         parts = path.name.split(".")
-        which = parts[1].split("-")[0] if len(parts) > 2 else None
+        which = None
+        if len(parts) > 2:
+            which = parts[1].split("-")[0]
         by_variant.setdefault(path.parent, {}).setdefault(which, []).append(path)
     return [path for paths in by_variant.values() for path in paths.get(variant) or paths.get(None) or []]
 
@@ -300,12 +304,16 @@ def _download_once_per_node(pipeline: Any, name: str | Path, mesh: GuidedMesh, o
     with raising_on_all(mesh, f"{name} could not be looked up"):
         wanted = not Path(name).is_dir() and not options.get("local_files_only", False)
         node = {"host": socket.gethostname(), "cache": _cache_of(options)}
-    asking = [record if record["wanted"] else None for record in exchange({**node, "wanted": wanted}, mesh)]
-    first = wanted and asking.index({**node, "wanted": True}) == mesh.rank
-    pending = _started(lambda: pipeline.download(str(name), **options)) if first else None
+    records = exchange({**node, "wanted": wanted}, mesh)
+    first = wanted and records.index({**node, "wanted": True}) == mesh.rank
+    pending = None
+    if first:
+        pending = _start_download(lambda: pipeline.download(str(name), **options))
     while True:
         done = pending is None or bool(wait([pending], timeout=_INTERVAL).done)
-        problem = pending.exception() if done and pending is not None else None
+        problem = None
+        if done and pending is not None:
+            problem = pending.exception()
         if problem is not None:
             check_consistent(
                 RuntimeError(
@@ -332,7 +340,7 @@ def _cache_of(options: Mapping[str, Any]) -> str:
     return str(options.get("cache_dir") or constants.HF_HUB_CACHE)
 
 
-def _started(download: Callable[[], Any]) -> Future[Any]:
+def _start_download(download: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
 
     def run() -> None:

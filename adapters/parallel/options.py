@@ -151,11 +151,10 @@ class TransformerOptions(AttentionChoices):
         method = self.rotate_method
         if method is None and self.comm_dtype is None:
             method = default_method
-        return AttnOptions(
-            rotate_method=method or "alltoall",
-            backend=self.backend.exact if isinstance(self.backend, AttentionSchedule) else self.backend,
-            comm_dtype=self.comm_dtype,
-        )
+        backend = self.backend
+        if isinstance(backend, AttentionSchedule):
+            backend = backend.exact
+        return AttnOptions(rotate_method=method or "alltoall", backend=backend, comm_dtype=self.comm_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from para_core.adapters.agree.options import equal_options
+from para_core.adapters.agree.options import require_equal_options
 from para_core.adapters.compatibility.checks import check_parallelize, models_to_parallelize
 from para_core.adapters.denoisers import other_denoisers_of
 from para_core.adapters.parallel.call import parallel_call, remove_parallel_call
@@ -54,7 +54,7 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
         >>> mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)  # doctest: +SKIP
         >>> parallelize_pipe(pipe, mesh=mesh, vae=True)  # doctest: +SKIP
     """
-    with equal_options("parallelize_pipe", options.mesh, options.compared):
+    with require_equal_options("parallelize_pipe", options.mesh, options.compared):
         require_kind("pipeline", pipe, "parallelize_transformer, parallelize_unet and parallelize_vae take a model.")
         check_usable(pipe)
         options.check()
@@ -62,7 +62,9 @@ def parallelize_pipe(pipe: Any, options: ParallelOptions) -> Any:
             # The default mesh is chosen for the model, so check first that the model is supported.
             check_parallelize(models_to_parallelize(pipe, options.adapter))
     call = parallel_call(pipe)
-    previous = None if call is None else call.session
+    previous = None
+    if call is not None:
+        previous = call.session
     replace_session(pipe, previous, resolve(pipe, options))
     return pipe
 

@@ -50,14 +50,19 @@ def resolve(pipe: Any, options: ParallelOptions) -> ParallelSession:
     guided, predicted_method = mesh_and_method(options.mesh, pipe, options.weights)
     # Only these options need the global ranks, for which the ranks run an exchange. All ranks decide the same.
     needs_ranks = options.timeout is not None or options.text_encoders == "fsdp" or _shards_transformers_alone(options)
-    ranks = _global_ranks(guided) if guided.ranks > 1 and needs_ranks else set()
+    ranks: set[int] = set()
+    if guided.ranks > 1 and needs_ranks:
+        ranks = _global_ranks(guided)
     with raising_on_all(guided, f"this {original_class(pipe).__name__} cannot run on these ranks"):
         check_parallelize(models_to_parallelize(pipe, options.adapter), guided)
-        autoencoders = _parallel_vaes_of(pipe) if options.vae else list(decoders_of(pipe).values())
+        if options.vae:
+            autoencoders = _parallel_vaes_of(pipe)
+        else:
+            autoencoders = list(decoders_of(pipe).values())
         for vae in autoencoders:
             require_parallel_vae(vae)
         placement = _placement_of_text_encoders(pipe, guided, options)
-        _require_options_fit(pipe, guided, options, placement)
+        _check_options_fit(pipe, guided, options, placement)
         # Perturbed attention guidance splits the batch into branches inside the model, so samples cannot be sharded. A
         # pipeline with a guider calls the transformer once per branch, even if other pipelines of the same model
         # concatenate branches on the batch dim.
@@ -104,7 +109,7 @@ def _shards_transformers_alone(options: ParallelOptions) -> bool:
     return method is not None and not method.shards_encoders
 
 
-def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None) -> None:
+def _check_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, placement: TextEncoders | None) -> None:
     """Raise ``ValueError`` if an option does not fit the components of ``pipe``, the mesh or another option."""
     cls, stages = original_class(pipe).__name__, mesh.pipe.size
     if options.of_transformers and not transformers_of(pipe):
@@ -126,7 +131,9 @@ def _require_options_fit(pipe: Any, mesh: GuidedMesh, options: ParallelOptions, 
         require_method(str(options.weights)).check_mesh(mesh, True)
         check_shard(pipe)
     for name, module in transformers_of(pipe).items():
-        middle = None if options.schedule is None else options.schedule.middle
+        middle = None
+        if options.schedule is not None:
+            middle = options.schedule.middle
         if isinstance(middle, KeptKeys) and needs_mode(module):
             raise ValueError(
                 f"backend= is an AttentionSchedule with {middle}, and pipe.{name} attends by flex_attention, whose "
@@ -197,7 +204,9 @@ def _shardings(
     """Return the validated shardings that the options ask for. Collective. Changes nothing."""
     shardings = []
     if mesh.ranks > 1 and options.weights in shard_methods():
-        names = None if placement is None else list(transformers_of(pipe))
+        names = None
+        if placement is not None:
+            names = list(transformers_of(pipe))
         shardings.append(prepare_sharding(pipe, mesh, str(options.weights), names))
     if placement == "fsdp" and encoders_with_blocks(pipe):
         names = encoders_with_blocks(pipe)

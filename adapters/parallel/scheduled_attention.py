@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from para_core.adapters.adapter import Adapter
-from para_core.adapters.agree.callbacks import around_callbacks
-from para_core.adapters.inspect.attention_names import require_native_attention
+from para_core.adapters.agree.callbacks import replace_callbacks
+from para_core.adapters.inspect.attention_names import check_native_attention
 from para_core.adapters.inspect.scheduler_tracker import SchedulerTracker
 from para_core.adapters.registry import adapter_for, require_blocks
 from para_core.attention.attention_options import AttnOptions
@@ -68,7 +68,7 @@ class ScheduledAttention:
         """
         self._branches = {key: Branches(conditions) for key, conditions in self._conditions.items()}
         for name, module in self._transformers.items():
-            require_native_attention(module, f"pipe.{name}")
+            check_native_attention(module, f"pipe.{name}")
         with ExitStack() as stack:
             for name in self._transformers:
                 # Wrap a compiled component, not the module inside it: the change must not be traced. A callback of
@@ -76,11 +76,11 @@ class ScheduledAttention:
                 component = getattr(pipe, name)
                 self._wrapped.add(component)
                 stack.enter_context(
-                    filled_during(component, Slot.SCHEDULED_ATTENTION, {"__call__": self._around_model}, owner=self)
+                    filled_during(component, Slot.SCHEDULED_ATTENTION, {"__call__": self._run_model}, owner=self)
                 )
             stack.callback(self._use, self._exact)
-            stack.enter_context(self._tracker.following(pipe, lambda: None, with_copies=bool(self._conditions)))
-            yield stack.enter_context(around_callbacks(kwargs, Slot.SCHEDULED_ATTENTION, self._run_callback))
+            stack.enter_context(self._tracker.follow(pipe, lambda: None, with_copies=bool(self._conditions)))
+            yield stack.enter_context(replace_callbacks(kwargs, Slot.SCHEDULED_ATTENTION, self._run_callback))
 
     def remove(self) -> None:
         """Empty the slots of all components that this schedule has filled."""
@@ -88,7 +88,7 @@ class ScheduledAttention:
             if slot_owner(component, Slot.SCHEDULED_ATTENTION, ScheduledAttention) is self:
                 empty_slot(component, Slot.SCHEDULED_ATTENTION)
 
-    def _around_model(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def _run_model(self, call: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and self._tracker.active and not self._in_callback:
             plain = uncompiled(module)
             branches = self._branches.get(id(plain))
@@ -97,7 +97,10 @@ class ScheduledAttention:
                 arguments = {**dict(zip(self._parameters[id(plain)], args, strict=False)), **kwargs}
                 branch = branches.name_of(arguments) or ""
             step, num_steps, _ = self._tracker.position(branch)
-            self._use(self._middle if self.schedule.is_middle(step, num_steps) else self._exact)
+            if self.schedule.is_middle(step, num_steps):
+                self._use(self._middle)
+            else:
+                self._use(self._exact)
         return call(module, *args, **kwargs)
 
     def _use(self, options: AttnOptions) -> None:

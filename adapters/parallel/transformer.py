@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from para_core.adapters.agree.options import equal_options
-from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, require_same_call_of_model
+from para_core.adapters.agree.options import require_equal_options
+from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize, check_same_call_of_model
 from para_core.adapters.default_mesh import guided_mesh_for
 from para_core.adapters.inspect.attention_names import attention_by_name, translated_attention
 from para_core.adapters.model_checks import require_plan
@@ -60,7 +60,7 @@ def parallelize_transformer(transformer: nn.Module, options: TransformerOptions)
     """
     module, mesh = uncompiled(transformer), options.mesh
     model = CheckedModel(module, module, adapter=options.adapter)
-    with equal_options("parallelize_transformer", mesh, options.compared):
+    with require_equal_options("parallelize_transformer", mesh, options.compared):
         require_kind("model", transformer, "parallelize_pipe takes a pipeline.")
         options.check()
         if options.schedule is not None:
@@ -125,7 +125,9 @@ def resolve_transformer(
         plan = replace(plan, batched={})
     if mesh.ranks > 1:
         match_modules(module, plan)
-    return TransformerPart(module, plan, mesh, options, attention, called if options.verify else None)
+    if not options.verify:
+        called = None
+    return TransformerPart(module, plan, mesh, options, attention, called)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ class TransformerPart(Part):
         )
         if self.verified is not None:
             fill_slot(self.verified, Slot.VERIFIED, {"__call__": make_check("verify")})
-        return partial(remove_from_transformer, self.module if self.verified is None else self.verified)
+            return partial(remove_from_transformer, self.verified)
+        return partial(remove_from_transformer, self.module)
 
     def clear(self) -> Undo:
         remove_plan(self.module)
@@ -177,9 +180,11 @@ def require_equal_call(module: nn.Module, *, mesh: GuidedMesh, assume_equal: boo
 
     def require_equal(kwargs: Mapping[str, Any]) -> None:
         options = cache_options(module)
-        texts = {} if options is None else options.as_text()
+        texts = {}
+        if options is not None:
+            texts = options.as_text()
         cached = {f"{option} of its cache": text for option, text in texts.items()}
         inputs = {**kwargs, **cached, **attention_by_name(module)}
-        require_same_call_of_model(module, mesh, inputs, assume_equal=assume_equal)
+        check_same_call_of_model(module, mesh, inputs, assume_equal=assume_equal)
 
     return require_equal

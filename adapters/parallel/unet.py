@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from para_core.adapters.agree.options import equal_options
+from para_core.adapters.agree.options import require_equal_options
 from para_core.adapters.compatibility.checks import CheckedModel, check_parallelize
 from para_core.adapters.default_mesh import Mesh, guided_mesh_for
 from para_core.adapters.parallel.denoiser_runs import make_denoiser_run
@@ -47,7 +47,7 @@ def parallelize_unet(
     module: nn.Module = uncompiled(unet)
     model = CheckedModel(module, module, kind=KIND)
     options = {"assume_equal": assume_equal, "batched": batched}
-    with equal_options("parallelize_unet", mesh, options):
+    with require_equal_options("parallelize_unet", mesh, options):
         require_kind("model", unet, "parallelize_pipe takes a pipeline.")
         _check_bools(options)
         check_parallelize([model])

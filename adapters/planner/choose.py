@@ -71,7 +71,10 @@ def rank_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices) 
         rows += [row for row in quantized if not row.problem]
     rows.sort(key=lambda row: (bool(row.problem), not row.fits, row.seconds))
     equal = [row for row in rows if row.runs == rows[0].runs and row.seconds <= EQUAL * rows[0].seconds]
-    best = min(equal, key=_preference) if rows[0].runs else rows[0]
+    if rows[0].runs:
+        best = min(equal, key=_preference)
+    else:
+        best = rows[0]
     return [best, *[replace(row, why=_reason(row, best)) for row in rows if row is not best]]
 
 
@@ -135,7 +138,9 @@ def _placements(shape: MeshShape, work: Workload, choices: Choices) -> Iterator[
     if choices.offload == "blocks":
         placement = replace(placement, text_encoders="offload")
     yield placement
-    waiting: Literal["first", "offload"] = "first" if shape.ranks > 1 else "offload"
+    waiting: Literal["first", "offload"] = "offload"
+    if shape.ranks > 1:
+        waiting = "first"
     if work.weights.encoders.total and not placement.encoders_wait:
         placement = replace(placement, text_encoders=waiting)
         yield placement
@@ -170,7 +175,9 @@ def _allowed_shapes(ranks: int, choices: Choices) -> list[MeshShape]:
     if choices.weights is not None and "pipe" not in choices.mesh:
         allowed = [shape for shape in allowed if shape.pipe == 1]
     if not allowed:
-        demanded = "" if choices.weights is None else f" and weights {choices.weights!r}"
+        demanded = ""
+        if choices.weights is not None:
+            demanded = f" and weights {choices.weights!r}"
         limits = ", ".join(f"{name}={size}" for name, size in choices.mesh.items())
         raise ValueError(
             f"mesh is {limits!r}{demanded}: no mesh of {ranks} ranks has both. Use other sizes, or leave one out."

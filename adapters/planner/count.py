@@ -165,7 +165,10 @@ class _CallCount:
         self._operators.launches += 1
 
     def _note_product(self, event: FunctionCall) -> None:
-        weight = event.args[1] if len(event.args) > 1 else event.kwargs["weight"]
+        if len(event.args) > 1:
+            weight = event.args[1]
+        else:
+            weight = event.kwargs["weight"]
         operations = 2.0 * event.output.numel() * weight[0].numel()
         self._products[int(not self._operators.is_sharded)] += operations
         split = self._tensor_splits.get(id(weight))
@@ -206,7 +209,9 @@ def weights_of(
 
     ``vae`` and ``other`` are the bytes of all autoencoders, and of all modules that are not named.
     """
-    no_stages = why_no_stages(transformer) or ""
+    no_stages, blocks = why_no_stages(transformer) or "", []
+    if not no_stages:
+        blocks = [(staged.cost, float(bytes_of(staged.block))) for staged in stack_of(transformer)]
     split = [layer.weight for layer, _ in _tensor_layers(transformer)]
     return Weights(
         module_bytes(transformer),
@@ -215,7 +220,7 @@ def weights_of(
         encoders=_total([module_bytes(encoder) for encoder in encoders]),
         vae=vae,
         other=other,
-        blocks=() if no_stages else tuple((x.cost, float(bytes_of(x.block))) for x in stack_of(transformer)),
+        blocks=tuple(blocks),
         in_8_bits=_share_in_8_bits(transformer),
         no_stages=no_stages,
     )

@@ -68,7 +68,9 @@ def _predict(owner: Any, ranks: int, device_type: str, on_host: int | None, weig
         device = gpu_at_hand()
     except ValueError as error:
         raise NotPredictedError(str(error)) from None
-    way: Any = weights if weights in ("fsdp", "tensor") else "replicate"
+    way: Any = "replicate"
+    if weights in ("fsdp", "tensor"):
+        way = weights
     try:
         # Predict for eager code, because it is unknown whether the pipeline will be compiled later.
         work = workload_of(owner)
@@ -116,17 +118,29 @@ def choose_mesh(
     """
     on_host = gcd(num_ranks, ranks_per_host or num_ranks)
     sizes = [size for size in range(2, on_host + 1) if on_host % size == 0 and (num_heads or size) % size == 0]
-    tensor = sizes[0] if weights == "tensor" and sizes else 1
+    tensor = 1
+    if weights == "tensor" and sizes:
+        tensor = sizes[0]
     left = num_ranks // tensor
     # FSDP2 shards weights over the ranks of one branch, so a branch needs at least two.
-    batch = 2 if guidance is not None and left % 2 == 0 and (weights != "fsdp" or left > 2) else 1
+    batch = 1
+    if guidance is not None and left % 2 == 0 and (weights != "fsdp" or left > 2):
+        batch = 2
     left //= batch
     # A group of consecutive ranks is on one host if its size divides the number of ranks on the host.
     neighbours = gcd(left, max((ranks_per_host or num_ranks) // tensor, 1))
-    heads_left = left if num_heads is None else num_heads // tensor
+    heads_left = left
+    if num_heads is not None:
+        heads_left = num_heads // tensor
     ulysses = next(size for size in range(min(neighbours, heads_left), 0, -1) if neighbours % size == 0)
-    heads = "heads not known" if num_heads is None else f"{num_heads} heads"
-    hosts = "" if ranks_per_host in (None, num_ranks) else f", {ranks_per_host} ranks on a host"
-    sharded = f"weights={weights!r}, " if weights in ("fsdp", "tensor") else ""
+    heads = "heads not known"
+    if num_heads is not None:
+        heads = f"{num_heads} heads"
+    hosts = ""
+    if ranks_per_host not in (None, num_ranks):
+        hosts = f", {ranks_per_host} ranks on a host"
+    sharded = ""
+    if weights in ("fsdp", "tensor"):
+        sharded = f"weights={weights!r}, "
     reason = f"{sharded}{guidance or 'no guidance by default'}, {heads}{hosts}"
     return MeshChoice(batch, left // ulysses, ulysses, reason, tensor=tensor)

@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from para_core.adapters.planner.work import GenerationSizes
 from para_core.instance.private_class import original_class
@@ -25,18 +26,33 @@ def _common(sizes: GenerationSizes, hidden: tuple[int, ...], text_dim: int, samp
     }
 
 
+def _make_guidance(config: Any, sizes: GenerationSizes) -> Tensor | None:
+    """Return the guidance scale that a distilled model takes as an input; None for other models."""
+    if not config.guidance_embeds:
+        return None
+    return sizes.empty(1)
+
+
+def _make_rotary(config: Any, sizes: GenerationSizes) -> tuple[Tensor, Tensor] | None:
+    """Return cosine and sine of CogVideoX's rotary embedding; None for a model that learned its positions."""
+    if not config.use_rotary_positional_embeddings:
+        return None
+    rotary = sizes.empty(sizes.latents[0] * sizes.tokens, config.attention_head_dim)
+    return rotary, rotary
+
+
 # Functions that return the inputs of a transformer, from its config and the sizes, by class.
 INPUTS: Mapping[str, MakeInputs] = {
     "FluxTransformer2DModel": lambda config, sizes: {
         **_common(sizes, (sizes.tokens, config.in_channels), config.joint_attention_dim),
         "pooled_projections": sizes.empty(1, config.pooled_projection_dim),
-        "guidance": sizes.empty(1) if config.guidance_embeds else None,
+        "guidance": _make_guidance(config, sizes),
         "img_ids": sizes.empty(sizes.tokens, 3),
         "txt_ids": sizes.empty(sizes.text, 3),
     },
     "Flux2Transformer2DModel": lambda config, sizes: {
         **_common(sizes, (sizes.tokens, config.in_channels), config.joint_attention_dim),
-        "guidance": sizes.empty(1) if config.guidance_embeds else None,
+        "guidance": _make_guidance(config, sizes),
         "img_ids": sizes.empty(1, sizes.tokens, 4),
         "txt_ids": sizes.empty(1, sizes.text, 4),
     },
@@ -48,16 +64,14 @@ INPUTS: Mapping[str, MakeInputs] = {
         **_common(sizes, (config.in_channels, *sizes.latents), config.text_embed_dim),
         "encoder_attention_mask": sizes.empty(1, sizes.text, dtype=torch.int64),
         "pooled_projections": sizes.empty(1, config.pooled_projection_dim),
-        "guidance": sizes.empty(1) if config.guidance_embeds else None,
+        "guidance": _make_guidance(config, sizes),
     },
     "WanTransformer3DModel": lambda config, sizes: _common(
         sizes, (config.in_channels, *sizes.latents), config.text_dim
     ),
     "CogVideoXTransformer3DModel": lambda config, sizes: {
         **_common(sizes, (sizes.latents[0], config.in_channels, *sizes.latents[1:]), config.text_embed_dim, samples=2),
-        "image_rotary_emb": (sizes.empty(sizes.latents[0] * sizes.tokens, config.attention_head_dim),) * 2
-        if config.use_rotary_positional_embeddings
-        else None,
+        "image_rotary_emb": _make_rotary(config, sizes),
     },
     "MochiTransformer3DModel": lambda config, sizes: {
         **_common(sizes, (config.in_channels, *sizes.latents), config.text_embed_dim, samples=2),
@@ -111,7 +125,9 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
     parameters = inspect.signature(original_class(pipe).__call__).parameters
 
     def default(name: str, otherwise: int) -> int:
-        return _int(parameters[name].default if name in parameters else None) or otherwise
+        if name not in parameters:
+            return otherwise
+        return _int(parameters[name].default) or otherwise
 
     def of_pipe(names: tuple[str, ...], otherwise: int) -> int:
         return next((value for name in names if (value := _int(getattr(pipe, name, None)))), otherwise)
@@ -119,10 +135,13 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
     spatial = of_pipe(_SPATIAL, 8)
     temporal = of_pipe(_TEMPORAL, 4)
     side = of_pipe(("default_sample_size",), 0) or _int(getattr(transformer.config, "sample_size", None)) or 128
+    frames = 1
+    if "CogVideoX" in type(transformer).__name__:
+        frames = 49
     sizes = GenerationSizes(
         height=default("height", _int(getattr(transformer.config, "sample_height", None)) * spatial or side * spatial),
         width=default("width", _int(getattr(transformer.config, "sample_width", None)) * spatial or side * spatial),
-        frames=default("num_frames", 49 if "CogVideoX" in type(transformer).__name__ else 1),
+        frames=default("num_frames", frames),
         text=default("max_sequence_length", 512),
         spatial=spatial,
         temporal=temporal,
@@ -131,4 +150,6 @@ def default_sizes(pipe: Any, transformer: Any, changed: dict[str, Any]) -> tuple
 
 
 def _int(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return 0

@@ -64,7 +64,10 @@ def shapes(ranks: int) -> Iterator[MeshShape]:
         if ranks % batch:
             continue
         for stages in divisors(ranks // batch):
-            for tensor in divisors(ranks // batch) if stages == 1 else [1]:
+            tensor_sizes = [1]
+            if stages == 1:
+                tensor_sizes = divisors(ranks // batch)
+            for tensor in tensor_sizes:
                 sequence = ranks // (batch * stages * tensor)
                 for ring in divisors(sequence):
                     yield MeshShape(batch, stages, ring, sequence // ring, tensor)

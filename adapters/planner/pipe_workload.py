@@ -42,7 +42,9 @@ def pipe_workload(pipe: Any, changed: dict[str, int], steps: int | None) -> Work
     with count.without_data(dtype):
         call = count.count_call(transformer, replace(sizes, dtype=dtype))
     plan = plan_for(transformer)
-    branches = 1 if default_guidance(pipe, transformer) is None else 2
+    branches = 2
+    if default_guidance(pipe, transformer) is None:
+        branches = 1
     return Workload(
         name=f"{_name_of(pipe)}, {sizes}",
         sizes=sizes,

@@ -136,8 +136,11 @@ def predict_bytes(
     """
     sizes: dict[str, Any] = dict(mesh)
     shape = MeshShape(**sizes, fsdp=fsdp)
-    usual = default_text_encoders(shape) if resident is None else "offload"
-    placement = Placement(text_encoders or usual, resident, quantize, vae_placement or "replicate")
+    if text_encoders is None:
+        text_encoders = "offload"
+        if resident is None:
+            text_encoders = default_text_encoders(shape)
+    placement = Placement(text_encoders, resident, quantize, vae_placement or "replicate")
     works = [workload_of(pipe, height=side, width=side) for side in _SIDES]
     less, more = (memory_of(shape, work, placement) for work in works)
     few, many = (side * side * work.sizes.frames for side, work in zip(_SIDES, works, strict=True))

@@ -45,12 +45,16 @@ class Machine:
 
     def link(self, stride: int, size: int) -> Link:
         """Return the link among ``size`` ranks that are ``stride`` ranks apart: ``between`` if they span hosts."""
-        return self.inside if stride * size <= self.per_host else self.between
+        if stride * size <= self.per_host:
+            return self.inside
+        return self.between
 
     @property
     def rank_room(self) -> float:
         """Bytes of device memory that a rank can use for weights and activations."""
-        return self.device.memory - RESERVED if self.room is None else self.room
+        if self.room is None:
+            return self.device.memory - RESERVED
+        return self.room
 
 
 def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Placement | None = None) -> Prediction:
@@ -68,7 +72,7 @@ def predict(shape: MeshShape, work: Workload, machine: Machine, placement: Place
         sent=traffic_of(shape, work),
         memory=memory_of(shape, work, placement),
         room=machine.rank_room,
-        host_memory=work.weights.quantized(placement).in_host_memory(placement),
+        host_memory=work.weights.quantize(placement).in_host_memory(placement),
         problem=problem_of(shape, work, placement.quantize),
     )
 
@@ -104,7 +108,7 @@ def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = No
     activations at their peak, gathered weights, and buffers of exchanges.
     """
     placement = placement or Placement(default_text_encoders(shape))
-    weights = work.weights.quantized(placement)
+    weights = work.weights.quantize(placement)
     call, _ = work.of_rank(shape.batch)
     # Tensor ranks split the activations between a column-sharded layer and the row-sharded layer after it. These are
     # about half of the peak (measured: 26 to 70 %).
@@ -120,7 +124,9 @@ def memory_of(shape: MeshShape, work: Workload, placement: Placement | None = No
 def token_share(call: CallWork, ranks: int) -> float:
     """Return the share of a call's tokens that the first of ``ranks`` sequence ranks holds."""
     longest = call.longest
-    return 1.0 if longest is None else -(-longest.queries // ranks) / longest.queries
+    if longest is None:
+        return 1.0
+    return -(-longest.queries // ranks) / longest.queries
 
 
 def bytes_of_tokens(call: AttentionWork) -> float:
@@ -187,7 +193,7 @@ def stream_bytes(call: CallWork, shape: MeshShape) -> float:
 def step_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: Placement) -> float:
     """Return the seconds of one step with all CFG branches."""
     call, calls = work.of_rank(shape.batch)
-    weights = work.weights.quantized(placement)
+    weights = work.weights.quantize(placement)
     compute, waits, attending = compute_seconds(call, shape, machine), 0.0, attention_seconds(call, shape, machine)
     waits += exchange_seconds(call, shape, machine, attending)
     along_sequence = machine.link(shape.tensor, shape.sequence)
@@ -263,7 +269,7 @@ def exchange_seconds(call: CallWork, shape: MeshShape, machine: Machine, attendi
 
 def copy_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: Placement) -> float:
     """Return the seconds in which components in host memory are copied, and text encoders gathered, in a generation."""
-    device, weights = machine.device, work.weights.quantized(placement)
+    device, weights = machine.device, work.weights.quantize(placement)
     seconds = 0.0
     if placement.takes_turns:
         return weights.in_host_memory(placement) / device.host_bandwidth
@@ -272,4 +278,6 @@ def copy_seconds(shape: MeshShape, work: Workload, machine: Machine, placement: 
     elif placement.text_encoders == "fsdp" and shape.ranks > 1:
         link = machine.link(1, shape.ranks)
         seconds += work.branches * link.seconds(weights.encoders.gathered(shape.ranks), weights.encoders.parts)
-    return seconds + weights.vae / device.host_bandwidth if placement.vae_waits else seconds
+    if placement.vae_waits:
+        return seconds + weights.vae / device.host_bandwidth
+    return seconds

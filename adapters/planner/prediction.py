@@ -69,8 +69,10 @@ class Prediction:
         shape, placement, options = self.shape, self.placement, dict[str, Any]()
         if shape.ring_method == "2d":
             options["rotate_method"] = "2d"
-        if shape.tensor > 1 or shape.fsdp:
-            options["weights"] = "fsdp" if shape.fsdp else "tensor"
+        if shape.fsdp:
+            options["weights"] = "fsdp"
+        elif shape.tensor > 1:
+            options["weights"] = "tensor"
         if placement.text_encoders != default_text_encoders(shape):
             options["text_encoders"] = placement.text_encoders
         if placement.vae_waits:
@@ -104,4 +106,6 @@ class Prediction:
 
 def default_text_encoders(shape: MeshShape) -> Literal["replicate", "fsdp"]:
     """Return the placement of text encoders that ``parallelize_pipe`` chooses by default on this mesh."""
-    return "fsdp" if shape.tensor > 1 or shape.fsdp else "replicate"
+    if shape.tensor > 1 or shape.fsdp:
+        return "fsdp"
+    return "replicate"

@@ -63,7 +63,9 @@ class Predictions:
         """Return the range of seconds that published runs of this kind lead to expect on the mesh of ``row``."""
         kind = "compiled"
         if not self.machine.compiled:
-            kind = "eager, one device" if row.shape.ranks == 1 else "eager"
+            kind = "eager"
+            if row.shape.ranks == 1:
+                kind = "eager, one device"
         least, most = PUBLISHED_RATIOS[kind]
         return least * row.seconds, most * row.seconds
 
@@ -117,14 +119,18 @@ class Predictions:
         """Whether using all ranks is worthwhile or, if no mesh runs, how many ranks could run it."""
         larger = [ranks for ranks in self.others if ranks > self.ranks]
         if not self.best.runs:
-            return f"It runs on {larger[0]} ranks: {self.others[larger[0]]}." if larger else ""
+            if larger:
+                return f"It runs on {larger[0]} ranks: {self.others[larger[0]]}."
+            return ""
         if self.work.uncounted:
             return ""
         for ranks, row in self.others.items():
             if ranks < self.ranks and row.seconds <= EQUAL * self.best.seconds:
                 return f"{ranks} of these {self.ranks} ranks are as fast: use the others for other prompts."
         times = [f"{ranks}: {row.seconds / self.best.seconds:.2g} × ({row})" for ranks, row in self.others.items()]
-        return f"Seconds of other numbers of ranks, relative to these: {'; '.join(times)}." if times else ""
+        if times:
+            return f"Seconds of other numbers of ranks, relative to these: {'; '.join(times)}."
+        return ""
 
     def _table(self) -> list[str]:
         """Return the lines of a Markdown table of the first meshes."""
@@ -142,7 +148,9 @@ class Predictions:
             seconds = f"{duration(least)} to {duration(most)}"
             lines.append(f"| {row} | {seconds} | {gigabytes(row.memory)} | {row.problem or row.why} |")
         more = len(self.rows) - _PRINTED
-        return [*lines, "", f"{more} more meshes: --json, or rows in Python."] if more > 0 else lines
+        if more > 0:
+            return [*lines, "", f"{more} more meshes: --json, or rows in Python."]
+        return lines
 
 
 def predict_meshes(work: Workload, machine: Machine, ranks: int, choices: Choices | None = None) -> Predictions:
@@ -173,12 +181,18 @@ def predict_meshes(work: Workload, machine: Machine, ranks: int, choices: Choice
 
 def gigabytes(size: float) -> str:
     """Return bytes as gigabytes, with two digits or all before the decimal point."""
-    return f"{size / 1e9:.0f}" if size >= 9.95e9 else f"{size / 1e9:.2g}"
+    if size >= 9.95e9:
+        return f"{size / 1e9:.0f}"
+    return f"{size / 1e9:.2g}"
 
 
 def duration(seconds: float) -> str:
     """Return a duration as text: seconds with two digits if it is below two minutes, else minutes and hours."""
     if seconds < 120:
-        return f"{seconds:.2g} s" if seconds < 99.5 else f"{seconds:.0f} s"
+        if seconds < 99.5:
+            return f"{seconds:.2g} s"
+        return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -64,7 +64,7 @@ class ModuleBytes:
         """Return the bytes that a rank sends in one call to gather the module's weights over ``ranks`` ranks."""
         return self.sharded * (ranks - 1) / ranks
 
-    def scaled(self, factor: float) -> ModuleBytes:
+    def scale(self, factor: float) -> ModuleBytes:
         """Return the bytes of the module with weights of ``factor`` times the size."""
         return replace(self, total=factor * self.total, sharded=factor * self.sharded, at_once=factor * self.at_once)
 
@@ -91,14 +91,14 @@ class Weights:
     in_8_bits: float = 1.0
     no_stages: str = "its blocks are not described"
 
-    def quantized(self, placement: Placement) -> Weights:
+    def quantize(self, placement: Placement) -> Weights:
         """Return these weights in 8 bits if ``placement`` quantizes them."""
         factor = self.in_8_bits
         if placement.quantize is None:
             return self
         return replace(
             self,
-            transformer=self.transformer.scaled(factor),
+            transformer=self.transformer.scale(factor),
             tensor=factor * self.tensor,
             blocks=tuple((cost, factor * size) for cost, size in self.blocks),
         )
@@ -112,7 +112,9 @@ class Weights:
             held += self.encoders.total
         elif placement.text_encoders == "fsdp":
             held += self.encoders.at_rest(shape.ranks)
-        return held if placement.vae_waits else held + self.vae
+        if placement.vae_waits:
+            return held
+        return held + self.vae
 
     def while_encoding(self, placement: Placement) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the text encoders run."""
@@ -120,17 +122,23 @@ class Weights:
             return self.encoders.total
         if placement.text_encoders == "fsdp":
             return self.encoders.at_once
-        return self.encoders.largest_layer if placement.encoders_wait else 0.0
+        if placement.encoders_wait:
+            return self.encoders.largest_layer
+        return 0.0
 
     def while_denoising(self, shape: MeshShape, placement: Placement) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the transformer runs."""
         if placement.takes_turns:
             return self.transformer.total
-        return self.transformer.at_once if shape.fsdp else 0.0
+        if shape.fsdp:
+            return self.transformer.at_once
+        return 0.0
 
     def while_decoding(self, placement: Placement) -> float:
         """Return the bytes of weights that a rank holds in addition to :meth:`at_rest` while the VAE runs."""
-        return self.vae if placement.vae_waits or placement.takes_turns else 0.0
+        if placement.vae_waits or placement.takes_turns:
+            return self.vae
+        return 0.0
 
     def in_host_memory(self, placement: Placement) -> float:
         """Return the bytes of weights in the host memory of each rank: text encoders, VAE and transformer blocks."""
@@ -139,11 +147,15 @@ class Weights:
         waiting = self.transformers * self.copied(placement)
         if placement.encoders_wait:
             waiting += self.encoders.total
-        return waiting + self.vae if placement.vae_waits else waiting
+        if placement.vae_waits:
+            return waiting + self.vae
+        return waiting
 
     def copied(self, placement: Placement) -> float:
         """Return the bytes of one transformer's blocks in host memory, which each call copies to the device."""
-        return 0.0 if placement.resident is None else sum(size for _, size in self.blocks[placement.resident :])
+        if placement.resident is None:
+            return 0.0
+        return sum(size for _, size in self.blocks[placement.resident :])
 
     def _transformers(self, shape: MeshShape, placement: Placement) -> float:
         if shape.fsdp:

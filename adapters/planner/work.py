@@ -45,7 +45,9 @@ class GenerationSizes:
 
     def __str__(self) -> str:
         pixels = f"{self.width} × {self.height}"
-        return pixels if self.frames == 1 else f"{pixels} × {self.frames}"
+        if self.frames == 1:
+            return pixels
+        return f"{pixels} × {self.frames}"
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         # Imported here, because the sizes of a published model need no torch.

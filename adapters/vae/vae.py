@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from para_core.adapters.agree.arguments import describe
-from para_core.adapters.agree.failures import Places, places_of_all, reasons_shared
-from para_core.adapters.agree.options import equal_options
-from para_core.adapters.agree.rng import random_state_of_first_rank
+from para_core.adapters.agree.failures import Places, places_of_all, share_reasons
+from para_core.adapters.agree.options import require_equal_options
+from para_core.adapters.agree.rng import share_random_state
 from para_core.adapters.model_checks import check_not_fsdp1, check_not_wrapped
 from para_core.adapters.models.vaes import REFUSED_VAES, VAES
 from para_core.adapters.registry import require_kind
@@ -92,7 +92,7 @@ def parallelize_vae(
         RuntimeError: If a method that must be wrapped was replaced on the instance, for example compiled before.
     """
     module = uncompiled(vae)
-    with equal_options("parallelize_vae", mesh, {"method": method, "gather": gather}):
+    with require_equal_options("parallelize_vae", mesh, {"method": method, "gather": gather}):
         if method not in ("exact", "tiled") or gather not in ("all", "first"):
             raise ValueError(
                 f"method={method!r}, gather={gather!r}; expected method='exact' or 'tiled', and gather='all' or "
@@ -224,7 +224,7 @@ class _VaeRun:
             return self.graphs[way](*args, **kwargs)
         self.check(vae, args[0], [*args[1:], *kwargs.values()])
         self.places = self.places or places_of_all(self.mesh)
-        with torch.no_grad(), random_state_of_first_rank(self.mesh) as token, reasons_shared(token, self.places):
+        with torch.no_grad(), share_random_state(self.mesh) as token, share_reasons(token, self.places):
             return self.computed(vae, call, way, *args, **kwargs)
 
     def computed(self, vae: Any, call: Callable[..., Any], way: Way, x: Tensor, /, *args: Any, **kwargs: Any) -> Any:

@@ -110,7 +110,7 @@ class FusedPipe(FeatureChange):
         for fusion in self.fusions.values():
             fusion.begin()
         try:
-            with self._tracker.following(pipe, lambda: None, with_copies=self._with_copies):
+            with self._tracker.follow(pipe, lambda: None, with_copies=self._with_copies):
                 yield
             failed = False
         finally:

@@ -16,7 +16,7 @@ from torch import nn
 
 from para_core.adapters.adapter import Adapter
 from para_core.adapters.agree.arguments import require_equal as require_equal_values
-from para_core.adapters.agree.loras import described_model, lora_weights
+from para_core.adapters.agree.loras import describe_loras_of_model, lora_weights
 from para_core.adapters.denoisers import kind_of
 from para_core.adapters.inspect.components import stack_of, why_no_stages
 from para_core.adapters.registry import adapter_for, transformers_of
@@ -192,7 +192,7 @@ def _check_equal_loras(module: nn.Module, mesh: GuidedMesh) -> None:
             f"{'; '.join(differing_fields(records))}. Load the same LoRAs on all ranks before it."
         )
 
-    describe = partial(described_model, "transformer", module)
+    describe = partial(describe_loras_of_model, "transformer", module)
     require_equal_values(describe, mesh, "parallelize_pipe", lambda: None, explain)
 
 

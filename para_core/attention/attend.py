@@ -66,13 +66,17 @@ class Mask:
         """Return the mask of the ``length`` queries from ``first`` on."""
         if self.tensor.shape[2] == 1 or (first == 0 and length == self.tensor.shape[2]):
             return self
-        low_rows = None if self.low_rows is None else self.low_rows.rows(first, length)
+        low_rows = None
+        if self.low_rows is not None:
+            low_rows = self.low_rows.rows(first, length)
         return replace(self, tensor=self.tensor.narrow(2, first, length), low_rows=low_rows)
 
 
 def columns(mask: Tensor, positions: Sequence[Run]) -> Tensor:
     """Return the columns of ``mask`` at the runs ``(start, length)``, or ``mask`` itself if it has one column."""
-    return mask if mask.shape[-1] == 1 else take(mask, -1, join_neighbours(positions))
+    if mask.shape[-1] == 1:
+        return mask
+    return take(mask, -1, join_neighbours(positions))
 
 
 class Accumulator:
@@ -97,7 +101,9 @@ class Accumulator:
 
     def __init__(self, query: Tensor, mask: Mask | None, tiling: Tiling, key_heads: Tensor | None = None) -> None:
         self.query, self.mask, self.tiling, self.key_heads = query, mask, tiling, key_heads
-        self.merged = [Merged()] if not tiling.masks else [Merged() for _ in tiling.pieces]
+        self.merged = [Merged()]
+        if tiling.masks:
+            self.merged = [Merged() for _ in tiling.pieces]
         self.received: list[Tensor] = []
         self.of_others: list[tuple[Tensor, Tensor]] = []
         self.last_steps: list[Callable[[Tensor, Tensor], None]] = []
@@ -128,7 +134,9 @@ class Accumulator:
         if self.rows is None or self.mask is None:
             return None
         part = columns(self.rows[piece], tile.positions)
-        return part if self.mask.of_tile is None else self.mask.of_tile(part, self.queries[piece])
+        if self.mask.of_tile is None:
+            return part
+        return self.mask.of_tile(part, self.queries[piece])
 
     def result(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return out ``[B, H, S_q, D_v]``, in float32 if partial results were merged, and lse ``[B, H, S_q]``.
@@ -148,10 +156,10 @@ class Accumulator:
                     results.append(local_attention_with_lse(nothing))
             out, lse = (self.tiling.join(parts) for parts in zip(*results, strict=True))
         if self.of_others:
-            whole = Merged()
+            total = Merged()
             for partial_result in ((out, lse), *self.of_others):
-                whole.add(*partial_result)
-            out, lse = whole.out, whole.lse
+                total.add(*partial_result)
+            out, lse = total.out, total.lse
         for change in self.last_steps:
             change(out, lse)
         return out, lse

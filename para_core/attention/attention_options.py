@@ -74,7 +74,9 @@ class AttnOptions:
     def with_gradients(self) -> AttnOptions:
         """The options for calls that require a gradient: without rounding to 8 bits; ``self`` if nothing is rounded."""
         backend = self.backend
-        exact = EXACT_FORM[backend] if backend is not None and backend in EXACT_FORM else backend
+        exact = backend
+        if backend is not None and backend in EXACT_FORM:
+            exact = EXACT_FORM[backend]
         if exact == backend and self.comm_dtype is None:
             return self
         return replace(self, comm_dtype=None, backend=exact)
@@ -91,8 +93,12 @@ class AttnOptions:
         AttnOptions(rotate_method='2d', comm_dtype=None, block_mask=None, kept_keys=None, backend=None)
         """
         comm_dtype = next((name for name, dtype in COMM_DTYPES.items() if dtype == self.comm_dtype), None)
-        blocks = None if self.block_mask is None else self.block_mask.fields
-        kept = None if self.kept_keys is None else self.kept_keys.fields
+        blocks = None
+        if self.block_mask is not None:
+            blocks = self.block_mask.fields
+        kept = None
+        if self.kept_keys is not None:
+            kept = self.kept_keys.fields
         # This is in the order of the fields.
         text: str = _to_json(self.rotate_method, comm_dtype, blocks, kept, self.backend)
         return text
@@ -101,13 +107,13 @@ class AttnOptions:
     def read(text: str) -> AttnOptions:
         """Return the options whose JSON form :meth:`as_text` wrote."""
         rotate_method, comm_dtype, blocks, kept, backend = json.loads(text).values()
-        return AttnOptions(
-            rotate_method,
-            None if comm_dtype is None else COMM_DTYPES[comm_dtype],
-            None if blocks is None else BlockMask(*blocks),
-            None if kept is None else KeptKeys(*kept),
-            backend,
-        )
+        if comm_dtype is not None:
+            comm_dtype = COMM_DTYPES[comm_dtype]
+        if blocks is not None:
+            blocks = BlockMask(*blocks)
+        if kept is not None:
+            kept = KeptKeys(*kept)
+        return AttnOptions(rotate_method, comm_dtype, blocks, kept, backend)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

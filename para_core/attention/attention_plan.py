@@ -65,7 +65,9 @@ class RingPlan:
         """The steps of the ring in which any rank sends a block, without the first step, :data:`OWN`."""
         spec, size, index = self.spec, self.spec.mesh.ring.size, self.spec.mesh.ring.index
         blocks = spec.options.block_mask
-        steps = range(1, size if self.rotates else 1)
+        steps = range(1, size)
+        if not self.rotates:
+            steps = range(0)
         if blocks is None:
             return [Hop(step, self.source(step)) for step in steps]
         queries = [spec.queries.runs(rank) for rank in range(size)]
@@ -102,7 +104,9 @@ class RingPlan:
 
     @cached_property
     def tiling(self) -> Tiling:
-        steps = self.spec.mesh.ring.size if self.rotates else 1
+        steps = 1
+        if self.rotates:
+            steps = self.spec.mesh.ring.size
         runs = [self.key_runs(step) for step in range(steps)]
         return Tiling(self.query_runs, runs, self.spec.positional_masks)
 
@@ -210,7 +214,9 @@ class AttentionPlan:
     @cached_property
     def tiling(self) -> Tiling:
         """The pieces of this rank's queries, and the tiles of each block of keys that they see."""
-        return self.ring.tiling if self.grid is None else self.grid.own_tiling
+        if self.grid is None:
+            return self.ring.tiling
+        return self.grid.own_tiling
 
     @cached_property
     def is_local(self) -> bool:

@@ -19,7 +19,7 @@ from para_core.attention.backends import (
     choose_backend,
     no_backend,
 )
-from para_core.attention.libraries import LIBRARIES, refuse_mask_and_causal_oblong, require_tensors
+from para_core.attention.libraries import LIBRARIES, check_mask_and_lengths, check_tensors
 from para_core.option_values import Backend
 from para_core.torch_internals import math_sdp_enabled
 from para_core.triton_support import has_triton, is_interpreting
@@ -47,7 +47,7 @@ def resolve_backend(
     if backend in ("triton", "triton-int8"):
         _require_triton(backend, query, value)
     elif backend in LIBRARIES:
-        require_tensors(backend, query, value, masked=masked, is_causal=is_causal)
+        check_tensors(backend, query, value, masked=masked, is_causal=is_causal)
     elif not SWITCHES[backend]():
         raise RuntimeError(
             f"backend={backend!r} is switched off by sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...). Switch "
@@ -60,7 +60,7 @@ def resolve_backend(
     elif backend == "flash" and not query.is_cpu:
         # PyTorch's FlashAttention operator on CUDA would silently compute these calls wrongly: it has no argument for a
         # mask (see transformers/cuda/sdp_utils.cpp, check_flash_causal_non_square_seqlens).
-        refuse_mask_and_causal_oblong(backend, query, value, masked=masked, is_causal=is_causal)
+        check_mask_and_lengths(backend, query, value, masked=masked, is_causal=is_causal)
     return backend
 
 
@@ -113,7 +113,9 @@ def learns_by_formula(query: Tensor, value: Tensor, mask: Tensor | None, backend
 def _choice_of_pytorch(query: Tensor, value: Tensor, mask: Tensor | None) -> int | None:
     """Return the ``SDPBackend`` value that SDPA would choose for a small call of this kind; None if no backend can."""
     enabled = tuple([is_enabled() for is_enabled in SWITCHES.values()])
-    mask_dtype = None if mask is None else mask.dtype
+    mask_dtype = None
+    if mask is not None:
+        mask_dtype = mask.dtype
     choice: int | None = _constant_choice(
         query.dtype, query.device, query.shape[-1], value.shape[-1], mask_dtype, enabled
     )
@@ -138,8 +140,10 @@ def _cached_choice(
 ) -> int | None:
     """Compute the result of :func:`_choice_of_pytorch`. ``enabled`` is unused: it only distinguishes cache entries."""
     query, value = (torch.empty(1, 1, 2, size, dtype=dtype, device=device) for size in (head_dim, value_dim))
-    mask = None if mask_dtype is None else torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
+    mask = None
+    if mask_dtype is not None:
+        mask = torch.zeros(1, 1, 2, 2, dtype=mask_dtype, device=device)
     try:
-        return choose_backend(LocalAttentionCall(query, query, value, mask).folded())
+        return choose_backend(LocalAttentionCall(query, query, value, mask).fold())
     except RuntimeError:
         return None

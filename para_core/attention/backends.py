@@ -57,7 +57,7 @@ class LocalAttentionCall(NamedTuple):
     """The arguments of attention on one device.
 
     H_kv divides H: query head i uses key head ``i // (H // H_kv)``. The backends in this file take calls that are
-    :meth:`folded`, without dims of size 0.
+    :meth:`fold`, without dims of size 0.
     """
 
     query: Tensor  # [B, H, S_q, D]
@@ -68,7 +68,7 @@ class LocalAttentionCall(NamedTuple):
     is_causal: bool = False  # Whether query i sees only keys 0 … i, in addition to the mask.
     scale: float | None = None  # Factor of the scores; 1 / √D if None.
 
-    def folded(self) -> LocalAttentionCall:
+    def fold(self) -> LocalAttentionCall:
         """Return the call with its causal mask merged into ``mask``, so that at most one of them is set.
 
         The mask gets a dtype that SDPA accepts: bool or that of ``query``; on a CPU also float32. Without a mask the
@@ -82,7 +82,10 @@ class LocalAttentionCall(NamedTuple):
             return self
         if is_causal:
             causal = mask.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-            mask = mask & causal if mask.dtype == torch.bool else mask.masked_fill(~causal, -inf)
+            if mask.dtype == torch.bool:
+                mask = mask & causal
+            else:
+                mask = mask.masked_fill(~causal, -inf)
         if not is_taken:
             largest = torch.finfo(query.dtype).max
             if torch.finfo(mask.dtype).max <= largest:
@@ -106,7 +109,10 @@ class LocalAttentionCall(NamedTuple):
     @property
     def factor(self) -> float:
         """The factor by which q·k is multiplied: ``scale``, or 1 / √D if ``scale`` is None."""
-        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        if self.scale is not None:
+            return self.scale
+        factor: float = self.query.shape[-1] ** -0.5
+        return factor
 
     @property
     def bias(self) -> Tensor | None:
@@ -124,17 +130,23 @@ class LocalAttentionCall(NamedTuple):
         if is_aligned and mask.dtype == query.dtype and mask.shape[-1] == num_keys:
             return mask
         bias = aligned_rows(query, (*mask.shape[:-1], num_keys), query.dtype).copy_(mask)
-        return bias.log_() if mask.dtype == torch.bool else bias  # log(True) = 0, log(False) = -inf
+        if mask.dtype == torch.bool:
+            return bias.log_()  # log(True) = 0, log(False) = -inf
+        return bias
 
     @property
     def expanded_bias(self) -> Tensor | None:
         bias = self.bias
-        return bias if bias is None else bias.expand(*self.query.shape[:-1], self.key.shape[-2])
+        if bias is None:
+            return None
+        return bias.expand(*self.query.shape[:-1], self.key.shape[-2])
 
 
 def bias_dtype(mask: Tensor, query: Tensor) -> torch.dtype:
     """Return the dtype in which SDPA takes ``mask`` as an additive mask: that of ``query``; on a CPU also float32."""
-    return mask.dtype if mask.dtype == torch.float32 and query.is_cpu else query.dtype
+    if mask.dtype == torch.float32 and query.is_cpu:
+        return mask.dtype
+    return query.dtype
 
 
 def aligned_rows(query: Tensor, shape: Sequence[int], dtype: torch.dtype, *, fill: float | None = None) -> Tensor:
@@ -148,7 +160,10 @@ def aligned_rows(query: Tensor, shape: Sequence[int], dtype: torch.dtype, *, fil
     if fill is not None:
         return query.new_full(padded, fill, dtype=dtype)[..., :width]
     # Kernels also read the padding of a row, so it must not be NaN.
-    rows = query.new_zeros(padded, dtype=dtype) if padding else query.new_empty(padded, dtype=dtype)
+    if padding:
+        rows = query.new_zeros(padded, dtype=dtype)
+    else:
+        rows = query.new_empty(padded, dtype=dtype)
     return rows[..., :width]
 
 
@@ -160,12 +175,16 @@ def empty_output(query: Tensor, value: Tensor) -> Tensor:
 
 def _cpu_bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
     """Return ``mask`` as an additive mask for FlashAttention on a CPU, which accepts any strides but no bool masks."""
-    return mask if mask is None or mask.dtype != torch.bool else query.new_empty(mask.shape).copy_(mask).log_()
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return query.new_empty(mask.shape).copy_(mask).log_()
 
 
 def fully_masked_rows(mask: Tensor) -> Tensor:
     """Return a bool tensor ``[B or 1, H or 1, S_q or 1]`` that is True for rows of ``mask`` that hide every key."""
-    return ~mask.any(-1) if mask.dtype == torch.bool else (mask == -inf).all(-1)
+    if mask.dtype == torch.bool:
+        return ~mask.any(-1)
+    return (mask == -inf).all(-1)
 
 
 def _scores(problem: LocalAttentionCall) -> Tensor:
@@ -200,12 +219,14 @@ def _flash(problem: LocalAttentionCall) -> tuple[Tensor, Tensor]:
         return result
     head_dim = query.shape[-1]
     if head_dim % 8:  # The kernel requires rows of a multiple of 16 bytes. SDPA pads the head dim, too.
-        query, key, value, scale = _padded(query), _padded(key), _padded(value), problem.factor
+        query, key, value, scale = _pad(query), _pad(key), _pad(value), problem.factor
     out, lse, *_ = flash_attention(query, key, value, 0.0, is_causal, scale=scale)
-    return out[..., :head_dim] if head_dim % 8 else out, lse
+    if head_dim % 8:
+        out = out[..., :head_dim]
+    return out, lse
 
 
-def _padded(x: Tensor) -> Tensor:
+def _pad(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % 8))
 
 
@@ -253,14 +274,16 @@ def _flash_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, 
         return grads
     head_dim, lengths, unread = query.shape[-1], (query.shape[-2], key.shape[-2]), _unread(query)
     if head_dim % 8:
-        tensors, scale = [_padded(x) for x in tensors], problem.factor
+        tensors, scale = [_pad(x) for x in tensors], problem.factor
     # Without dropout the kernel reads neither the random seed nor its offset
     # (transformers/cuda/flash_attn/flash_api.cpp, mha_bwd). The operator itself makes grad_out and out
     # contiguous (transformers/cuda/attention_backward.cu).
     grads = flash_attention_backward(
-        *tensors, _dense(lse), None, None, *lengths, 0.0, is_causal, unread, unread, scale=scale
+        *tensors, _make_dense(lse), None, None, *lengths, 0.0, is_causal, unread, unread, scale=scale
     )
-    return [x[..., :head_dim] for x in grads] if head_dim % 8 else grads
+    if head_dim % 8:
+        return [x[..., :head_dim] for x in grads]
+    return grads
 
 
 def _memory_efficient_backward(
@@ -270,7 +293,7 @@ def _memory_efficient_backward(
     if query.shape[-2] % 32:
         # The kernel reads lse in whole tiles of 32 rows (mem_eff/gemm/mma_from_smem.h, accumApplyLSEToSmem).
         lse = F.pad(lse, (0, -query.shape[-2] % 32), value=inf)
-    tensors = (grad_out, *problem[:3], problem.expanded_bias, _with_packed_rows(out.to(query.dtype)), _dense(lse))
+    tensors = (grad_out, *problem[:3], problem.expanded_bias, _with_packed_rows(out.to(query.dtype)), _make_dense(lse))
     grads: Sequence[Tensor] = efficient_attention_backward(
         *tensors, unread, unread, 0.0, [True, True, True, False], problem.is_causal, scale=problem.scale
     )
@@ -292,25 +315,27 @@ def _with_packed_rows(out: Tensor) -> Tensor:
 
 def _cudnn_backward(problem: LocalAttentionCall, grad_out: Tensor, out: Tensor, lse: Tensor) -> Sequence[Tensor]:
     query, key, value, _, is_causal, scale = problem
-    grad_out, out, unread = _lying_like(query, grad_out), _lying_like(query, out), _unread(query)
+    grad_out, out, unread = _lay_out_like(query, grad_out), _lay_out_like(query, out), _unread(query)
     rest = (unread, unread, problem.bias, None, None, query.shape[-2], key.shape[-2], 0.0, is_causal)
     grads: Sequence[Tensor] = cudnn_attention_backward(
-        grad_out, query, key, value, out, _dense(lse)[..., None], *rest, scale=scale
+        grad_out, query, key, value, out, _make_dense(lse)[..., None], *rest, scale=scale
     )
     return grads
 
 
-def _lying_like(query: Tensor, x: Tensor) -> Tensor:
+def _lay_out_like(query: Tensor, x: Tensor) -> Tensor:
     """Return ``x`` with the dtype and strides of ``query``, as cuDNN's forward returns ``out``.
 
     cuDNN builds a graph for the strides of ``out`` and ``grad_out``, but caches the graph by the strides of query, key
     and value alone (cudnn/MHA.cpp, run_cudnn_SDP_bprop). A tensor with other strides would be read wrongly.
     """
     like = torch.empty_like(query)
-    return x if x.dtype == like.dtype and x.stride() == like.stride() else like.copy_(x)
+    if x.dtype == like.dtype and x.stride() == like.stride():
+        return x
+    return like.copy_(x)
 
 
-def _dense(lse: Tensor) -> Tensor:
+def _make_dense(lse: Tensor) -> Tensor:
     """Return ``lse`` contiguous and aligned: kernels ignore some of its strides, and some load 16 bytes at once."""
     if lse.is_contiguous() and lse.storage_offset() % 4 == 0:
         return lse
@@ -334,7 +359,9 @@ def backward_of(backend: int, query: Tensor, value: Tensor) -> int:
     if backend == FLASH and 192 < head_dim <= 224:
         # Some GPUs do not support this: transformers/cuda/sdp_utils.cpp,
         # check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120.
-        return MATH if head_dim % 8 else EFFICIENT
+        if head_dim % 8:
+            return MATH
+        return EFFICIENT
     if backend == CUDNN and (head_dim > 128 or head_dim != value.shape[-1]):
         # Some GPUs do not support this: transformers/cuda/sdp_utils.cpp, check_cudnn_d256_bprop_head_dim.
         return EFFICIENT
@@ -358,13 +385,25 @@ def choose_backend(problem: LocalAttentionCall) -> int:
         if math_sdp_enabled():
             raise
         raise no_backend(query, value, mask) from error
-    return choice if choice in FORWARD else MATH  # The fused backends of other device types return no lse.
+    if choice in FORWARD:
+        return choice
+    # The fused backends of other device types return no lse.
+    return MATH
 
 
 def no_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> RuntimeError:
     # Build the names from the keys of SWITCHES, because Dynamo cannot trace SDPBackend(value).name.
-    enabled = ["MATH" if name == "math" else f"{name.upper()}_ATTENTION" for name, is_on in SWITCHES.items() if is_on()]
-    masked = "" if mask is None else f" with a mask of {mask.dtype}"
+    enabled = []
+    for name, is_on in SWITCHES.items():
+        if not is_on():
+            continue
+        if name == "math":
+            enabled.append("MATH")
+        else:
+            enabled.append(f"{name.upper()}_ATTENTION")
+    masked = ""
+    if mask is not None:
+        masked = f" with a mask of {mask.dtype}"
     return RuntimeError(
         f"no attention backend is left: sdpa_kernel(...) or torch.backends.cuda.enable_*_sdp(...) allow "
         f"{', '.join(enabled) or 'none'}, and none of these takes {query.dtype} with head dims {query.shape[-1]} and "

@@ -99,15 +99,18 @@ class BlockRows:
         starts = self.arrival_starts(replicated=False)
         for rank, number in self.in_order:
             row = self.of_peers[rank][number]
-            start = row.local if row.replicated else starts[rank][number]
+            if row.replicated:
+                start = row.local
+            else:
+                start = starts[rank][number]
             runs.append((row.replicated, (start, row.length)))
         if torch.compiler.is_compiling():
             return runs
         joined: list[tuple[bool, Run]] = []
         for replicated, (start, length) in runs:
-            last = joined[-1] if joined else None
-            if last is not None and last[0] == replicated and sum(last[1]) == start:
-                joined[-1] = (replicated, (last[1][0], last[1][1] + length))
+            if joined and joined[-1][0] == replicated and sum(joined[-1][1]) == start:
+                first, count = joined[-1][1]
+                joined[-1] = (replicated, (first, count + length))
             elif length:
                 joined.append((replicated, (start, length)))
         return joined
@@ -127,7 +130,9 @@ class BlockRows:
 
 def _join(runs: list[Run]) -> list[Run]:
     """Join neighbouring runs. While tracing, lengths may be symbolic and are not compared."""
-    return runs if torch.compiler.is_compiling() else join_neighbours(runs)
+    if torch.compiler.is_compiling():
+        return runs
+    return join_neighbours(runs)
 
 
 def _order(held: Sequence[Sequence[Piece]], *, ordered: bool) -> list[tuple[int, int]]:
@@ -138,5 +143,8 @@ def _order(held: Sequence[Sequence[Piece]], *, ordered: bool) -> list[tuple[int,
     order: list[tuple[int, int]] = []
     for number in numbers:
         descending = held[0][number].descending
-        order += [(rank, number) for rank in (reversed(ranks) if descending else ranks)]
+        if descending:
+            order += [(rank, number) for rank in reversed(ranks)]
+        else:
+            order += [(rank, number) for rank in ranks]
     return order

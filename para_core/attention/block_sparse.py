@@ -78,7 +78,9 @@ class BlockMask:
         [([(1, 1), (4, 2)], False)]
         """
         seen = intersect(keys, self.runs_seen(queries[0] // self.query_block))
-        return [(seen, False)] if seen else []
+        if not seen:
+            return []
+        return [(seen, False)]
 
     def sees_any(self, queries: Iterable[Run], keys: Iterable[Run]) -> bool:
         """Whether any of the ``queries`` sees any of the ``keys``. Both are positions, as runs ``(start, length)``."""
@@ -122,7 +124,10 @@ def read_block_mask(block_mask: Tensor, block_size: int | tuple[int, int]) -> Bl
         raise RuntimeError(
             "make a BlockSparseAttnMode outside of the compiled function: its mask is read when it is made."
         )
-    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if isinstance(block_size, tuple):
+        sizes = block_size
+    else:
+        sizes = (block_size, block_size)
     if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(
             f"block_size is {block_size!r}; expected a positive number of tokens, or one of queries and one of keys."

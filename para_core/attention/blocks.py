@@ -43,12 +43,18 @@ def local(backend: Backend | None, scale: float | None) -> Attend:
     def backward(into: QueryGradients, key: Tensor, value: Tensor, block: int) -> Block:
         tiling = into.tiling
         parts = [tiling.split(x) for x in (into.query, into.grad_out, into.out, into.lse[..., None], into.grad_query)]
-        rows = None if into.mask is None else tiling.split(into.mask)
-        sums = None if into.grad_mask is None else tiling.split(into.grad_mask)
+        rows = None
+        if into.mask is not None:
+            rows = tiling.split(into.mask)
+        sums = None
+        if into.grad_mask is not None:
+            sums = tiling.split(into.grad_mask)
         grads = [x.new_zeros(x.shape, dtype=into.lse.dtype) for x in (key, value)]
         for piece, tile in tiling.tiles(block):
             query, grad_out, out, lse, grad_query = [of_pieces[piece] for of_pieces in parts]
-            mask = None if rows is None else columns(rows[piece], tile.positions)
+            mask = None
+            if rows is not None:
+                mask = columns(rows[piece], tile.positions)
             keys, values = take(key, 2, tile.runs), take(value, 2, tile.runs)
             call = LocalAttentionCall(query, keys, values, mask, tile.is_causal, scale)
             of_query, of_key, of_value, of_mask = local_attention_backward(
@@ -112,4 +118,6 @@ def expand_key_heads(attend: Attend) -> Attend:
 
 def expand(x: Tensor, heads: Tensor | None) -> Tensor:
     """Return ``x``, ``[B, H_kv, S, D]``, with key head ``heads[i]`` for query head i, or ``x`` itself without heads."""
-    return x if heads is None else x.index_select(1, heads)
+    if heads is None:
+        return x
+    return x.index_select(1, heads)

@@ -22,6 +22,8 @@ from para_core.attention.mask_checks import (
     SHOWS,
     MaskReviews,
     Review,
+    check_causal_known,
+    check_own_rows,
     digest_of,
     evenly_spaced_rows,
     has_single_tokens,
@@ -29,8 +31,6 @@ from para_core.attention.mask_checks import (
     needs_review,
     num_common_rows,
     read_single_tokens,
-    require_causal_known,
-    require_own_rows,
 )
 from para_core.attention.masks import MaskExtents, mask_extents
 from para_core.attention.spec import AttentionSpec
@@ -55,7 +55,11 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
     """Return a comparable record of the call with everything that must be equal on all ranks, except for the mask."""
     tensors = {"query": query, "key": key, "value": value}
     options = spec.options
-    blocks = options.block_mask
+    blocks, kept_keys = None, None
+    if options.block_mask is not None:
+        blocks = f"with checksum {crc32(repr(options.block_mask.fields).encode()):08x}"
+    if options.kept_keys is not None:
+        kept_keys = [*options.kept_keys.fields]
     return signature(
         {
             **{f"{name} without its length": [*x.shape[:-2], x.shape[-1]] for name, x in tensors.items()},
@@ -65,8 +69,8 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
             "device type": query.device.type,
             "is_causal": spec.is_causal,
             "scale": spec.scale,
-            "block_mask": None if blocks is None else f"with checksum {crc32(repr(blocks.fields).encode()):08x}",
-            "kept keys": None if options.kept_keys is None else [*options.kept_keys.fields],
+            "block_mask": blocks,
+            "kept keys": kept_keys,
             "comm_dtype": str(options.comm_dtype),
             "rotate_method": options.rotate_method,
             # All ranks must need the same gradients, because the backward has collectives that every rank must run.
@@ -77,7 +81,10 @@ def call_signature(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpe
 
 def explain_difference(mesh: SequenceMesh, mask: Tensor | None, records: list[Record]) -> str:
     """Return an error message on how the calls of the ranks differ. Collective: ranks exchange their mask shapes."""
-    masks = [record["mask"] for record in exchange({"mask": None if mask is None else [*mask.shape]}, mesh)]
+    shape = None
+    if mask is not None:
+        shape = [*mask.shape]
+    masks = [record["mask"] for record in exchange({"mask": shape}, mesh)]
     field = next(field for record in records for field, value in record.items() if value != records[0][field])
     if None in masks and any(shape is not None for shape in masks):
         return f"{_masks_differ(masks)} They also disagree about {field}."
@@ -102,9 +109,10 @@ def difference_of_lengths(records: list[Record]) -> str:
 
 
 def _masks_differ(masks: Sequence[Sequence[int] | str | None]) -> str:
-    held = ", ".join([f"rank {rank} {'none' if shape is None else shape}" for rank, shape in enumerate(masks)])
+    masks = ["none" if shape is None else shape for shape in masks]
+    shapes = ", ".join([f"rank {rank} {shape}" for rank, shape in enumerate(masks)])
     return (
-        f"the ranks disagree about attn_mask: {held}. A model that builds its own mask may leave it out where this "
+        f"the ranks disagree about attn_mask: {shapes}. A model that builds its own mask may leave it out where this "
         "rank's tokens need none (no padding among them, or consecutive position_ids). Pass the model a 4-D mask over "
         "all tokens, sharded by rows (cp.shard(mask, dim=-2)); for position_ids that are not "
         "consecutive, an attention_mask of ones for this rank's tokens."
@@ -150,7 +158,10 @@ def _mask_code(mask: Tensor, num_leading: int) -> int:
 
     Each of the ``num_leading`` leading dims of the query has a bit, which is 0 if the size of the mask there is 1.
     """
-    dtype = _DTYPES.index(mask.dtype) + 1 if mask.dtype in _DTYPES else len(_DTYPES) + 1
+    if mask.dtype in _DTYPES:
+        dtype = _DTYPES.index(mask.dtype) + 1
+    else:
+        dtype = len(_DTYPES) + 1
     leading = [1] * (num_leading + 2 - mask.ndim) + [*mask.shape[:-2]]
     wide = sum([1 << dim for dim, size in enumerate(leading) if size != 1])
     learned = torch.is_grad_enabled() and mask.requires_grad
@@ -160,7 +171,9 @@ def _mask_code(mask: Tensor, num_leading: int) -> int:
 def _dtype_of(mask_code: int) -> torch.dtype | None:
     """Return the dtype that :func:`_mask_code` encoded in ``mask_code``; None if it is not one of ``_DTYPES``."""
     number = mask_code & (1 << _DTYPE_BITS - 1) - 1
-    return _DTYPES[number - 1] if number <= len(_DTYPES) else None
+    if number <= len(_DTYPES):
+        return _DTYPES[number - 1]
+    return None
 
 
 def tokens_digest(query: Tensor, key: Tensor) -> int:
@@ -181,10 +194,12 @@ def tokens_digest(query: Tensor, key: Tensor) -> int:
             parts += [evenly_spaced_rows(x, _READ).to(wide).flatten(), *[number.view(1) for number in sums]]
         parts.append((query != query[..., :1, :]).any().view(1).to(wide))
         read = torch.cat(parts).cpu()
-    return 0 if read[-1] == 0 else digest_of(read)
+    if read[-1] == 0:
+        return 0
+    return digest_of(read)
 
 
-def require_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
+def check_no_copies(digests: Sequence[int], spec: AttentionSpec) -> None:
     """Warn if equal digests show that all ranks hold the same tokens. In a causal call raise ``ValueError`` instead."""
     if len(digests) == 1 or digests[0] == 0 or any(digest != digests[0] for digest in digests):
         return
@@ -218,10 +233,10 @@ def settle_call(
             reason, such as tokens that were never sharded. Raised on every rank.
     """
     layout = spec.query_layout
-    require_no_copies([part.digest for part in parts], spec)
+    check_no_copies([part.digest for part in parts], spec)
     # A mask with several columns can itself hide later keys from a causal module that passes is_causal=False.
     if any(part.is_of_causal_module and part.columns <= 1 for part in parts):
-        require_causal_known(layout)
+        check_causal_known(layout)
     codes = {part.mask_code for part in parts if part.rows >= 0}
     if not codes:
         return None, None
@@ -233,7 +248,8 @@ def settle_call(
         )
     if _are_of_keys(parts, spec):
         sizes = [(min(rows, 1), columns) for rows, columns in sizes]
-        mask = mask if mask is None else mask[..., :1, :]
+        if mask is not None:
+            mask = mask[..., :1, :]
     if any(part.rows < 0 for part in parts):
         sizes = _sizes_with_absent(sizes, spec)
         if mask is None:
@@ -245,7 +261,7 @@ def settle_call(
     mask, extents = read_single_tokens(mask, extents, digests, spec, mesh.rank)
     if extents == MaskExtents("local", "global"):
         is_causal = any(part.is_of_causal_module for part in parts)
-        require_own_rows([part.review for part in parts], layout, is_causal=is_causal)
+        check_own_rows([part.review for part in parts], layout, is_causal=is_causal)
     return mask, extents
 
 
@@ -267,7 +283,9 @@ def own_part(
     Raises:
         RuntimeError: The device of this rank failed. Raised on every rank.
     """
-    rows, columns = (-1, -1) if mask is None else mask.shape[-2:]
+    rows, columns = -1, -1
+    if mask is not None:
+        rows, columns = mask.shape[-2:]
     layout, flags, mask_digest, digest = spec.query_layout, 0, 0, 0
     shows_nothing = False
     try:
@@ -293,8 +311,8 @@ def _texts(parts: Sequence[OwnPart]) -> str:
         if part.rows < 0:
             texts.append("none")
             continue
-        dtype = _dtype_of(part.mask_code)
-        texts.append(f"[..., {part.rows}, {part.columns}] of {'another dtype' if dtype is None else dtype}")
+        dtype = _dtype_of(part.mask_code) or "another dtype"
+        texts.append(f"[..., {part.rows}, {part.columns}] of {dtype}")
     return "; ".join([f"rank {rank}: {text}" for rank, text in enumerate(texts)])
 
 
@@ -318,8 +336,18 @@ def _sizes_with_absent(sizes: Sequence[tuple[int, int]], spec: AttentionSpec) ->
     held = spec.key_layout.sizes()
     fits = all(rows in (-1, 0, 1) and columns in (-1, held[rank]) for rank, (rows, columns) in enumerate(sizes))
     if not fits or max(held) < 2 or spec.key_layout.sharded == () or spec.is_causal:
-        raise ValueError(_masks_differ([None if rows < 0 else f"[..., {rows}, {columns}]" for rows, columns in sizes]))
-    return [(1, held[rank]) if rows < 0 else (rows, columns) for rank, (rows, columns) in enumerate(sizes)]
+        raise ValueError(_masks_differ([_describe_sizes(rows, columns) for rows, columns in sizes]))
+    known = list(sizes)
+    for rank, (rows, _) in enumerate(sizes):
+        if rows < 0:
+            known[rank] = (1, held[rank])
+    return known
+
+
+def _describe_sizes(rows: int, columns: int) -> str | None:
+    if rows < 0:
+        return None
+    return f"[..., {rows}, {columns}]"
 
 
 def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
@@ -327,7 +355,11 @@ def _nothing_hidden(code: int, query: Tensor, last: tuple[int, int]) -> Tensor:
     dtype and leading dims are those that :func:`_mask_code` encoded in ``code`` on the other ranks.
     """
     dtype = _dtype_of(code) or _DTYPES[-1]
-    leading = [size if code >> _DTYPE_BITS + dim & 1 else 1 for dim, size in enumerate(query.shape[:-2])]
+    leading = list(query.shape[:-2])
+    for dim in range(len(leading)):
+        is_wide = code >> _DTYPE_BITS + dim & 1
+        if not is_wide:
+            leading[dim] = 1
     shape = (*leading, *last)
     if dtype == torch.bool:
         return query.new_ones(shape, dtype=dtype)

@@ -72,9 +72,17 @@ def finite_bias(mask: Tensor, query: Tensor, *, by_position: bool) -> Tensor:
     limit = torch.finfo(dtype).max
     if mask.dtype == torch.bool:
         return aligned_rows(query, mask.shape, dtype, fill=-limit / 2).masked_fill_(mask, 0.0)
-    rows, lowest = aligned_rows(query, mask.shape, dtype), -limit / 8 if by_position else -limit / 2
-    bias = torch.clamp(mask, min=lowest, out=rows) if mask.dtype == dtype else rows.copy_(mask).clamp_(min=lowest)
-    return bias.masked_fill_(mask == -inf, -limit / 2) if by_position else bias
+    rows = aligned_rows(query, mask.shape, dtype)
+    lowest = -limit / 2
+    if by_position:
+        lowest = -limit / 8
+    if mask.dtype == dtype:
+        bias = torch.clamp(mask, min=lowest, out=rows)
+    else:
+        bias = rows.copy_(mask).clamp_(min=lowest)
+    if by_position:
+        return bias.masked_fill_(mask == -inf, -limit / 2)
+    return bias
 
 
 def clear_rows_without_key(out: Tensor, lse: Tensor, dtype: torch.dtype) -> None:
@@ -112,7 +120,10 @@ class FiniteMaskedRows:
         """Return ``mask`` with its low rows corrected; None if ``mask`` is None or bool."""
         if mask is None or mask.dtype == torch.bool:
             return None
-        highest = mask.amax(-1, keepdim=True) if mask.shape[-1] else mask.new_zeros(*mask.shape[:-1], 1)
+        if mask.shape[-1]:
+            highest = mask.amax(-1, keepdim=True)
+        else:
+            highest = mask.new_zeros(*mask.shape[:-1], 1)
         level = highest.to(torch.promote_types(highest.dtype, torch.float32))  # float16 cannot represent _ABSORBS.
         absorbed = (level < _ABSORBS) & (level > float("-inf"))
         low = (level < _LOW) & (level >= _ABSORBS)

@@ -84,7 +84,7 @@ class _SequenceOrder:
         return torch.cat([parts[self._order.index(index)] for index in range(len(parts))], dim=2)
 
 
-def _gathered_order(plan: AttentionPlan) -> _SequenceOrder:
+def _gather_order(plan: AttentionPlan) -> _SequenceOrder:
     """Return the order of gathered keys: the sharded tokens of each ring rank, followed by the replicated tokens."""
     keys = plan.spec.keys
     runs = keys.only(*range(plan.spec.mesh.ring.size), replicated=False).runs() + keys.runs(0, replicated=True)
@@ -116,7 +116,7 @@ def _all_gather_ring(x: Tensor, plan: AttentionPlan) -> Tensor:
     replicated = plan.spec.keys.offsets(plan.ring.dim.index, replicated=True)
     if replicated:
         gathered = torch.cat([gathered, take(x, 2, replicated)], dim=2)
-    return _gathered_order(plan).arrange(gathered)
+    return _gather_order(plan).arrange(gathered)
 
 
 def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
@@ -136,18 +136,18 @@ def _enter_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple
 def _enter_backward(query: Tensor, key: Tensor, value: Tensor, *call: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the inputs of :func:`_enter`. The arguments are the gradients of its outputs."""
     plan = _plan_of(*call)
-    key, value = (_scattered(x, plan) for x in (key, value))
+    key, value = (_scatter(x, plan) for x in (key, value))
     if plan.ordered_ulysses is not None:
         query, key, value = plan.ordered_ulysses.leave_gradients(*[x.contiguous() for x in (query, key, value)])
     return *[x.clone(memory_format=torch.contiguous_format) for x in (query, key, value)], done(query)
 
 
-def _scattered(grad: Tensor, plan: AttentionPlan) -> Tensor:
+def _scatter(grad: Tensor, plan: AttentionPlan) -> Tensor:
     """Return the gradients of this rank's keys, summed over ring ranks: the transpose of :func:`_all_gather_ring`."""
     if not plan.ring.rotates:
         return grad
     sizes, ring, keys = plan.ring.block_sizes, plan.ring.dim, plan.spec.keys
-    grad = _gathered_order(plan).restore(grad)
+    grad = _gather_order(plan).restore(grad)
     travelling, replicated = grad.split([sum(sizes), grad.shape[2] - sum(sizes)], dim=2)
     rows = all_to_all(travelling.movedim(2, 0).contiguous(), sizes, [sizes[ring.index]] * ring.size, ring)
     whole = grad.new_zeros(*grad.shape[:2], keys.size(ring.index), grad.shape[3])
@@ -169,7 +169,9 @@ def _enter_backward_shape(query: Tensor, key: Tensor, value: Tensor, *call: Any)
 
 def _leave(out: Tensor, *call: Any) -> tuple[Tensor, Tensor]:
     plan = _plan_of(*call)
-    own = out if plan.ordered_ulysses is None else plan.ordered_ulysses.start_leave((out,))()[0]
+    own = out
+    if plan.ordered_ulysses is not None:
+        own = plan.ordered_ulysses.start_leave((out,))()[0]
     return as_sdpa(own).clone(memory_format=torch.preserve_format), done(out)
 
 

@@ -56,14 +56,18 @@ from para_core.layout.sequence import Run
 def _by_token(*tensors: Tensor) -> Tensor:
     """Concatenate tensors ``[B, H, S, D_i]`` to ``[S, B, H, sum of D_i]``."""
     rows = [x.permute(2, 0, 1, 3) for x in tensors]
-    return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-1)
+    if len(rows) == 1:
+        return rows[0]
+    return torch.cat(rows, dim=-1)
 
 
 def _by_head(rows: Tensor, *widths: int) -> list[Tensor]:
     """Undo :func:`_by_token`: split ``rows`` into tensors ``[B, H, S, D_i]``, where ``widths`` are the D_i. Tensors of
     different widths are copied, because kernels require that each row begins at a multiple of its width.
     """
-    parts = [rows] if len(widths) == 1 else rows.split_with_sizes(list(widths), dim=-1)
+    parts: Sequence[Tensor] = [rows]
+    if len(widths) != 1:
+        parts = rows.split_with_sizes(list(widths), dim=-1)
     if any(width != widths[0] for width in widths):
         parts = [part.contiguous() for part in parts]
     return [part.permute(1, 2, 0, 3) for part in parts]
@@ -83,7 +87,9 @@ def _give(
     rows: Tensor, peers: Sequence[int], sizes: Sequence[int], dim: MeshDim, earlier: Sequence[_Arriving] = ()
 ) -> _Arriving:
     """Start an all-to-all that sends ``rows`` to each of ``peers`` and receives ``sizes[i]`` rows from ``peers[i]``."""
-    copies = rows if len(peers) == 1 else rows.expand(len(peers), *rows.shape)
+    copies = rows
+    if len(peers) != 1:
+        copies = rows.expand(len(peers), *rows.shape)
     return _start(copies, peers, [rows.shape[0]] * len(peers), sizes, dim, earlier)
 
 
@@ -137,13 +143,17 @@ def _attend_in_grid(
     others = None
     if grid.row:
         (queries,) = _by_head(arriving[0].wait(), query.shape[3])
-        mask = None if into.mask is None else into.mask.rows(S, sum(sizes))
+        mask = None
+        if into.mask is not None:
+            mask = into.mask.rows(S, sum(sizes))
         others = Accumulator(queries, mask, grid.row_tiling, into.key_heads)
         attend.forward(others, *travels, 0, False)
     keys, values = _by_head(arriving[-1].wait(), key.shape[3], value.shape[3])
     if others is not None:
         attend.forward(others, keys, values, 1, True)
-        inputs = [query, key, value, *([] if into.mask is None else [into.mask.tensor])]
+        inputs = [query, key, value]
+        if into.mask is not None:
+            inputs.append(into.mask.tensor)
         packed = add_autograd_dependency(_pack(*others.result(key, value), inputs), inputs)
         arriving.append(_start(packed, grid.row, sizes, [S] * len(grid.row), dim, arriving))
     attend.forward(into, keys, values, 1, is_last and others is None)
@@ -200,8 +210,9 @@ def _gradients_in_grid(attend: Attend, grid: GridPlan, into: QueryGradients, key
         )
         _put(of_own_keys, grid.ring.travels, attend.backward(others, *travels, 0))
     keys, values = _by_head(arriving_keys.wait(), D, D_v)
-    of_column = None if others is None else attend.backward(others, keys, values, 1)
+    of_column = None
     if others is not None:
+        of_column = attend.backward(others, keys, values, 1)
         arriving_queries = _start(_by_token(others.grad_query), grid.row, sizes, [S] * len(grid.row), dim)
     grads = attend.backward(own, keys, values, 1)
     if of_column is not None:
@@ -210,28 +221,32 @@ def _gradients_in_grid(attend: Attend, grid: GridPlan, into: QueryGradients, key
     num_own = [travels[0].shape[2]] * len(grid.column)
     arriving_keys = _start(_by_token(*grads), grid.column, grid.column_sizes, num_own, dim)
     if others is not None:
-        into.grad_query.add_(_by_head(_summed(arriving_queries.wait(), len(grid.row)), D)[0])
-    _put(of_own_keys, grid.ring.travels, _by_head(_summed(arriving_keys.wait(), len(grid.column)), D, D_v))
+        into.grad_query.add_(_by_head(_sum_over_ranks(arriving_queries.wait(), len(grid.row)), D)[0])
+    _put(of_own_keys, grid.ring.travels, _by_head(_sum_over_ranks(arriving_keys.wait(), len(grid.column)), D, D_v))
     return of_own_keys
 
 
 def _rows_of(mask: Tensor | None, first: int, length: int) -> Tensor | None:
     """Return ``length`` rows of ``mask`` from ``first`` on; ``mask`` itself if it is None or has one row for all."""
-    return mask if mask is None or mask.shape[2] == 1 else mask.narrow(2, first, length)
+    if mask is None or mask.shape[2] == 1:
+        return mask
+    return mask.narrow(2, first, length)
 
 
 def _as_dtype(lse: Tensor, dtype: torch.dtype) -> Tensor:
     """Reinterpret the bytes of ``lse``, ``[B, H, S]``, as numbers of ``dtype``: ``[B, H, S, 1 or 2]``."""
-    return lse[..., None] if lse.dtype == dtype else lse[..., None].view(dtype)
+    if lse.dtype == dtype:
+        return lse[..., None]
+    return lse[..., None].view(dtype)
 
 
 def _as_lse(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Undo :func:`_as_dtype`: reinterpret ``bits``, ``[B, H, S, 1 or 2]``, as an lse ``[B, H, S]`` of ``dtype``."""
     # Use clone(): view(dtype) demands an aligned storage offset, but contiguous() returns a tensor of one row as it is,
     # at any offset.
-    return (
-        bits[..., 0] if bits.dtype == dtype else bits.clone(memory_format=torch.contiguous_format).view(dtype)[..., 0]
-    )
+    if bits.dtype == dtype:
+        return bits[..., 0]
+    return bits.clone(memory_format=torch.contiguous_format).view(dtype)[..., 0]
 
 
 def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor]) -> None:
@@ -239,6 +254,6 @@ def _put(totals: Sequence[Tensor], runs: Sequence[Run], parts: Sequence[Tensor])
         put(total, 2, runs, part)
 
 
-def _summed(rows: Tensor, num_ranks: int) -> Tensor:
+def _sum_over_ranks(rows: Tensor, num_ranks: int) -> Tensor:
     """Sum the parts of ``num_ranks`` ranks, ``[num_ranks · S, B, H, D]``, to ``[S, B, H, D]``."""
     return rows.view(num_ranks, rows.shape[0] // num_ranks, *rows.shape[1:]).sum(0)

@@ -87,13 +87,13 @@ def _flash_attention(library: Library, function: Callable[..., Any] | None, opti
         is_causal: bool = False,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        _refuse_mask(library, attn_mask)
+        _check_no_mask(library, attn_mask)
         # The library takes [B, S, H, D]. Most models' tensors have this memory layout, so transposing costs no copy.
         result = kernel(
             *[x.transpose(1, 2) for x in (query, key, value)],
             softmax_scale=scale,
             causal=is_causal,
-            **{**_asking_for_lse(kernel, library), **options},
+            **{**_ask_for_lse(kernel, library), **options},
         )
         if isinstance(result, Tensor):
             raise RuntimeError(
@@ -105,9 +105,11 @@ def _flash_attention(library: Library, function: Callable[..., Any] | None, opti
     return attn_func
 
 
-def _asking_for_lse(function: Callable[..., Any], library: Library) -> dict[str, Any]:
+def _ask_for_lse(function: Callable[..., Any], library: Library) -> dict[str, Any]:
     """Return the keyword argument that makes ``function`` return lse, as ``{name: True}``; empty if it has none."""
-    return {library.asks_for_lse: True} if library.asks_for_lse in signature(function).parameters else {}
+    if library.asks_for_lse in signature(function).parameters:
+        return {library.asks_for_lse: True}
+    return {}
 
 
 def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -> AttnFunc:
@@ -137,7 +139,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
         is_causal: bool = False,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        _refuse_mask(_SAGE, attn_mask)
+        _check_no_mask(_SAGE, attn_mask)
         result: tuple[Tensor, Tensor] = kernel(
             query, key, value, tensor_layout="HND", is_causal=is_causal, sm_scale=scale, return_lse=True, **options
         )
@@ -146,7 +148,7 @@ def sage_attention(function: Callable[..., Any] | None = None, **options: Any) -
     return attn_func
 
 
-def _refuse_mask(library: Library, mask: Tensor | None) -> None:
+def _check_no_mask(library: Library, mask: Tensor | None) -> None:
     if mask is not None:
         raise ValueError(
             f"{library.name} takes no attn_mask, and this call has one of {list(mask.shape)}. Leave attn_func out for "
@@ -167,7 +169,7 @@ def import_kernel(library: Library) -> Callable[..., Any]:
             f"{library.module}.{library.function} of {library.name} cannot be imported ({error}). To install it: "
             f"{library.install}. Or pass attn_func=, with a function of your own."
         ) from error
-    if library is _SAGE and not _asking_for_lse(kernel, library):
+    if library is _SAGE and not _ask_for_lse(kernel, library):
         raise ImportError(
             f"{library.module}.{library.function} returns no lse, which a ring needs: this is an earlier "
             f"{library.name}. To install a later one: {library.install}."
@@ -192,7 +194,7 @@ def require_library(backend: str | None) -> None:
         import_kernel(LIBRARIES[backend][0])
 
 
-def refuse_mask_and_causal_oblong(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
+def check_mask_and_lengths(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
     """Raise ``RuntimeError`` for a call with a mask, or a causal one with unequal numbers of queries and keys.
 
     Unlike SDPA, the backends for which this is called align the last query of a causal call with the last key.
@@ -208,13 +210,13 @@ def refuse_mask_and_causal_oblong(backend: str, query: Tensor, value: Tensor, *,
         )
 
 
-def require_tensors(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
+def check_tensors(backend: str, query: Tensor, value: Tensor, *, masked: bool, is_causal: bool) -> None:
     """Raise ``RuntimeError`` if the library of ``backend`` does not support a call with these tensors.
 
-    A call must be in float16 or bfloat16, on CUDA, and pass :func:`refuse_mask_and_causal_oblong`.
+    A call must be in float16 or bfloat16, on CUDA, and pass :func:`check_mask_and_lengths`.
     """
     library, _ = LIBRARIES[backend]
-    refuse_mask_and_causal_oblong(backend, query, value, masked=masked, is_causal=is_causal)
+    check_mask_and_lengths(backend, query, value, masked=masked, is_causal=is_causal)
     if query.dtype not in DTYPES or query.device.type not in DEVICES:
         raise RuntimeError(
             f"backend={backend!r}: {library.name} takes float16 and bfloat16 on a CUDA device; this is {query.dtype} "

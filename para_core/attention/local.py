@@ -49,7 +49,7 @@ def local_attention(call: LocalAttentionCall, backend: Backend | None = None) ->
     if backend is not None:
         return local_attention_with_lse(call, backend)[0]
     if mask is not None:
-        call = call.folded()
+        call = call.fold()
     if key.shape[1] != query.shape[1]:
         call = call.as_taken_by(choose_backend(call))
     query, key, value, mask, is_causal, scale = call
@@ -93,8 +93,11 @@ def local_attention_with_lse(
     if backend is not None and backend in LIBRARIES:
         return library_attention(backend, query, key, value, is_causal=is_causal, scale=scale)
     if mask is not None:
-        call = call.folded()
-    choice = choose_backend(call) if backend is None else OF_PYTORCH[backend]
+        call = call.fold()
+    if backend is None:
+        choice = choose_backend(call)
+    else:
+        choice = OF_PYTORCH[backend]
     if key.shape[1] != query.shape[1]:
         call = call.as_taken_by(choice)
     out, lse = FORWARD[choice](call)
@@ -130,8 +133,13 @@ def continued_attention(
     if backend not in ("triton", "triton-int8") or is_empty:
         so_far.add(*local_attention_with_lse(call, backend, hides_rows=hides_rows))
         return
-    earlier = (so_far.out, so_far.lse) if so_far.count else None
-    so_far.replace(*_triton(backend, call, so_far=earlier, out_dtype=query.dtype if is_last else torch.float32))
+    earlier = None
+    if so_far.count:
+        earlier = (so_far.out, so_far.lse)
+    out_dtype = torch.float32
+    if is_last:
+        out_dtype = query.dtype
+    so_far.replace(*_triton(backend, call, so_far=earlier, out_dtype=out_dtype))
 
 
 def local_attention_backward(
@@ -159,10 +167,12 @@ def local_attention_backward(
     """
     query, key, value, mask, *_ = call
     if 0 in query.shape or 0 in key.shape:
-        grad_mask = query.new_zeros(*query.shape[:-1], key.shape[-2]) if mask_gradient else None
+        grad_mask = None
+        if mask_gradient:
+            grad_mask = query.new_zeros(*query.shape[:-1], key.shape[-2])
         return query.new_zeros(query.shape), key.new_zeros(key.shape), value.new_zeros(value.shape), grad_mask
     if mask is not None:
-        call = call.folded()
+        call = call.fold()
         # Replace the lse of a row without a key by inf: exp(scores - inf) is 0, so the row gets no gradient. Without a
         # mask every row has a key.
         lse = lse.masked_fill(lse == -inf, inf)
@@ -170,13 +180,20 @@ def local_attention_backward(
     if mask_gradient:
         choice = MATH
     else:
-        forward = None if backend is None else OF_PYTORCH.get(backend)
-        choice = backward_of(choose_backend(call) if forward is None else forward, query, value)
+        forward = None
+        if backend is not None:
+            forward = OF_PYTORCH.get(backend)
+        if forward is None:
+            forward = choose_backend(call)
+        choice = backward_of(forward, query, value)
     call = call.as_taken_by(choice)
     grad_query, grad_key, grad_value, *rest = BACKWARD[choice](call, grad_out, out, lse)
     if call.key is not key:  # Key heads were expanded, so sum the gradients of their copies.
         grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in (grad_key, grad_value))
-    return grad_query, grad_key, grad_value, rest[0] if mask_gradient else None
+    grad_mask = None
+    if mask_gradient:
+        grad_mask = rest[0]
+    return grad_query, grad_key, grad_value, grad_mask
 
 
 def _triton(backend: Backend, call: LocalAttentionCall, **options: Any) -> tuple[Tensor, Tensor]:
@@ -188,7 +205,9 @@ def _triton(backend: Backend, call: LocalAttentionCall, **options: Any) -> tuple
         from para_core.kernels.attention_int8 import attention
 
     query, key, value, mask, is_causal, scale = call
-    key_ranges = None if mask is None else _range_of_seen_keys(mask)
+    key_ranges = None
+    if mask is not None:
+        key_ranges = _range_of_seen_keys(mask)
     return attention(query, key, value, mask=mask, is_causal=is_causal, key_ranges=key_ranges, scale=scale, **options)
 
 
@@ -211,12 +230,15 @@ def run_attn_func(attn_func: AttnFunc, call: LocalAttentionCall) -> tuple[Tensor
     if 0 in query.shape or 0 in key.shape:  # A user's kernel may not support empty tensors.
         out, lse = local_attention_with_lse(call)
         return add_autograd_dependency(out, [query, key, value]), lse
-    _, _, _, mask, is_causal, scale = call.folded()
+    _, _, _, mask, is_causal, scale = call.fold()
     if mask is not None:
         # Many kernels return NaN for a query whose keys are all masked. Unmask all of them, and overwrite the result
         # of this query below.
         empty_row = fully_masked_rows(mask)
-        mask = mask | empty_row[..., None] if mask.dtype == torch.bool else mask.masked_fill(empty_row[..., None], 0.0)
+        if mask.dtype == torch.bool:
+            mask = mask | empty_row[..., None]
+        else:
+            mask = mask.masked_fill(empty_row[..., None], 0.0)
     result = attn_func(query, key, value, attn_mask=mask, dropout_p=0.0, is_causal=is_causal, scale=scale)
     if isinstance(result, Tensor):
         result = result, result.new_zeros(result.shape[:-1], dtype=torch.float32)
@@ -244,7 +266,9 @@ def check_attn_func(attn_func: AttnFunc, call: SdpaCall, mesh: SequenceMesh, opt
     probe = [x.new_zeros(1, heads, 1, x.shape[-1]) for x in call[:3]]
     result = attn_func(*probe, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
     if isinstance(result, Tensor):
-        reason = f"a ring of {mesh.ring.size} ranks" if mesh.ring.size > 1 else "is_causal over several ranks"
+        reason = "is_causal over several ranks"
+        if mesh.ring.size > 1:
+            reason = f"a ring of {mesh.ring.size} ranks"
         raise ValueError(
             f"attn_func returned out alone, and {reason} merges partial results by their lse. Return (out, lse), lse "
             "[B, H, S_q] the natural log-sum-exp of the scaled scores in float32; or use a mesh whose ranks are all in "
@@ -269,8 +293,12 @@ def add_autograd_dependency(x: Tensor, received: Sequence[Tensor]) -> Tensor:
 def as_sdpa(out: Tensor) -> Tensor:
     """Return ``out``, ``[B, H, S, D]``, with SDPA's memory layout, ``[B, S, H, D]``, on which models rely."""
     by_token = out.transpose(1, 2)
-    return out if by_token.is_contiguous() else by_token.contiguous().transpose(1, 2)
+    if by_token.is_contiguous():
+        return out
+    return by_token.contiguous().transpose(1, 2)
 
 
 def lse_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
+    if query.dtype == torch.float64:
+        return torch.float64
+    return torch.float32

@@ -39,8 +39,10 @@ def level_low_rows(attend: Attend, backend: Backend | None) -> Attend:
         dtype, is_finite = bias_dtype(mask, query), of_pytorch and can_be_finite(mask, query)
         if mask.dtype != torch.bool:
             # By position, numbers that a smaller dtype rounds to -inf may be all that a query sees.
-            rounds = is_finite and not by_position
-            query, mask = level_rows(query, mask, dtype if rounds else mask.dtype)
+            level_dtype = mask.dtype
+            if is_finite and not by_position:
+                level_dtype = dtype
+            query, mask = level_rows(query, mask, level_dtype)
         if not is_finite:
             attend.forward(into.with_inputs(query, Mask(mask)), key, value, block, is_last)
             return
@@ -72,7 +74,9 @@ def correct_low_rows(attend: Attend) -> Attend:
     """Return ``attend`` with a float mask that tells in which rows the lse of each tile has to be corrected."""
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, block: int, is_last: bool) -> None:
-        low_rows = None if into.mask is None else FiniteMaskedRows.of(into.mask.tensor)
+        low_rows = None
+        if into.mask is not None:
+            low_rows = FiniteMaskedRows.of(into.mask.tensor)
         if low_rows is not None:
             into = into.with_inputs(into.query, Mask(low_rows.mask, low_rows=low_rows))
         attend.forward(into, key, value, block, is_last)

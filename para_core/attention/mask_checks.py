@@ -42,7 +42,7 @@ _MOST_FRAMES = 24
 
 
 class Review(NamedTuple):
-    """The findings of a rank about the values of its mask, from which :func:`require_own_rows` decides.
+    """The findings of a rank about the values of its mask, from which :func:`check_own_rows` decides.
 
     ``bits`` is the sum of the flags above that are true, ``LOWER`` to ``HIDES``. ``digest`` is a digest of some rows,
     with the same indices on all ranks. It is 0 if comparing it would prove nothing: if there are no such rows, or if
@@ -86,7 +86,9 @@ def _identity(mask: Tensor) -> tuple[weakref.ref[Tensor], tuple[object, ...]]:
     A model may pass a new view of one mask to each layer. These share one entry until the memory is changed in place.
     """
     owner = owner_of(mask)
-    written = None if owner.is_inference() else version_of(owner)
+    written = None
+    if not owner.is_inference():
+        written = version_of(owner)
     return weakref.ref(owner), (mask.shape, mask.stride(), mask.storage_offset(), written)
 
 
@@ -95,7 +97,9 @@ def _review(mask: Tensor, num_common: int) -> Review:
         return Review()
     with torch.no_grad():
         mask = mask.detach()
-        shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
+        shown = mask
+        if mask.dtype != torch.bool:
+            shown = mask > _HIDDEN
         # Ignore rows that see all keys: some models fill a row without keys like this, to avoid NaN.
         telling = shown & ~shown.all(dim=-1, keepdim=True)
         behind = telling.triu(1).any()
@@ -112,7 +116,9 @@ def _review(mask: Tensor, num_common: int) -> Review:
         all_equal = read.shape[-2] > 1 and torch.equal(read, read[..., :1, :].expand_as(read))
         # Rows of a single value, such as those of padded queries, do not tell either which tokens they belong to.
         of_one_value = read.shape[-1] > 1 and torch.equal(read, read[..., :1].expand_as(read))
-        return Review(bits, 0 if all_equal or of_one_value else digest_of(read))
+        if all_equal or of_one_value:
+            return Review(bits, 0)
+        return Review(bits, digest_of(read))
 
 
 def evenly_spaced_rows(x: Tensor, most: int) -> Tensor:
@@ -149,7 +155,7 @@ def num_common_rows(layout: SequenceLayout) -> int:
     return min([size for size in layout.sizes() if size > 0], default=0)
 
 
-def require_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
+def check_own_rows(reviews: Sequence[Review], layout: SequenceLayout, *, is_causal: bool) -> None:
     """Raise ``ValueError`` if the masks look as if every rank had counted its rows from 0. All ranks decide the same.
 
     Each mask is ``[..., S_local, S]``. The masks look so in three cases: the rows of each mask differ, but on no rank
@@ -245,11 +251,12 @@ def is_causal_caller() -> bool:
             caller = frame.f_locals.get(name)
             if of_module is None and isinstance(caller, nn.Module):
                 value = getattr(caller, "is_causal", None)
-                of_module = value if isinstance(value, bool) else None
+                if isinstance(value, bool):
+                    of_module = value
     return bool(of_module)
 
 
-def require_causal_known(layout: SequenceLayout) -> None:
+def check_causal_known(layout: SequenceLayout) -> None:
     """Raise ``ValueError`` if no rank holds more than one token, for a causal module that passes ``is_causal=False``.
 
     Some models do so for a single token, and the call then does not tell that later keys are to be hidden.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from para_core.attention.attention_plan import AttentionPlan, GridPlan
 from para_core.distributed.collectives import all_to_all
-from para_core.layout.sequence import SequenceLayout
+from para_core.layout.sequence import Run, SequenceLayout
 from para_core.layout.tokens import gather_tokens
 
 # A mask dim is "broadcast" if its size is 1, "global" if it has one entry per token of the whole sequence, and "local"
@@ -102,17 +102,27 @@ def mask_of_block(mask: Tensor, extents: MaskExtents, plan: AttentionPlan) -> Te
     mesh = plan.spec.mesh
     if extents.keys == "local":
         mask = gather_tokens(mask, 3, plan.spec.key_layout, mesh)
-    heads = plan.heads.of_query if mask.shape[1] > 1 else [(0, 1)] * mesh.ulysses.size
+    heads: Sequence[Run]
+    if mask.shape[1] > 1:
+        heads = plan.heads.of_query
+    else:
+        heads = [(0, 1)] * mesh.ulysses.size
     if extents.queries == "local" and plan.ulysses is not None:
         # Exchange this rank's rows for all heads for the rows of the Ulysses group for this rank's heads.
         mask = plan.ulysses.enter_mask(mask, heads)
     elif mask.shape[1] > 1:
         mask = mask.narrow(1, *heads[mesh.ulysses.index])
     if extents.queries == "global":
-        runs = plan.ring.query_runs + ([] if plan.grid is None else plan.grid.row_runs)
+        runs = plan.ring.query_runs
+        if plan.grid is not None:
+            runs = runs + plan.grid.row_runs
         parts = [mask.narrow(2, start, length) for start, length in runs]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    return mask if extents.queries == "broadcast" or plan.grid is None else _with_rows_of_others(mask, plan.grid)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim=2)
+    if extents.queries == "broadcast" or plan.grid is None:
+        return mask
+    return _with_rows_of_others(mask, plan.grid)
 
 
 def _with_rows_of_others(mask: Tensor, grid: GridPlan) -> Tensor:

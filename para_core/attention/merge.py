@@ -25,7 +25,7 @@ def _merge(
         out_a = out_a.to(lse_a.dtype)
     if out_b.dtype != lse_a.dtype:
         out_b = out_b.to(lse_a.dtype)
-    out, lse = (None, None) if into is None else into
+    out, lse = into or (None, None)
     return torch.lerp(out_a, out_b, weight, out=out), torch.logaddexp(lse_a, lse_b, out=lse)
 
 

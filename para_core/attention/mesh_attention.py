@@ -27,7 +27,7 @@ from para_core.attention.local import AttnFunc, check_attn_func, run_attn_func
 from para_core.attention.mask_checks import MaskReviews, has_single_tokens
 from para_core.attention.masks import MaskExtents, mask_extents, mask_of_block
 from para_core.attention.operator import differentiable_usp
-from para_core.attention.sdpa_call import SdpaCall, check, check_kind, refuse_transforms
+from para_core.attention.sdpa_call import SdpaCall, check, check_kind, check_transforms
 from para_core.attention.spec import AttentionSpec, needed_mesh
 from para_core.attention.usp import autocasts, usp_forward
 from para_core.distributed.agree import Signature, check_consistent
@@ -111,17 +111,21 @@ class MeshAttention:
             TypeError, ValueError, RuntimeError: The input of some rank is invalid. In eager code every rank raises.
         """
         compiling = torch.compiler.is_compiling()
-        # Test here whether refuse_transforms() could raise, which is rare, to save the time of a function call.
+        # Test here whether check_transforms() could raise, which is rare, to save the time of a function call.
         if compiling or innermost_transform() is not None or forward_ad_globals[FORWARD_AD_LEVEL] >= 0:
-            refuse_transforms()
-        call = _normalized(call)
+            check_transforms()
+        call = _normalize(call)
         query, key, value, mask = call.query, call.key, call.value, call.attn_mask
         if torch.is_grad_enabled() and self._learns_in_float32(query, key, value, mask):
             with torch.autocast(query.device.type, enabled=False):
                 wide = call.with_tensors(query.float(), key.float(), value.float(), mask)
                 return self(wide).to(query.dtype)
-        lookup_key = None if compiling else _lookup_key(call)
-        prepared = None if lookup_key is None else self._prepared.get(lookup_key)
+        lookup_key = None
+        if not compiling:
+            lookup_key = _lookup_key(call)
+        prepared = None
+        if lookup_key is not None:
+            prepared = self._prepared.get(lookup_key)
         if prepared is None:
             try:
                 check_kind(query, key, value)
@@ -129,7 +133,7 @@ class MeshAttention:
                 self.raise_everywhere(error)
             if query.ndim == key.ndim == value.ndim == 2:
                 return self(call.with_tensors(query[None], key[None], value[None], mask))[0]
-            expanded = _expanded(call)
+            expanded = _expand(call)
             if expanded is not None:
                 return self(expanded)
             prepared = self._prepare(call, lookup_key)
@@ -140,7 +144,8 @@ class MeshAttention:
             return self._compute(query, key, value, mask, prepared.plan, extents)
         leading = query.shape[:-3]
         query, key, value = (x.reshape(prod(leading), *x.shape[-3:]) for x in (query, key, value))
-        mask = None if mask is None else _in_one_batch(mask, leading)
+        if mask is not None:
+            mask = _in_one_batch(mask, leading)
         out = self._compute(query, key, value, mask, prepared.plan, extents)
         return out.reshape(*leading, *out.shape[1:])
 
@@ -247,12 +252,14 @@ class MeshAttention:
         return usp_forward(plan, query, key, value, mask, attn_func=partial(run_attn_func, self._attn_func))[0]
 
 
-def _expanded(call: SdpaCall) -> SdpaCall | None:
+def _expand(call: SdpaCall) -> SdpaCall | None:
     """Return ``call`` with query, key and value expanded to one batch and number of heads, as SDPA broadcasts them.
 
     Return None if nothing is to be expanded, or if the shapes do not fit; :func:`check` then raises.
     """
-    tensors, num_dims = call[:3], 2 if not call.enable_gqa else 3
+    tensors, num_dims = call[:3], 2
+    if call.enable_gqa:
+        num_dims = 3
     shapes = [x.shape[:-num_dims] for x in tensors]
     if shapes[0] == shapes[1] == shapes[2] or any(x.ndim < 3 for x in tensors):
         return None
@@ -264,21 +271,14 @@ def _expanded(call: SdpaCall) -> SdpaCall | None:
     return call.with_tensors(query, key, value, call.attn_mask)
 
 
-def _normalized(call: SdpaCall) -> SdpaCall:
+def _normalize(call: SdpaCall) -> SdpaCall:
     """Return ``call`` in a canonical form: cast as autocast would for SDPA, with ``is_causal`` and ``scale`` as plain
     Python values, with a mask of at least two dims, and with one row of a mask that expands one row to all queries.
     """
     query, key, value, mask, scale, is_causal = *call[:4], call.scale, call.is_causal
     if autocasts(query):
         # Cast here, because autocast casts the arguments of SDPA, but not those of the operators used in its place.
-        # float64 and bool are not cast.
-        tensors: list[Any] = [
-            x.to(torch.get_autocast_dtype(x.device.type))
-            if x is not None and x.is_floating_point() and x.dtype != torch.float64
-            else x
-            for x in (query, key, value, mask)
-        ]
-        query, key, value, mask = tensors
+        query, key, value, mask = _cast(query), _cast(key), _cast(value), _cast(mask)
     elif (
         mask is None
         and (is_causal is False or is_causal is True)
@@ -291,8 +291,16 @@ def _normalized(call: SdpaCall) -> SdpaCall:
         if mask.ndim < 2:
             mask = mask[(None,) * (2 - mask.ndim)]
         expands_one_row = guard_or_false(mask.stride(-2) == 0 and mask.shape[-2] > 1)
-        mask = mask[..., :1, :] if expands_one_row else mask
+        if expands_one_row:
+            mask = mask[..., :1, :]
     return SdpaCall(query, key, value, mask, call.dropout_p, bool(is_causal), scale, call.enable_gqa, call.lengths)
+
+
+def _cast(x: Any) -> Any:
+    """Return the tensor ``x`` in the dtype of autocast. float64, bool and None stay as they are."""
+    if x is not None and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
 
 
 def _lookup_key(call: SdpaCall) -> Any:
@@ -306,6 +314,9 @@ def _lookup_key(call: SdpaCall) -> Any:
     except AttributeError:  # An argument is not a tensor. check_kind() raises TypeError for it later.
         return None
     keeps_graph = torch.is_grad_enabled()
+    of_mask = None
+    if mask is not None:
+        of_mask = (mask.shape, mask.dtype, mask.device, keeps_graph and mask.requires_grad)
     return (
         query.shape,
         key.shape,
@@ -320,7 +331,7 @@ def _lookup_key(call: SdpaCall) -> Any:
         type(key),
         type(value),
         keeps_graph and (query.requires_grad, key.requires_grad, value.requires_grad),
-        None if mask is None else (mask.shape, mask.dtype, mask.device, keeps_graph and mask.requires_grad),
+        of_mask,
         *flags,
     )
 

@@ -28,7 +28,9 @@ def differentiable_usp(plan: AttentionPlan, query: Tensor, key: Tensor, value: T
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     )
     if torch.compiler.is_compiling():
-        operator = torch.ops.para_core.attention_to_learn if save else torch.ops.para_core.attention
+        operator = torch.ops.para_core.attention
+        if save:
+            operator = torch.ops.para_core.attention_to_learn
         out: Tensor = operator(query, key, value, mask, plan.spec.text, plan.spec.numbers, plan.spec.scale)[0]
         return out
     if save:
@@ -67,13 +69,13 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor], plan: Atten
         ctx.save_for_backward(mask, marker, block_query, block_key, block_value, block_out, lse)
 
 
-def _followed_outside(tensors: Sequence[Any]) -> bool:
+def _is_followed_outside(tensors: Sequence[Any]) -> bool:
     """Whether any of ``tensors`` requires a gradient outside the innermost torch.func transform that is running."""
     inside = [x for x in tensors if isinstance(x, Tensor) and is_grad_tracking_tensor(x)]
     return any(unwrap_transform_tensor(x).requires_grad for x in inside)
 
 
-def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
+def _check_no_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
     """Raise ``RuntimeError`` if this gradient would itself be differentiated, which would silently be wrong, because
     autograd does not record the operators that compute it.
 
@@ -84,7 +86,7 @@ def _refuse_second_derivative(followed_outside: bool, grad_out: Tensor) -> None:
     # Do not raise for a plain torch.func.grad. It always builds a graph of the gradient, but this graph is used only if
     # there is another transform around torch.func.grad, or if an input requires a gradient.
     innermost = innermost_transform()
-    if innermost is None or innermost.level() > 1 or followed_outside or _followed_outside([grad_out]):
+    if innermost is None or innermost.level() > 1 or followed_outside or _is_followed_outside([grad_out]):
         raise RuntimeError(
             "attention over several ranks has no second derivative, and its gradient was asked for with "
             "create_graph=True (or by nested torch.func transforms). Leave create_graph out, or compute this "
@@ -103,18 +105,20 @@ class _EagerAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.plan = inputs[4]
-        ctx.followed_outside = _followed_outside(inputs)
+        ctx.followed_outside = _is_followed_outside(inputs)
         _save(ctx, inputs, output, ctx.plan)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *_: Any) -> Any:
         mask, _, *saved = ctx.saved_tensors
-        _refuse_second_derivative(ctx.followed_outside, grad_out)
+        _check_no_second_derivative(ctx.followed_outside, grad_out)
         with torch.no_grad():
             *grads, grad_mask = usp_backward(
                 ctx.plan, grad_out, Saved(*saved), mask, mask_gradient=ctx.needs_input_grad[3]
             )
-        return (*grads, None if grad_mask is None else grad_mask.to(mask.dtype), None)
+        if grad_mask is not None:
+            grad_mask = grad_mask.to(mask.dtype)
+        return (*grads, grad_mask, None)
 
 
 # These are the schemas of the arguments that the functions below take as ``*call``: the arguments of read_plan, and
@@ -177,7 +181,10 @@ def _attention_backward(
 ) -> tuple[Tensor, ...]:
     with torch.no_grad():
         *grads, grad_mask = usp_backward(_plan_of(*call), grad_out, Saved(*saved), mask, mask_gradient=mask_gradient)
-    grad_mask = grad_out.new_empty(0) if grad_mask is None or mask is None else grad_mask.to(mask.dtype)
+    if grad_mask is None or mask is None:
+        grad_mask = grad_out.new_empty(0)
+    else:
+        grad_mask = grad_mask.to(mask.dtype)
     return *_as_traced(grads), grad_mask, done(grad_out)
 
 
@@ -189,7 +196,10 @@ def _attention_backward_shape(
     of_query = spec.num_heads, spec.query_layout.size(spec.mesh.rank)
     of_key = spec.num_kv_heads, spec.key_layout.size(spec.mesh.rank)
     grads = [x.new_empty(x.shape[0], *of, x.shape[3]) for x, of in zip(saved, (of_query, of_key, of_key), strict=False)]
-    grad_mask = mask.new_empty(mask.shape) if mask is not None and mask_gradient else grad_out.new_empty(0)
+    if mask is not None and mask_gradient:
+        grad_mask = mask.new_empty(mask.shape)
+    else:
+        grad_mask = grad_out.new_empty(0)
     return *grads, grad_mask, done(grad_out)
 
 

@@ -91,7 +91,9 @@ def _kernels(device: torch.device) -> ModuleType:
 
 
 def _new_buffer(tensors: list[Tensor], _: list[int], numel: int, to: torch.dtype | None = None) -> Tensor:
-    return tensors[0].new_empty(numel, dtype=None if to is None else torch.uint8)
+    if to is None:
+        return tensors[0].new_empty(numel)
+    return tensors[0].new_empty(numel, dtype=torch.uint8)
 
 
 def _new_tensors(

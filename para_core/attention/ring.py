@@ -50,7 +50,9 @@ class Packing:
         self._batch, self._heads, _, self._width = key.shape
         self._value_width = value.shape[3]
         # These are the numbers of buffer elements per token and head, for keys and for values.
-        scale = 0 if comm_dtype is None else SCALE_BYTES
+        scale = 0
+        if comm_dtype is not None:
+            scale = SCALE_BYTES
         self._rows = self._width + scale, self._value_width + scale
 
     def numel(self, rank: int) -> int:
@@ -107,9 +109,14 @@ def ring_pass(
     def start(hop: Hop) -> Travelling:
         if passes_on:
             return start_ring_shift(sent, packing.numel(hop.source), dim)
+        x, numel = sent, 0
+        if not hop.sends:
+            x = sent[:0]
+        if hop.receives:
+            numel = packing.numel(hop.source)
         # The dependency makes autograd run the collectives of the backward in the same (reverse) order on every rank.
-        x = add_autograd_dependency(sent if hop.sends else sent[:0], received[-1:])
-        return start_ring_shift(x, packing.numel(hop.source) if hop.receives else 0, dim, distance=hop.step)
+        x = add_autograd_dependency(x, received[-1:])
+        return start_ring_shift(x, numel, dim, distance=hop.step)
 
     arriving = [start(hops[0])]
     yield OWN, own
@@ -122,7 +129,10 @@ def ring_pass(
             sent = buffer
         if number < len(hops):
             arriving.append(start(hops[number]))
-        yield hop, packing.unpack(buffer, hop.source) if hop.receives else None
+        if hop.receives:
+            yield hop, packing.unpack(buffer, hop.source)
+        else:
+            yield hop, None
 
 
 def all_gather_kv(
@@ -151,7 +161,9 @@ def _blocks(
     if plan.has_replicated_keys:
         key, value = (take(x, 2, plan.travels) for x in own)
     sent = packing.pack(key, value)
-    return (all_gather_kv if gather else ring_pass)(own, sent, packing, plan, received)
+    if gather:
+        return all_gather_kv(own, sent, packing, plan, received)
+    return ring_pass(own, sent, packing, plan, received)
 
 
 def ring(attend: Attend, plan: RingPlan) -> Attend:
@@ -165,7 +177,9 @@ def ring(attend: Attend, plan: RingPlan) -> Attend:
 
     def forward(into: Accumulator, key: Tensor, value: Tensor, _: int, is_last: bool) -> None:
         packing = Packing(key, value, plan.block_sizes, comm_dtype=options.comm_dtype)
-        last_hop = plan.hops[-1] if plan.hops else OWN
+        last_hop = OWN
+        if plan.hops:
+            last_hop = plan.hops[-1]
         for hop, block in _blocks(key, value, packing, plan, into.received, gather=gather):
             if block is not None:
                 attend.forward(into, *block, hop.step, is_last and hop is last_hop)
@@ -188,18 +202,26 @@ def _key_gradients(attend: Attend, into: QueryGradients, key: Tensor, value: Ten
     # These gradients are in flight while this rank computes its own share.
     arriving: list[Travelling] = []
     for hop, block in _blocks(key, value, packing, plan, []):
-        grads = None if block is None else attend.backward(into, *block, hop.step)
+        grads = None
+        if block is not None:
+            grads = attend.backward(into, *block, hop.step)
         del block
         if hop.step == 0:
-            own = own if grads is None else grads
+            if grads is not None:
+                own = grads
         elif plan.spec.options.block_mask is None and grads is not None:
             if arriving:
                 for grad, other in zip(grads, packing.unpack(wait(arriving.pop()), hop.source), strict=True):
                     grad.add_(other)
             arriving.append(start_ring_shift(packing.pack(*grads), packing.numel(plan.source(hop.step + 1)), dim))
         else:
-            sent = own[0].new_empty(0) if grads is None else packing.pack(*grads)
-            arrives = packing.numel(dim.index) if hop.sends else 0
+            if grads is None:
+                sent = own[0].new_empty(0)
+            else:
+                sent = packing.pack(*grads)
+            arrives = 0
+            if hop.sends:
+                arrives = packing.numel(dim.index)
             arriving.append(start_ring_shift(sent, arrives, dim, distance=-hop.step))
     for buffer in map(wait, arriving):
         if buffer.numel():

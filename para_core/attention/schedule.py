@@ -100,7 +100,9 @@ class AttentionSchedule:
     @property
     def backends(self) -> tuple[Backend | None, ...]:
         """The backends of all steps; None among them means that SDPA chooses."""
-        return (self.exact,) if isinstance(self.middle, KeptKeys) else (self.exact, self.middle)
+        if isinstance(self.middle, KeptKeys):
+            return (self.exact,)
+        return (self.exact, self.middle)
 
     def is_middle(self, step: int, num_steps: int) -> bool:
         """Whether step ``step`` (0 is the first) of ``num_steps`` steps uses the attention ``middle``."""

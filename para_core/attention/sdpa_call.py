@@ -144,7 +144,7 @@ def check(
         raise ValueError(f"enable_gqa needs query heads divisible by key heads; got {num_heads} and {num_kv_heads}.")
     if attn_mask is not None:
         _check_mask(attn_mask, query)
-    refuse_dropout(dropout_p)
+    check_dropout(dropout_p)
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
@@ -178,7 +178,7 @@ def _check_mask(mask: Tensor, query: Tensor) -> None:
         )
 
 
-def refuse_dropout(dropout_p: float) -> None:
+def check_dropout(dropout_p: float) -> None:
     """Raise ``ValueError`` unless ``dropout_p`` is 0."""
     if dropout_p > 0.0:
         raise ValueError(
@@ -188,13 +188,15 @@ def refuse_dropout(dropout_p: float) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def refuse_transforms() -> bool:
+def check_transforms() -> bool:
     """Raise ``RuntimeError`` inside ``torch.func.vmap`` and in forward-mode AD, which collectives do not support.
 
     Otherwise return True: Dynamo runs this once, while tracing, and needs a result to treat as a constant.
     """
     interpreter = innermost_transform()
-    kind = None if interpreter is None else interpreter.key()
+    kind = None
+    if interpreter is not None:
+        kind = interpreter.key()
     if kind == TransformType.Vmap:
         raise RuntimeError(
             "attention over several ranks inside torch.func.vmap: a collective has no batching rule. Put the mapped "

@@ -42,16 +42,22 @@ class AttentionSpec:
     @cached_property
     def text(self) -> str:
         """The JSON form of this spec without :attr:`numbers` and the scale, which may be symbolic in a graph."""
-        key_kinds = None if self.key_layout is self.query_layout else _kinds(self.key_layout)
+        key_kinds = None
+        if self.key_layout is not self.query_layout:
+            key_kinds = _kinds(self.key_layout)
         text: str = _to_json(self.mesh.text, self.is_causal, _kinds(self.query_layout), key_kinds, self.options_text)
         return text
 
     @cached_property
     def positional_masks(self) -> tuple[PositionalMask, ...]:
         """The masks of this call that decide by the positions of tokens. A mask tensor applies in addition."""
-        causal: tuple[PositionalMask, ...] = (Causal(),) if self.is_causal else ()
+        causal: tuple[PositionalMask, ...] = ()
+        if self.is_causal:
+            causal = (Causal(),)
         blocks = self.options.block_mask
-        return causal if blocks is None else (*causal, blocks)
+        if blocks is None:
+            return causal
+        return (*causal, blocks)
 
     @property
     def orders_queries(self) -> bool:
@@ -79,7 +85,9 @@ class AttentionSpec:
     @property
     def numbers(self) -> list[int]:
         """The integers that may be symbolic in a graph: numbers of heads, and lengths of query and key segments."""
-        layouts = [self.query_layout, *([] if self.key_layout is self.query_layout else [self.key_layout])]
+        layouts = [self.query_layout]
+        if self.key_layout is not self.query_layout:
+            layouts.append(self.key_layout)
         return [
             self.num_heads,
             self.num_kv_heads,
@@ -94,7 +102,9 @@ class AttentionSpec:
         num_heads, num_kv_heads, *totals = numbers
         query_kinds, key_kinds, options_text = fields["queries"].split(","), fields["keys"], fields["options"]
         query_layout, of_keys = _layout(totals[: len(query_kinds)], query_kinds, ranks), totals[len(query_kinds) :]
-        key_layout = query_layout if key_kinds is None else _layout(of_keys, key_kinds.split(","), ranks)
+        key_layout = query_layout
+        if key_kinds is not None:
+            key_layout = _layout(of_keys, key_kinds.split(","), ranks)
         flags = (num_heads, num_kv_heads, fields["is_causal"], scale, AttnOptions.read(options_text), options_text)
         return AttentionSpec(query_layout, key_layout, mesh, *flags)
 
@@ -119,15 +129,25 @@ def _kinds(layout: SequenceLayout) -> str:
     >>> _kinds(SequenceLayout((Segment("text", 3, replicated=True), Segment("video", 10, together=5)), ranks=2))
     'r,5'
     """
-    kinds = [
-        "r" if segment.replicated else "b" if segment.balanced else str(segment.together) for segment in layout.segments
-    ]
-    return ",".join(kinds)
+    return ",".join([_kind(segment) for segment in layout.segments])
+
+
+def _kind(segment: Segment) -> str:
+    if segment.replicated:
+        return "r"
+    if segment.balanced:
+        return "b"
+    return str(segment.together)
 
 
 def _layout(totals: Sequence[int], kinds: Sequence[str], ranks: int) -> SequenceLayout:
-    segments = [
-        Segment("", total, kind == "r", kind == "b", int(kind) if kind.isdecimal() else 1)
-        for total, kind in zip(totals, kinds, strict=True)
-    ]
+    segments = [_segment(total, kind) for total, kind in zip(totals, kinds, strict=True)]
     return SequenceLayout(tuple(segments), ranks)
+
+
+def _segment(total: int, kind: str) -> Segment:
+    """Return the segment of ``total`` tokens whose :func:`_kind` is ``kind``. Its name is not known."""
+    together = 1
+    if kind.isdecimal():
+        together = int(kind)
+    return Segment("", total, replicated=kind == "r", balanced=kind == "b", together=together)

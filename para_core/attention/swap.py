@@ -111,12 +111,17 @@ class Swap:
             if not compiling:
                 self._steps[key] = steps
         buffer = steps.pack(tensors)
-        buffer = buffer.view(self.dim.size, steps.send[0]) if self._is_even else buffer.view(-1)
+        if self._is_even:
+            buffer = buffer.view(self.dim.size, steps.send[0])
+        else:
+            buffer = buffer.view(-1)
         started = start_all_to_all(buffer, steps.send, steps.receive, self.dim, even=self._is_even)
         return partial(_finish, started, steps.unpack, tensors)
 
     def _plan(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype, *, by_kernel: bool) -> Steps:
-        scale = 0 if self.comm_dtype is None else SCALE_BYTES
+        scale = 0
+        if self.comm_dtype is not None:
+            scale = SCALE_BYTES
         widths = [shape[3] for shape in shapes]
         tables: list[list[int]] = []
         for index, width in enumerate(widths):
@@ -150,15 +155,19 @@ class Swap:
         regions, offset, own = [], 0, self.dim.index
         for rank in range(self.dim.size):
             for table in shapes.tables:
-                owner = rank if by_head else own
+                owner = own
+                if by_head:
+                    owner = rank
                 counts = [self.heads[index][owner][1] * shapes.row_widths[index] for index in table]
                 starts = list(accumulate(counts, initial=0))
                 step = starts[-1]
                 for index, before in zip(table, starts, strict=False):
                     first, count = self.heads[index][owner]
+                    if not by_head:
+                        first = 0
                     at = offset + before
                     for start, length in tokens[index][rank]:
-                        regions.append(CopyRegion(index, start, length, first if by_head else 0, count, at, step))
+                        regions.append(CopyRegion(index, start, length, first, count, at, step))
                         at += length * shapes.batch * step
                 offset = at - before
         return as_numbers(regions)
@@ -169,7 +178,9 @@ def _finish(started: Travelling, unpack: Unpack, tensors: Sequence[Tensor]) -> S
 
 
 def join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts), dim)
 
 
 def pack_regions(regions: list[int], numel: int, to: torch.dtype | None, tensors: Sequence[Tensor]) -> Tensor:
@@ -190,14 +201,18 @@ def unpack_regions(
 def pack_views(shapes: Sequence[Sequence[int]], tensors: Sequence[Tensor]) -> Tensor:
     """Pack tensors by one concatenation of views. ``shapes`` are ``[B, ranks, heads, S, D]``."""
     views = [x.view(shape).permute(1, 3, 0, 2, 4) for x, shape in zip(tensors, shapes, strict=True)]
-    return views[0].contiguous() if len(views) == 1 else torch.cat(views, 3)
+    if len(views) == 1:
+        return views[0].contiguous()
+    return torch.cat(views, 3)
 
 
 def unpack_views(table: Sequence[int], heads: list[int], buffer: Tensor, _: Sequence[Tensor]) -> Sequence[Tensor]:
     """Return views of the received table, ``[tokens, B, sum of heads, D]``; ``heads`` has one number per tensor."""
     blocks = buffer.view(table).permute(1, 2, 0, 3)
     # Use split_with_sizes(), because split() is implemented in Python and slower.
-    return (blocks,) if len(heads) == 1 else blocks.split_with_sizes(heads, 1)
+    if len(heads) == 1:
+        return (blocks,)
+    return blocks.split_with_sizes(heads, 1)
 
 
 def pack_block(tensors: Sequence[Tensor]) -> Tensor:

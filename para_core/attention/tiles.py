@@ -98,7 +98,9 @@ def tiles_of_piece(queries: Run, block: Sequence[Run], masks: Sequence[Positiona
     [Tile(runs=((6, 2),), positions=((0, 2),), is_causal=False), Tile(runs=((0, 2),), positions=((4, 2),),
     is_causal=True)]
     """
-    visible = [(coalesce(block), False)] if any(length for _, length in block) else []
+    visible = []
+    if any(length for _, length in block):
+        visible = [(coalesce(block), False)]
     for mask in masks:
         visible = [
             (runs, was_causal or is_causal)
@@ -161,8 +163,12 @@ class Tiling:
         lengths = [length for _, length in self.pieces]
         if x.shape[2] == 1 and lengths != [1]:
             return [x] * len(lengths)
-        return [x] if len(lengths) == 1 else list(x.split_with_sizes(lengths, 2))
+        if len(lengths) == 1:
+            return [x]
+        return list(x.split_with_sizes(lengths, 2))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Undo :meth:`split`: concatenate one tensor per piece along dim 2."""
-        return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=2)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([*parts], dim=2)

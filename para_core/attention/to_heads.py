@@ -87,7 +87,9 @@ class ToHeads(Swap):
             tensors = [take(x, 2, rows.own_sharded) for x, rows in zip(tensors, self.rows, strict=True)]
         if len(groups) == 1 and len(shapes.tables) == 1:
             views = [see_heads(x, groups[0], run) for x, run in zip(tensors, groups[0].heads, strict=True)]
-            return views[0].contiguous() if len(views) == 1 else torch.cat(views, 3)
+            if len(views) == 1:
+                return views[0].contiguous()
+            return torch.cat(views, 3)
         if not _writes_into_buffers():
             parts = []
             for rank in range(self.dim.size):
@@ -128,12 +130,17 @@ class ToHeads(Swap):
         rows = self.rows[of[0]]
         if not rows.is_rank_by_rank:
             own = [tensors[i].narrow(1, *self.heads[i][self.dim.index]).permute(2, 0, 1, 3) for i in of]
-            table = self._summed(rows, table) if self.replicated else _in_order(rows, table, own)
+            if self.replicated:
+                table = self._sum_replicated(rows, table)
+            else:
+                table = _in_order(rows, table, own)
         blocks = table.permute(1, 2, 0, 3)
         # Use split_with_sizes(), because split() is implemented in Python and slower.
-        return (blocks,) if len(heads) == 1 else blocks.split_with_sizes(heads, 1)
+        if len(heads) == 1:
+            return (blocks,)
+        return blocks.split_with_sizes(heads, 1)
 
-    def _summed(self, rows: BlockRows, table: Tensor) -> Tensor:
+    def _sum_replicated(self, rows: BlockRows, table: Tensor) -> Tensor:
         """Return ``table``, which arrived rank by rank, in the order of the block, with sums of replicated tokens."""
         starts, parts = rows.arrival_starts(replicated=True), []
         for rank, number in rows.in_order:
@@ -196,7 +203,9 @@ def _in_order(rows: BlockRows, table: Tensor, own: Sequence[Tensor]) -> Tensor:
             parts.append(join([x.narrow(0, *run) for x in own], 2))
         else:
             parts.append(table.narrow(0, *run))
-    return join(parts, 0) if parts else table
+    if parts:
+        return join(parts, 0)
+    return table
 
 
 class RankGroup(NamedTuple):
@@ -219,7 +228,9 @@ def group_ranks(heads: Sequence[Sequence[Run]]) -> list[RankGroup]:
     """
     groups: list[RankGroup] = []
     for rank, runs in enumerate(zip(*heads, strict=True)):
-        steps = _steps_to(groups[-1], runs) if groups else None
+        steps = None
+        if groups:
+            steps = _steps_to(groups[-1], runs)
         if steps is None:
             groups.append(RankGroup(rank, 1, tuple([(start, count, count) for start, count in runs])))
         else:
@@ -236,7 +247,9 @@ def _steps_to(group: RankGroup, runs: Sequence[Run]) -> list[int] | None:
     """
     steps = []
     for (first, count, step), (start, number) in zip(group.heads, runs, strict=True):
-        possible = (count, 0) if group.number == 1 else (step,)
+        possible: tuple[int, ...] = (step,)
+        if group.number == 1:
+            possible = (count, 0)
         fitting = [distance for distance in possible if start == first + group.number * distance]
         if number != count or not fitting:
             return None
@@ -249,7 +262,9 @@ def see_heads(x: Tensor, group: RankGroup, run: tuple[int, int, int]) -> Tensor:
     start, count, step = run
     batch, heads, tokens, width = x.shape
     if step == 0 or group.number == 1:
-        own = x if count == heads else x.narrow(1, start, count)
+        own = x
+        if count != heads:
+            own = x.narrow(1, start, count)
         return own.permute(2, 0, 1, 3).expand(group.number, tokens, batch, count, width)
     if group.number * count != heads:
         x = x.narrow(1, start, group.number * count)

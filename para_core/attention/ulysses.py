@@ -62,12 +62,13 @@ class Heads:
         if self.num_kv_heads == self.num_heads:
             return self.of_query
         group = self.num_heads // self.num_kv_heads
-        return tuple(
-            [
-                (start // group, -(-(start + count) // group) - start // group if count else 0)
-                for start, count in self.of_query
-            ]
-        )
+        runs = []
+        for start, count in self.of_query:
+            first, end = start // group, -(-(start + count) // group)
+            if count == 0:
+                end = first
+            runs.append((first, end - first))
+        return tuple(runs)
 
     def key_of_each_query(self, rank: int, device: torch.device) -> Tensor | None:
         """Return the index of the key head of each query head of ``rank``, both counted from 0 there.
@@ -75,7 +76,9 @@ class Heads:
         Return None if query heads form groups of equal size, and group i uses key head i.
         """
         (start, count), (first_key, num_keys) = self.of_query[rank], self.of_key[rank]
-        group = self.num_heads // self.num_kv_heads if self.num_kv_heads else 1
+        group = 1
+        if self.num_kv_heads:
+            group = self.num_heads // self.num_kv_heads
         if start % group == 0 and count == num_keys * group:
             return None
         return torch.arange(start, start + count, device=device) // group - first_key

@@ -48,14 +48,19 @@ def usp_forward(
         # Disable autocast, because it would round scores and lse, which must be float32.
         with torch.autocast(query.device.type, enabled=False):
             return usp_forward(plan, query, key, value, mask, attn_func=attn_func, save=save)
-    plan = plan.with_gradients if save else plan
+    if save:
+        plan = plan.with_gradients
     ulysses = plan.ulysses
     if ulysses is None:
         out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
-        return as_sdpa(out), None if lse is None else Saved(query, key, value, out, lse)
-    query, key, value = ulysses.start_enter((query, key, value))()
-    out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
-    return ulysses.start_leave((out,))()[0], None if lse is None else Saved(query, key, value, out, lse)
+        result = as_sdpa(out)
+    else:
+        query, key, value = ulysses.start_enter((query, key, value))()
+        out, lse = attend_block(plan, query, key, value, mask, attn_func, save)
+        result = ulysses.start_leave((out,))()[0]
+    if lse is None:
+        return result, None
+    return result, Saved(query, key, value, out, lse)
 
 
 def autocasts(x: Tensor) -> bool:
@@ -92,7 +97,8 @@ def attend_block(
     if not save and attn_func is None and plan.is_local:
         if key_heads is not None:
             key, value = expand(key, key_heads), expand(value, key_heads)
-        mask = None if mask is None else columns(mask, plan.ring.key_runs(0))
+        if mask is not None:
+            mask = columns(mask, plan.ring.key_runs(0))
         call = LocalAttentionCall(query, key, value, mask, plan.spec.is_causal, plan.spec.scale)
         return local_attention(call, plan.spec.options.backend), None
     kept_keys = plan.spec.options.kept_keys
@@ -102,7 +108,9 @@ def attend_block(
         )
     else:
         out, lse = attend_all(plan, query, key, value, mask, key_heads, attn_func)
-    return out, lse if save else None
+    if not save:
+        return out, None
+    return out, lse
 
 
 def attend_all(
@@ -121,8 +129,14 @@ def attend_all(
         plan, query, key, value, mask, attn_func: As in :func:`attend_block`.
     """
     masked = mask is not None
-    attend = composed(plan, masked) if attn_func is None else compose(plan, masked, attn_func)
-    into = Accumulator(query, None if mask is None else Mask(mask), plan.tiling, key_heads)
+    if attn_func is None:
+        attend = compose_once(plan, masked)
+    else:
+        attend = compose(plan, masked, attn_func)
+    mask_of_call = None
+    if mask is not None:
+        mask_of_call = Mask(mask)
+    into = Accumulator(query, mask_of_call, plan.tiling, key_heads)
     attend.forward(into, key, value, 0, True)
     return into.rounded_result(key, value)
 
@@ -138,7 +152,10 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
         attend = of_function(attn_func, spec.scale)
     if spec.num_heads != spec.num_kv_heads:
         attend = expand_key_heads(attend)
-    attend = ring(attend, plan.ring) if plan.grid is None else grid_2d(attend, plan.grid)
+    if plan.grid is None:
+        attend = ring(attend, plan.ring)
+    else:
+        attend = grid_2d(attend, plan.grid)
     if not masked:
         return attend
     if attn_func is not None:
@@ -147,7 +164,7 @@ def compose(plan: AttentionPlan, masked: bool, attn_func: LocalAttention | None 
 
 
 # The composition of a plan is made once. A plan is compared by identity.
-composed = lru_cache(maxsize=1024)(compose)
+compose_once = lru_cache(maxsize=1024)(compose)
 
 
 def _load_snapkv() -> ModuleType:
@@ -176,7 +193,7 @@ def usp_backward(
     into = QueryGradients.of(
         grad_out, query, saved.out, saved.lse, hidden, plan.tiling, key_heads=heads, mask_gradient=mask_gradient
     )
-    grad_key, grad_value = composed(plan, hidden is not None).backward(into, saved.key, saved.value, 0)
+    grad_key, grad_value = compose_once(plan, hidden is not None).backward(into, saved.key, saved.value, 0)
     grads = [into.grad_query.to(query.dtype), grad_key.to(saved.key.dtype), grad_value.to(saved.value.dtype)]
     grad_mask = into.grad_mask
     if grad_mask is not None and mask is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from para_core.attention.sdpa_call import SdpaCall, refuse_dropout
+from para_core.attention.sdpa_call import SdpaCall, check_dropout
 from para_core.distributed.create_mesh import require_own_gpus
 from para_core.distributed.mesh import batch_mesh
 from para_core.layout.sequence import SequenceLayout, even_layout
@@ -65,11 +65,11 @@ class BatchParallelAttnMode(ShardingMode):
             if len(args) > 13:
                 training = args[13]
             if training:
-                refuse_dropout(dropout_p)
+                check_dropout(dropout_p)
         return func(*args, **kwargs)
 
     def _attend(self, call: SdpaCall) -> Tensor:
-        refuse_dropout(call.dropout_p)
+        check_dropout(call.dropout_p)
         query = call.query
         mask = call.attn_mask
         if mask is not None and mask.ndim == query.ndim >= 3:

@@ -214,7 +214,7 @@ def test_wide_mask_is_cast_before_backends():
     query = make("BSHD", H, 37, 64, BF16)
     for dtype in (F32, torch.float64, F16, BF16):
         mask = torch.empty(B, 1, 1, 37, dtype=dtype, device="meta")
-        mask = LocalAttentionCall(query, query, query, mask).folded().mask
+        mask = LocalAttentionCall(query, query, query, mask).fold().mask
         assert mask is not None and mask.dtype == BF16
 
 

@@ -5,7 +5,7 @@ ranks.
 import pytest
 import torch
 
-from para_core.attention.mask_checks import MaskReviews, Review, num_common_rows, require_own_rows
+from para_core.attention.mask_checks import MaskReviews, Review, check_own_rows, num_common_rows
 from para_core.layout.sequence import Segment, SequenceLayout
 
 
@@ -37,7 +37,7 @@ FORMS = {
 
 def verdict(masks, layout, is_causal=False):
     reviews, num_common = MaskReviews(), num_common_rows(layout)
-    require_own_rows([reviews.of(mask, num_common) for mask in masks], layout, is_causal=is_causal)
+    check_own_rows([reviews.of(mask, num_common) for mask in masks], layout, is_causal=is_causal)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -55,11 +55,16 @@ def select_keys(
     keys = expand(key.index_select(2, counted), heads)
     if keys.shape[1] != query.shape[1]:  # Equally many consecutive query heads share each key head.
         keys = keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
-    dtype, scale = lse_dtype(queries), query.shape[-1] ** -0.5 if plan.spec.scale is None else plan.spec.scale
+    dtype, scale = lse_dtype(queries), plan.spec.scale
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
     logits = (queries.to(dtype) * scale) @ keys.to(dtype).mT
     if rows is not None:
         rows = columns(rows, runs)
-        logits = logits.masked_fill(~rows, float("-inf")) if rows.dtype == torch.bool else logits + rows
+        if rows.dtype == torch.bool:
+            logits = logits.masked_fill(~rows, float("-inf"))
+        else:
+            logits = logits + rows
     if plan.spec.is_causal:
         hidden = _positions(runs, query.device) > _on_device([observed], query.device).mT
         logits = logits.masked_fill(hidden, float("-inf"))
@@ -96,9 +101,13 @@ def _offsets(positions: Sequence[int], runs: Sequence[Run]) -> list[int | None]:
     starts = [start for start, _, _ in ascending]
     offsets: list[int | None] = []
     for position in positions:
+        offset = None
         index = bisect_right(starts, position) - 1
-        start, length, begin = ascending[index] if index >= 0 else (0, 0, 0)
-        offsets.append(begin + position - start if start <= position < start + length else None)
+        if index >= 0:
+            start, length, begin = ascending[index]
+            if position < start + length:
+                offset = begin + position - start
+        offsets.append(offset)
     return offsets
 
 
@@ -117,7 +126,9 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
     # All ranks hold the replicated tokens, so only the first rank contributes them to the sum below.
     if dim.index == 0:
         runs = [*runs, *queries.runs(0, replicated=True)]
-    numbers = x.to(torch.uint8) if x.dtype == torch.bool else x
+    numbers = x
+    if x.dtype == torch.bool:
+        numbers = x.to(torch.uint8)
     rows = numbers.new_zeros(*x.shape[:2], len(positions), x.shape[3])
     own_indices = [index for index, offset in enumerate(_offsets(positions, runs)) if offset is not None]
     held = _offsets([positions[index] for index in own_indices], plan.query_runs)
@@ -125,7 +136,9 @@ def _of_all_ranks(x: Tensor, positions: Sequence[int], plan: RingPlan) -> Tensor
     rows.index_copy_(2, to, numbers.index_select(2, source))
     # Summing selects the rank that holds a row, because the others contribute zeros.
     all_rows = all_gather(rows[None], [1] * dim.size, 0, dim).sum(0, dtype=numbers.dtype)
-    return all_rows.bool() if x.dtype == torch.bool else all_rows
+    if x.dtype == torch.bool:
+        return all_rows.bool()
+    return all_rows
 
 
 def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
@@ -134,7 +147,9 @@ def _counted_runs(plan: RingPlan, index: int) -> list[Run]:
     """
     keys = plan.spec.keys
     runs = keys.runs(index, replicated=False)
-    return [*runs, *keys.runs(0, replicated=True)] if index == 0 else runs
+    if index == 0:
+        return [*runs, *keys.runs(0, replicated=True)]
+    return runs
 
 
 def sparse_attention(
@@ -173,7 +188,9 @@ def hide(mask: Tensor | None, is_kept: Tensor) -> Tensor:
     is_kept = is_kept[:, :, None]
     if mask is None:
         return is_kept
-    return mask & is_kept if mask.dtype == torch.bool else mask.masked_fill(~is_kept, float("-inf"))
+    if mask.dtype == torch.bool:
+        return mask & is_kept
+    return mask.masked_fill(~is_kept, float("-inf"))
 
 
 def _kept_blocks(
@@ -188,7 +205,7 @@ def _kept_blocks(
     travels: list[Tensor] = []
     if plan.hops:
         travels = [_positions(plan.spec.keys.runs(index, replicated=False), key.device) for index in range(dim.size)]
-    chosen, *of_blocks = _chosen(is_kept, [held, *travels])
+    chosen, *of_blocks = _choose(is_kept, [held, *travels])
     own = _take(key, chosen), _take(value, chosen)
     if not plan.hops:
         yield *own, _mask_of(mask, held, chosen)
@@ -198,22 +215,27 @@ def _kept_blocks(
     rows = _rows_of(travels[dim.index], held)
     kept = [_take(x.index_select(2, rows), of_blocks[dim.index]) for x in (key, value)]
     for hop, block in ring_pass(own, packing.pack(*kept), packing, plan, received):
-        at, those = (held, chosen) if hop.step == 0 else (travels[hop.source], of_blocks[hop.source])
-        if block is not None:
-            yield *block, _mask_of(mask, at, those)
+        if block is None:
+            continue
+        if hop.step == 0:
+            yield *block, _mask_of(mask, held, chosen)
+        else:
+            yield *block, _mask_of(mask, travels[hop.source], of_blocks[hop.source])
 
 
-def _chosen(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
+def _choose(is_kept: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
     """Return for each block (positions of its keys) the offsets of the keys that each head keeps, ``[B, H, n]``.
 
     n is the largest number of keys of the block that any head keeps. A head that keeps fewer gets offsets of other keys
     at the end, which the mask must hide. The host waits for the device once, to read n for all blocks.
     """
     flags = [is_kept.index_select(2, positions) for positions in blocks]
-    filled = [block for block in flags if block.numel()]
-    counts = torch.stack([block.sum(-1).max() for block in filled]).tolist() if filled else []
-    remaining = iter(counts)
-    most = [next(remaining) if block.numel() else 0 for block in flags]
+    most = [0] * len(blocks)
+    filled = [index for index, block in enumerate(flags) if block.numel()]
+    if filled:
+        counts = torch.stack([flags[index].sum(-1).max() for index in filled]).tolist()
+        for index, count in zip(filled, counts, strict=True):
+            most[index] = count
     return [
         block.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices[..., :number]
         for block, number in zip(flags, most, strict=True)

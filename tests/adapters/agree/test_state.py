@@ -11,7 +11,7 @@ from peft import LoraConfig
 from para_core import version
 from para_core.adapters import parallelize_pipe
 from para_core.adapters.agree.arguments import PendingRecord
-from para_core.adapters.agree.loras import described
+from para_core.adapters.agree.loras import describe_loras
 from tests.rank_pool import RankPoolError
 from tests.tiny import cpu_mesh, flux_call, flux_pipe, relative_error
 
@@ -248,7 +248,7 @@ def test_callbacks_that_change_the_same_are_exact(rank_pool):
 
 def test_loras_are_described_by_settings_and_values():
     def text():
-        return PendingRecord(described(pipe)).wait()
+        return PendingRecord(describe_loras(pipe)).wait()
 
     pipe = pipe_with_lora()
     first = text()
