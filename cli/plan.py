@@ -177,12 +177,16 @@ def _describe(model: str, pipeline: str | None, configs: str | None, *, trust_re
             f"model is {model!r}, and the bytes of its packed weights cannot be told from configs. Use the folder or "
             "repository of the model with --quantize int8, which takes about as many bytes."
         )
+    from para_core.fleet.selection import select_pipeline
+
     home = home_of(model, configs)
     if not Path(home).is_dir():
         subject = "config"
         if configs is None:
             subject = "model"
         _check_repository(home, subject)
+    # Check the files and the class before torch is imported, which takes seconds.
+    select_pipeline(model, pipeline=pipeline, config=configs)
     from para_core.fleet.build import find_model
     from para_core.fleet.libraries import quiet
 

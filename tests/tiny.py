@@ -27,9 +27,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from para_core import UnifiedAttnMode
+from para_core.adapters.weights.features import method_of
 from para_core.attention.mesh_attention import MeshAttention
 from para_core.attention.sdpa_call import SdpaCall
 from para_core.distributed.mesh import MeshDim
+from para_core.instance.record import is_filled
+from para_core.instance.slots import Slot
 from para_core.plans import exchange
 from zoo.flux.models import CLIP_WIDTH, SHIFT, T5_WIDTH, FluxDenoiser
 from zoo.tiny.base import fill
@@ -61,6 +64,15 @@ def _encoders() -> dict[str, nn.Module]:
     }
 
 
+def _forget_sharded_parts() -> None:
+    """Make the shared parts anew if an earlier test has sharded their weights, which is one way."""
+    for module in (*_encoders().values(), _vae()):
+        if method_of(module) is not None or is_filled(module, Slot.UNUSABLE):
+            _encoders.cache_clear()
+            _vae.cache_clear()
+            return
+
+
 def flux_transformer(seed: int = 1, **config: Any) -> FluxTransformer2DModel:
     """Return a transformer of 2 double and 2 single blocks with 4 heads × 16."""
     return fill(FluxTransformer2DModel(**{**_FLUX, "in_channels": FLUX_CHANNELS, **config}), seed)
@@ -83,7 +95,11 @@ def flux_pipe(cls: type = FluxPipeline, *, shared_parts: bool = True, **componen
         # pixel.
         beside = FLUX_CHANNELS + 4 * 4 * 4 if cls is FluxFillPipeline else FLUX_CHANNELS if cls in _CONTROL else 0
         components["transformer"] = flux_transformer(in_channels=FLUX_CHANNELS + beside, out_channels=FLUX_CHANNELS)
-    encoders, vae = (_encoders(), _vae()) if shared_parts else (_encoders.__wrapped__(), small_vae())
+    if shared_parts:
+        _forget_sharded_parts()
+        encoders, vae = _encoders(), _vae()
+    else:
+        encoders, vae = _encoders.__wrapped__(), small_vae()
     pipe = cls(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         vae=vae,

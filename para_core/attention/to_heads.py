@@ -115,7 +115,11 @@ class ToHeads(Swap):
         """Return views of the received table if its tokens are in order, otherwise of one concatenation of its rows."""
         heads = [self.heads[index][self.dim.index][1] for index in of]
         table = buffer.view(sum(self.sizes[of[0]]), shapes.batch, sum(heads), shapes.widths[of[0]])
-        if all(self.rows[index] is self.rows[of[0]] for index in of):
+        # A loop, because a generator would cost the host a Python call for each tensor.
+        same_rows = True
+        for index in of:
+            same_rows = same_rows and self.rows[index] is self.rows[of[0]]
+        if same_rows:
             return self._blocks_of(table, of, heads, tensors)
         # Queries stay in the order of arrival, and keys and values do not.
         queries, rest = table.split_with_sizes([heads[0], sum(heads[1:])], 2)

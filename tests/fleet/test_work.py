@@ -88,7 +88,7 @@ def verified(recipe):
 
 def test_verified_recipe_prints_error_and_bits_on_first_rank(rank_pool):
     first, second = rank_pool.run(verified, 2, Recipe(str(find_tiny_flux()), verify=True))
-    assert len(re.findall(r"on 2 ranks .* error [0-9.e-]+, .* bits", first)) == 1
+    assert len(re.findall(r"on 2 ranks .* error [0-9.e+-]+, .* bits", first)) == 1
     assert "on 2 ranks" not in second
 
 

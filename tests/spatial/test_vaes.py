@@ -327,11 +327,11 @@ def warn_of_many(caplog_name):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger(caplog_name).addHandler(handler)
-    vae_module._MANY = 1
+    vae_module._MOST_USEFUL_RANKS = 1
     try:
         parallelize_vae(TINY_VAES["KL"].make())
     finally:
-        vae_module._MANY = 8
+        vae_module._MOST_USEFUL_RANKS = 8
         logging.getLogger(caplog_name).removeHandler(handler)
     return messages
 
